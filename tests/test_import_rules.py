@@ -90,7 +90,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.events.*",
             "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
             "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*", "fdasync.runner.plugins",
-            "fdasync.runner.prompt_scores", "fdasync.runner.worker.proxy", "fdasync.scheduler",
+            "fdasync.runner.prompt_scores", "fdasync.runner.shares", "fdasync.runner.worker.proxy", "fdasync.scheduler",
             "fdasync.scheduler.state.policy",
         ),
     },
@@ -145,7 +145,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.parallel": (
-            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange",
+            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange", "fdasync.runner.shares",
             "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },

@@ -21,7 +21,6 @@ from fdasync.runner.worker.messages import (
     ERRORS,
     Bind,
     CheckGrammar,
-    EndTensors,
     FingerprintWeights,
     Join,
     LoadFolder,
@@ -171,22 +170,13 @@ class WorkerRunner(Runner):
         return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        [answer] = self._transfer.begin(tensors)
-        try:
-            await asyncio.shield(answer)
-        except FdasyncError:
-            self._transfer.close()
-            raise
+        await self._transfer.begin(tensors, _only)
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         await self._transfer.write(number, offset_nbytes, data)
 
     async def end_tensors(self) -> None:
-        try:
-            await self._transfer.flush()
-            await asyncio.shield(self.ask_now(EndTensors()))
-        finally:
-            self._transfer.close()
+        await self._transfer.end(_only)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)
@@ -222,3 +212,8 @@ class WorkerRunner(Runner):
     def _on_gone(self, gone: asyncio.Future[Exception]) -> None:
         if self.on_failure is not None:
             self.on_failure(gone.result())  # of a future that is done
+
+
+async def _only(answers: Sequence[asyncio.Future[None]]) -> None:
+    (answer,) = answers
+    await answer

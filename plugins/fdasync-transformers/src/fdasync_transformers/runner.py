@@ -53,7 +53,6 @@ from fdasync_transformers.start.runner_config import (
     check_config,
     check_device,
     check_numerics,
-    check_ranks,
     device_of,
     graph_tokens,
     memory_share,
@@ -116,7 +115,6 @@ class TransformersRunner(Runner):
         device = device_of(self.config, self.limits)
         check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
-        check_ranks(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
     def join(self, exchange: Exchange) -> None:
@@ -154,7 +152,6 @@ class TransformersRunner(Runner):
         device = device_of(config, self.limits)
         check_device(config, device)
         check_numerics(config, self.limits, device)
-        check_ranks(config, self.limits, device)
         if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
             raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")
         with _current(device):

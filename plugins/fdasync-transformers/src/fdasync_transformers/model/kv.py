@@ -85,8 +85,10 @@ class KVLayout:
         if not 0 <= self.rank < self.ranks:
             raise ConfigError("tensor_parallel", f"rank {self.rank} of {self.ranks}")
         if self.shares % self.ranks and self.ranks % self.shares:
-            problem = f"{self.ranks} neither divides the {self.shares} shares of the KV heads nor is a multiple of them"
-            raise ConfigError("tensor_parallel", problem, limit=self.shares)
+            counts = " and ".join(str(count) for count in sorted({layer.kv_heads for layer in self.layers}))
+            problem = f"{self.ranks} ranks cannot part the {counts} KV heads of the model's layers"
+            rule = f"a divisor or a multiple of {self.shares}"
+            raise ConfigError("tensor_parallel", problem, limit=rule)
         for layer in self.layers:
             heads = layer.kv_heads // self.shares
             if heads % self.sharers and self.sharers % heads:
