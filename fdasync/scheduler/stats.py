@@ -118,7 +118,7 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
     for seq in holders.values():
         for block in seq.blocks:
             ref_count[block.id] = ref_count.get(block.id, 0) + 1
-    for block in decode_side.held():
+    for block in (*decode_side.held(), *swap_planner.pinned):
         ref_count[block.id] = ref_count.get(block.id, 0) + 1
     for block in index.pool.live():
         if block.ref_count != ref_count.get(block.id, 0):
