@@ -47,7 +47,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
-            "fdasync.ipc.exchange", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.ipc.exchange", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks", "fdasync.ipc.peer_rows",
+            "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },

@@ -141,6 +141,7 @@ class BlockReceiver:
         """Hold the place that the copy fills."""
         if on_device:
             block.device_moves += 1
+            self._index.lent += 1
         else:
             self._index.pool.add_host(block)
             block.hold("receive")
@@ -152,6 +153,7 @@ class BlockReceiver:
         """Undo `_place`."""
         if on_device:
             block.device_moves -= 1
+            self._index.lent -= 1
         else:
             block.unhold("receive")
             self._receiving -= 1

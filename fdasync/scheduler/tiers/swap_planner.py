@@ -117,6 +117,7 @@ class SwapPlanner:
         export.held = True
         self._pinned[export] = None
         self._index.pin([block])
+        self._index.lent += 1
         return export
 
     @property
@@ -137,6 +138,7 @@ class SwapPlanner:
             if export.held:
                 export.held = False
                 del self._pinned[export]
+                self._index.lent -= 1
                 self._index.release([export.block])
         elif export.held:
             export.held = False
