@@ -10,6 +10,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.store.base import Store
@@ -109,8 +111,8 @@ class Runtime:
         self.policy = make_policy(config.policy, config.policy_config)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
         self._placement = self._make_placement(runner)
-        self.runner = runner or self._make_runner()
         self._attendant = attendant
+        self.runner = runner or self._make_runner()
         self._stack: StoreStack | None = None
         self._store_io: StoreIO | None = None
         self._rehasher: Rehasher | None = None
@@ -175,6 +177,8 @@ class Runtime:
     def _make_runner(self) -> Runner:
         config = self._config
         limits = config.runner_limits()
+        if self._attendant is not None and self._attendant.shows_blocks:
+            limits = msgspec.structs.replace(limits, shows_blocks=True)
         if config.process == "worker":
             # found and not imported: a runner's imports belong in its own process
             self._registry.find(RUNNERS, config.runner)
