@@ -225,7 +225,9 @@ class Instance:
             await self._transports.open(context.regions, self._make_device(context, capacity))
             if self._transports.device_problem:
                 problem = self._transports.device_problem
-                self.notice = f"blocks do not go from device to device: {problem}" + f"; {self.notice}" * bool(self.notice)
+                self.notice = f"blocks do not go from device to device: {problem}" + f"; {self.notice}" * bool(
+                    self.notice
+                )
             # raises what ended the engine meanwhile
             self.engine.load()
             self.address = links.listen(self._listen)

@@ -92,8 +92,10 @@ class _RunnerService(Service):
             shown = None if self._runner is None else self._runner.peer_blocks()
             return () if shown is None else await show(shown, fds[0])
         if isinstance(message, OpenSource):
-            return await self._peers().open(message.source, message.pools, fds)
-        return await self._peers().close_source(message.source)
+            await self._peers().open(message.source, message.pools, fds)
+        else:
+            await self._peers().close_source(message.source)
+        return None
 
     async def _in_turn(self, message: Request | RunStep | SwapOut | SwapIn, fds: list[int]) -> object:
         try:

@@ -233,9 +233,7 @@ class World:
         elif isinstance(words, SendBlocks):
             lease.unread[words.offer] = len(words.indices)
             side.queue.append(
-                BlocksOffered(
-                    group=lease.group, offer=words.offer, indices=words.indices, on_device=bool(words.device)
-                )
+                BlocksOffered(group=lease.group, offer=words.offer, indices=words.indices, on_device=bool(words.device))
             )
         else:
             key = lease.keys[words.index]
