@@ -1,8 +1,8 @@
 """The streams of a device by name, and the same names where there are none.
 
 `compute` runs steps, `results` copies their samples and rows to the host, `copy_out` and `copy_in` move blocks, `peers`
-copies them from other processes' devices: so a step's few bytes never queue behind blocks. `compute` and `results` have the higher priority: a copy by the copy
-engines does not feel it, a copy by a kernel gives way.
+copies them from other processes' devices: so a step's few bytes never queue behind blocks. `compute` and `results` have
+the higher priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
 
 On a CPU all launched work is done when the call returns, so streams do nothing there and callers need no second path.
 Knows nothing of the work on the streams. Made once by a runner, used by the runner's parts.

@@ -1,9 +1,9 @@
 """KV blocks on the devices of one instance that other instances of the machine copy: what a runner offers for it.
 
 Blocks are *canonical*: their bytes do not depend on the number of processes that compute each step (docs/design.md,
-section 4). Each process has one run of every block in its pool. It exports the pool (`PoolExport`, and a descriptor), and
-opens those of another instance's processes once; then it copies blocks from there into its own pool, as many runs of
-each as it has to take from different processes. So the two instances may have different numbers of processes.
+section 4). Each process has one run of every block in its pool. It exports the pool (`PoolExport` and a descriptor),
+and opens those of another instance's processes once; then it copies blocks from there into its own pool, as many runs
+of each as it has to take from different processes. So the two instances may have different numbers of processes.
 
 **Whole and checked.** A copy ends with a checksum that is computed over the copied bytes where they are. The checksums
 of all processes add up to that of the block (`ipc/block_sums.py`), which the sender tells in a message.

@@ -368,8 +368,8 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     Attributes:
         index: number of the block in the prompt.
-        parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec. The KV is a part
-            of the sender's devices (`DEVICE_REGION`) where the receiver reads those.
+        parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec. The KV is a
+            part of the sender's devices (`DEVICE_REGION`) where the receiver reads those.
         checksums: of each part: XXH3-64, of a part of devices that of `ipc/block_sums.py`.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -56,7 +57,7 @@ def test_sums_add_up_however_blocks_are_cut():
     rows = content(1)
     whole = block_sums(rows).tolist()
     for cuts in ((0, BLOCK), (0, 8, BLOCK), (0, 256, 264, 512, BLOCK)):
-        runs = [block_sums(rows[:, a:b], a).tolist() for a, b in zip(cuts, cuts[1:], strict=False)]
+        runs = [block_sums(rows[:, a:b], a).tolist() for a, b in itertools.pairwise(cuts)]
         assert [added(list(told)) for told in zip(*runs, strict=True)] == whole
     assert len(set(whole)) == BLOCKS
 
@@ -172,11 +173,11 @@ def test_a_sender_that_is_killed_in_mid_copy_is_still_read():
         await receiver.peers.open(SOURCE, [receiver.own], fds)
         os.close(fds[0])
         pulled = receiver.peers.pull(BlockPull(SOURCE, (0, 1), (1, 0)))
-        while not receiver.rows[1, : 1 << 20].any():
+        while not receiver.rows[1, : 1 << 20].any():  # noqa: ASYNC110 - memory that a copy fills
             await asyncio.sleep(0)
         assert not receiver.rows[0].any()
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the copy may not go on meanwhile
         assert not receiver.rows[0].any(), "the copy ended before the kill"
         sent = content(5, blocks, block)
         assert await pulled == block_sums(sent).tolist()

@@ -131,9 +131,9 @@ class Instance:
         peers: addresses of decode instances to connect to at once; the instance connects to others when a router names
             them.
         name: a name for people; default: the address.
-        transport: the transport by which blocks travel: a name in `fdasync.transports`, "auto", or "device": from device
-            to device of one machine where both instances say so and their devices reach each other, else as "auto".
-            The runner's KV lies in memory that other processes of this user can map then. "auto" is shm, with
+        transport: the transport by which blocks travel: a name in `fdasync.transports`, "auto", or "device": from
+            device to device of one machine where both instances say so and their devices reach each other, else as
+            "auto"; the runner's KV lies in memory that processes of this user get a mapping of. "auto" is shm, with
             tcp besides if the instance listens at a tcp address, and tcp alone if memory cannot be shared. A tcp
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.

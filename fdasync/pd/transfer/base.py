@@ -10,8 +10,8 @@ places and checksums in messages, and keeps them unchanged until the receiver ha
 instance can write to another's memory. One transport object is both sides.
 
 **Whole and checked, or not at all.** A copy is "done" when every part is in place and the checksum (XXH3-64, unless the
-transport says otherwise) of the receiver's own copy of each equals the sender's. This guards against a sender that used its memory again too early.
-After any other outcome the content of the receiver's parts is undefined.
+transport says otherwise) of the receiver's own copy of each equals the sender's. This guards against a sender that used
+its memory again too early. After any other outcome the content of the receiver's parts is undefined.
 
 **The end of `receive` is the end of its use of the parts.** After `receive` returned or was cancelled, the transport
 neither reads nor writes the parts of that call, keeps no reference to them, and drops bytes that still arrive for them.

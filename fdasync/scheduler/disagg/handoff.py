@@ -49,8 +49,8 @@ class HandOff:
 
     __slots__ = (
         "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "lost_at",
-        "next_block", "on_device", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent", "seqs", "state",
-        "stop_at", "tokens",
+        "next_block", "on_device", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent",
+        "seqs", "state", "stop_at", "tokens",
     )  # fmt: skip
 
     def __init__(self, event: RequestPrepared, order: Order, block_tokens: int, stop_at: float, over_at: float) -> None:

@@ -1,4 +1,4 @@
-"""Two instances with a real model: blocks go from the one's KV memory to the other's, and the answer is one engine's."""
+"""Two instances with a real model: blocks go from one's KV memory to the other's, as one engine computes."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tm
             await stack.enter_async_context(instance)
         router = await stack.enter_async_context(connect([one.address, other.address, d.address]))
         tasks = [asyncio.ensure_future(ask(router, oracle_of(d.engine.config), number, 100)) for number in range(8)]
-        while not d.status().totals.received_blocks:
+        while not d.status().totals.received_blocks:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.002)
         for pid in one.engine._runtime.runner.pids:
             os.kill(pid, signal.SIGKILL)

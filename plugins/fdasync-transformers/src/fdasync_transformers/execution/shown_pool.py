@@ -1,7 +1,7 @@
 """The KV pool in memory that other processes map, for blocks that go from device to device between instances.
 
-On a GPU the memory is the driver's (`gpu/mapped_memory.py`), on a CPU a memfd. Knows no steps. Made by `runner.py` where
-the engine asks for it (`RunnerLimits.shows_blocks`), before the pool, which is laid over this memory.
+On a GPU the memory is the driver's (`gpu/mapped_memory.py`), on a CPU a memfd. Knows no steps. Made by `runner.py`
+where the engine asks for it (`RunnerLimits.shows_blocks`), before the pool, which is laid over this memory.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ShownPool:
         self.rows = PeerRows(pool, own, pulled)
 
     async def aclose(self) -> None:
-        """Take no more copies, and wait, bounded, for those in flight; idempotent. Before the executor closes, whose port
-        sees their ends. Raises DeadlineExceeded: then the memory stays."""
+        """Take no more copies, and wait, bounded, for those in flight; idempotent. Before the executor closes, whose
+        port sees their ends. Raises DeadlineExceeded: then the memory stays."""
         if self.rows is not None:
             await self.rows.aclose()
 
