@@ -84,6 +84,8 @@ class DevicePool(PeerPool[Memory]):
         self._opener = opener or partial(MappedMemory.open, driver, tensor.device)
         self._work: dict[asyncio.Future[list[int]], None] = {}
         self._closed = False
+        # compiled here, at start-up: later it would make the process deaf for seconds
+        run_sums(self._words, torch.zeros(1, dtype=torch.int64, device=tensor.device), WORD_NBYTES, 0)
         # the pool's first contents were written on another stream
         streams.follow()
 

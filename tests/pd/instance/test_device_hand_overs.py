@@ -97,3 +97,22 @@ async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tm
         await asyncio.gather(*tasks)
         assert swapped(other)[0] == swapped(d)[1] == 0
         assert lent(other) == lent(d) == 0
+
+
+async def test_a_block_that_is_not_what_was_told_is_copied_again(tmp_path):
+    p, d = make(tmp_path, "p", "prefill"), make(tmp_path, "d", "decode")
+    async with fleet(p, d) as router:
+        devices = p._context.devices
+        sums, told = devices.sums, []
+
+        async def wrong(parts):
+            found = await sums(parts)
+            told.append(len(found))
+            return [value ^ (len(told) == 1) for value in found]
+
+        devices.sums = wrong
+        await ask(router, oracle_of(p.engine.config), 1)
+        assert d.engine.stats().scheduler.leases_dropped == 1
+        assert len(told) > 1
+        assert swapped(p) == swapped(d) == (0, 0)
+        assert lent(p) == lent(d) == 0
