@@ -45,6 +45,8 @@ class ShownPool:
         if self._memory is not None:
             raise InvariantBroken("a pool is allocated once")
         if self._device.type == "cuda":
+            # what torch keeps of loading and profiling is not free for the driver
+            torch.cuda.empty_cache()
             self._driver = Driver()
             self._memory = MappedMemory.create(self._driver, self._device, nbytes)
             self._tensor = self._memory.tensor()
