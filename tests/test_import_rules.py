@@ -47,7 +47,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
-            "fdasync.ipc.exchange", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.ipc.exchange", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks", "fdasync.ipc.peer_rows",
+            "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
@@ -179,7 +180,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.weights.*",
         ),
         "fdasync_transformers.execution": (
-            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
+            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
+            "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
+            "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
@@ -193,7 +196,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers": (
-            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.request",
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.ipc.peer_blocks",
+            "fdasync.request",
             "fdasync.runner.report", "fdasync_transformers.*",
         ),
     },

@@ -22,6 +22,7 @@ from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
 from fdasync.runner.group.calls import Call
 from fdasync.runner.group.capacity import agreed
 from fdasync.runner.group.errors import of_rank, rank_name
+from fdasync.runner.group.peer_blocks import GroupPeerBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import TensorMeta
 
@@ -76,6 +78,10 @@ class GroupRunner(Runner):
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `Runner`. Rank 0 samples, so rank 0 is asked."""
         await self._ranks[0].check_grammar(grammar)
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        shown = [peers for runner in self._ranks if (peers := runner.peer_blocks()) is not None]
+        return GroupPeerBlocks(shown, self._named) if len(shown) == len(self._ranks) else None
 
     # -- steps and copies: no await between the ranks -------------------------------------------------
 

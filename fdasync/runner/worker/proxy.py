@@ -28,6 +28,7 @@ from fdasync.runner.worker.messages import (
     ReadWeightsId,
     Request,
 )
+from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar
 
 _CHILD = "fdasync.runner.worker.main"
@@ -148,6 +150,10 @@ class WorkerRunner(Runner):
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         assert self._child is not None
         return self._child.send(copy, _COPY)
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        """See `Runner`. Whether the worker's runner shows its blocks is told by `PeerBlocks.export`."""
+        return WorkerPeerBlocks(self._send) if self.limits.shows_blocks else None
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `Runner`. Cancelling has the worker stop: checks that clients left must not queue up before others."""
