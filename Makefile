@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
+# environment's own setuptools and not by one fetched for each
+INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
 PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
 # more than cores: tests that wait for processes and deadlines leave theirs to others
 WORKERS ?= 3
@@ -25,15 +28,15 @@ help:
 
 venv: $(STAMP)
 
-# torch first and alone: anything else could pull another build of it
+# torch first, with what builds the packages here: anything else could pull another build of it
 $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
-	@$(BIN)/pip install -q -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)" 'setuptools>=77'
+	$(INSTALL) -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
+	@$(INSTALL) -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 
@@ -42,9 +45,17 @@ demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
+# the linter and the type checker run beside the tests, which wait for processes and deadlines now and then
 test: $(STAMP)
+	$(MAKE) --no-print-directory -j 2 quick-tests checks
+
+.PHONY: quick-tests checks
+quick-tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-	$(MAKE) --no-print-directory lint types
+
+# in few lines at once: the lines of tests go on meanwhile
+checks: $(STAMP)
+	@said=$$($(MAKE) --no-print-directory lint types 2>&1); failed=$$?; echo "$$said"; exit $$failed
 
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
