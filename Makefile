@@ -45,17 +45,9 @@ demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
-# the linter and the type checker run beside the tests, which wait for processes and deadlines now and then
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j 2 quick-tests checks
-
-.PHONY: quick-tests checks
-quick-tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-
-# in few lines at once: the lines of tests go on meanwhile
-checks: $(STAMP)
-	@said=$$($(MAKE) --no-print-directory lint types 2>&1); failed=$$?; echo "$$said"; exit $$failed
+	$(MAKE) --no-print-directory lint types
 
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
