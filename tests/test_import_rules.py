@@ -30,6 +30,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
+        "fdasync.drafting": ("fdasync.registry.*",),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
         "fdasync.generator": ("fdasync.request", "fdasync.result"),
     },
@@ -199,7 +200,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.cli": (
-            "fdasync.cache.store.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*",
+            "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*",
             "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result", "fdasync.runner.*",
             "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
         ),

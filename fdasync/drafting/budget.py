@@ -1,0 +1,89 @@
+"""How many drafts each sequence gets in the next step: as many as make more tokens in a second.
+
+A draft is one more row of the step. The rows of a step have a measured price, and a draft has the running acceptance of
+its sequence: `acceptance ** j` is the chance that the j-th draft counts. The best set of drafts is the one with the
+highest ratio of expected tokens to the price of its rows. No drafts are planned where that ratio does not rise, and
+none before the price of the plain step is known.
+
+Numbers in, numbers out: the module knows no sequence, no drafter and no clock. `planning.py` calls it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# one measured step moves the price of its bucket by so much of the difference
+_STEP_WEIGHT = 0.1
+# a measured step counts for at most so many times the price known: a stall is no price
+_MOST_TIMES = 4.0
+_BUCKETS = 24
+# what the estimate of the gain may be wrong by
+_MARGIN = 1.02
+# drafts that are all but sure count as this sure
+_SUREST = 0.99
+
+
+class StepPrices:
+    """What steps cost by their rows, from steps that only decode: a running mean for each power of two of rows."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros(_BUCKETS)
+        self._seconds = np.zeros(_BUCKETS)
+
+    def measure(self, rows: int, seconds: float) -> None:
+        """A step of so many rows, at least 1, took so long. Ignored unless the time is positive and finite."""
+        if not 0 < seconds < float("inf"):
+            return
+        bucket = _bucket(rows)
+        known = self._seconds[bucket]
+        if known:
+            self._rows[bucket] += _STEP_WEIGHT * (rows - self._rows[bucket])
+            self._seconds[bucket] += _STEP_WEIGHT * (min(seconds, _MOST_TIMES * known) - known)
+        else:
+            self._rows[bucket], self._seconds[bucket] = rows, seconds
+
+    def knows(self, rows: int) -> bool:
+        """Whether a step of about so many rows was measured."""
+        return bool(self._seconds[_bucket(rows)])
+
+    def of(self, rows: Ints) -> Floats:
+        """Seconds of steps of these rows, rising: between the measured means by straight lines, above the last of them
+        in proportion to the rows. At least one step was measured."""
+        known = np.flatnonzero(self._seconds)
+        # a price from long ago may be above that of more rows, measured since
+        means = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
+        at = self._rows[known]
+        return np.interp(rows, at, means) * np.maximum(rows / at[-1], 1.0)
+
+
+def choose_drafts(acceptance: Floats, most: int, prices: StepPrices) -> Ints:
+    """Drafts for each of `len(acceptance)` sequences, from 0 to `most`: the set of the highest expected rate.
+
+    Args:
+        acceptance: the chance of each sequence that a draft equals the token, given that those before it did.
+    """
+    running = len(acceptance)
+    if not running or not most or not prices.knows(running):
+        return np.zeros(running, np.int64)
+    sure = np.minimum(acceptance, _SUREST)[:, None]
+    # the chance that the j-th draft counts, which falls with j: the likeliest drafts are always a head of each path
+    chances = np.cumprod(np.broadcast_to(sure, (running, most)), axis=1).ravel()
+    order = np.argsort(-chances, kind="stable")
+    rates = (running + np.cumsum(chances[order])) / prices.of(running + np.arange(1, len(order) + 1))
+    best = int(np.argmax(rates))
+    if rates[best] * prices.of(np.array([running]))[0] < _MARGIN * running:
+        return np.zeros(running, np.int64)
+    return np.bincount(order[: best + 1] // most, minlength=running)
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens that a step with so many drafts of a sequence gives of it on average, between 1 and `drafts + 1`."""
+    return float(drafts + 1) if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+def _bucket(rows: int) -> int:
+    return min((rows - 1).bit_length(), _BUCKETS - 1)
