@@ -1,7 +1,7 @@
 """How many drafts each sequence gets in the next step: as many as make more tokens in a second.
 
-A draft is one more row of the step. The rows of a step have a measured price, and a draft has the running acceptance of
-its sequence: `acceptance ** j` is the chance that the j-th draft counts. The best set of drafts is the one with the
+A draft is one more row of the step. The rows of a step have a measured price. A draft has the running acceptance of its
+sequence: `reach * acceptance ** j` is the chance that the j-th draft counts. The best set of drafts is the one with the
 highest ratio of expected tokens to the price of its rows. No drafts are planned where that ratio does not rise, and
 none before the price of the plain step is known.
 
@@ -60,24 +60,29 @@ class StepPrices:
         return np.interp(rows, at, means) * np.maximum(rows / at[-1], 1.0)
 
 
-def choose_drafts(acceptance: Floats, most: int, prices: StepPrices) -> Ints:
+def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPrices, running: int) -> Ints:
     """Drafts for each of `len(acceptance)` sequences, from 0 to `most`: the set of the highest expected rate.
 
     Args:
         acceptance: the chance of each sequence that a draft equals the token, given that those before it did.
+        reach: the chance of each that its path still fits when its step begins; 1 where no step is in flight.
+        running: how many sequences the step decodes, those included that get no drafts; at least as many.
     """
-    running = len(acceptance)
-    if not running or not most or not prices.knows(running):
-        return np.zeros(running, np.int64)
-    sure = np.minimum(acceptance, _SUREST)[:, None]
+    many = len(acceptance)
+    if not many or not most or not prices.knows(running):
+        return np.zeros(many, np.int64)
+    chances = np.empty((many, most))
+    chances[:, 0] = np.minimum(acceptance, _SUREST) * reach
+    chances[:, 1:] = np.minimum(acceptance, _SUREST)[:, None]
     # the chance that the j-th draft counts, which falls with j: the likeliest drafts are always a head of each path
-    chances = np.cumprod(np.broadcast_to(sure, (running, most)), axis=1).ravel()
+    chances = np.cumprod(chances, axis=1).ravel()
     order = np.argsort(-chances, kind="stable")
-    rates = (running + np.cumsum(chances[order])) / prices.of(running + np.arange(1, len(order) + 1))
+    costs = prices.of(np.arange(running, running + len(order) + 1))
+    rates = (running + np.cumsum(chances[order])) / costs[1:]
     best = int(np.argmax(rates))
-    if rates[best] * prices.of(np.array([running]))[0] < _MARGIN * running:
-        return np.zeros(running, np.int64)
-    return np.bincount(order[: best + 1] // most, minlength=running)
+    if rates[best] * costs[0] < _MARGIN * running:
+        return np.zeros(many, np.int64)
+    return np.bincount(order[: best + 1] // most, minlength=many)
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:

@@ -96,9 +96,10 @@ class DraftPlanner:
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
-        # by row: tokens known, and the chance that a draft of it is accepted
+        # by row: tokens known, the chance that a draft is accepted, and that a path fits when its step begins
         self._lengths = np.zeros(0, np.int64)
         self._acceptance = np.zeros(0)
+        self._reach = np.zeros(0)
         # by turn (the step's number modulo `depth`) and row: the path's tokens, how many, how many of them are known
         # by now, and how many drafts the step may forward
         self._paths = np.zeros((depth, 0, path_tokens(max_drafts, depth)), np.int32)
@@ -106,6 +107,7 @@ class DraftPlanner:
         self._heads = np.zeros((depth, 0), np.int64)
         self._forward = np.zeros((depth, 0), np.int64)
         self._common = _FIRST_ACCEPTANCE
+        self._common_reach = 1.0
         self._planned = 0
         self._done = 0
         self._try_at, self._try_every = _TRY_EVERY, _TRY_EVERY
@@ -126,7 +128,8 @@ class DraftPlanner:
         self._keys_of_rows = None
         self._lengths[row] = (len(prompt) + len(answer)) // 4
         self._acceptance[row] = self._common
-        self._ends[:, row] = 0
+        self._reach[row] = self._common_reach
+        self._ends[:, row] = self._forward[:, row] = 0
         self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
 
     def end(self, key: int, *, now: float = 0.0) -> None:
@@ -155,8 +158,8 @@ class DraftPlanner:
             known = tuple([key for key in keys if key in self._rows])
         else:
             known = keys
-        drafts = self._budget(rows)
-        self._ends[turn, rows] = 0
+        drafts = self._budget(rows, len(keys))
+        self._ends[turn, rows] = self._forward[turn, rows] = 0
         counts = tokens = None
         if drafts.any():
             wanted = np.where(drafts > 0, drafts + ahead * (self._most + 1), 0)
@@ -233,12 +236,12 @@ class DraftPlanner:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _budget(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _budget(self, rows: npt.NDArray[np.int64], running: int) -> npt.NDArray[np.int64]:
         """Drafts for each sequence, with a try or a plain step now and then."""
         step = self._planned
-        if step % _PLAIN_EVERY == 0 or not self._prices.knows(max(len(rows), 1)):
+        if not len(rows) or step % _PLAIN_EVERY == 0 or not self._prices.knows(running):
             return np.zeros(len(rows), np.int64)
-        drafts = choose_drafts(self._acceptance[rows], self._most, self._prices)
+        drafts = choose_drafts(self._acceptance[rows], self._reach[rows], self._most, self._prices, running)
         if drafts.any():
             self._try_every = _TRY_EVERY
         if step >= self._try_at:
@@ -255,6 +258,8 @@ class DraftPlanner:
         heads = self._heads[turn, rows]
         drafted = np.minimum(self._forward[turn, rows], self._ends[turn, rows] - heads)
         used = np.flatnonzero((drafted > 0) & (many > 0))
+        if self._depth > 1:
+            self._learn_reach(rows[self._forward[turn, rows] > 0], rows[used])
         self._drafting_steps += 1
         if not len(used):
             return
@@ -265,14 +270,7 @@ class DraftPlanner:
         rejected = (accepted < drafted) & (last != self._paths[turn, rows, np.minimum(heads + accepted, width - 1)])
         self._drafted += int(np.where(rejected, drafted, np.minimum(accepted, drafted)).sum())
         self._accepted += int(np.minimum(accepted, drafted).sum())
-        verdicts = accepted + rejected
-        keep = (1 - _OWN_WEIGHT) ** verdicts
-        share = accepted / np.maximum(verdicts, 1)
-        self._acceptance[rows] = self._acceptance[rows] * keep + share * (1 - keep)
-        total = int(verdicts.sum())
-        if total:
-            keep_all = (1 - _COMMON_WEIGHT) ** total
-            self._common = self._common * keep_all + int(accepted.sum()) / total * (1 - keep_all)
+        self._learn(rows, accepted, rejected)
 
     def _follow(
         self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
@@ -282,10 +280,33 @@ class DraftPlanner:
         width = self._paths.shape[2]
         place = np.repeat(np.arange(len(rows)), many)
         within = np.arange(len(given)) - np.repeat(np.cumsum(many) - many, many) + heads[place]
-        same = (within < ends[place]) & (self._paths[turn, rows[place], np.minimum(within, width - 1)] == given)
+        is_in = within < ends[place]
+        same = is_in & (self._paths[turn, rows[place], np.minimum(within, width - 1)] == given)
+        left = np.zeros(len(rows), bool)
+        left[place[is_in & ~same]] = True
+        self._learn(rows, np.bincount(place[same], minlength=len(rows)), left)
         ends[place[~same]] = 0
         self._ends[turn, rows] = ends
         self._heads[turn, rows] = heads + many
+
+    def _learn(self, rows: npt.NDArray[np.int64], right: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]) -> None:
+        """So many tokens of each path were right, and then one was wrong or none."""
+        verdicts = right + wrong
+        keep = (1 - _OWN_WEIGHT) ** verdicts
+        share = right / np.maximum(verdicts, 1)
+        self._acceptance[rows] = self._acceptance[rows] * keep + share * (1 - keep)
+        total = int(verdicts.sum())
+        if total:
+            keep_all = (1 - _COMMON_WEIGHT) ** total
+            self._common = self._common * keep_all + int(right.sum()) / total * (1 - keep_all)
+
+    def _learn_reach(self, planned: npt.NDArray[np.int64], reached: npt.NDArray[np.int64]) -> None:
+        """Of the sequences for which drafts were planned, these had a path that still fitted at their step."""
+        if len(planned):
+            self._reach[planned] *= 1 - _OWN_WEIGHT
+            self._reach[reached] += _OWN_WEIGHT
+            keep_all = (1 - _COMMON_WEIGHT) ** len(planned)
+            self._common_reach = self._common_reach * keep_all + len(reached) / len(planned) * (1 - keep_all)
 
     def _rows_of(self, keys: tuple[int, ...]) -> npt.NDArray[np.int64]:
         """The row of each key; -1: it is not live."""
@@ -302,6 +323,7 @@ class DraftPlanner:
         more = max(old, 64)
         self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int64)))
         self._acceptance = np.concatenate((self._acceptance, np.zeros(more)))
+        self._reach = np.concatenate((self._reach, np.zeros(more)))
         self._paths = np.concatenate((self._paths, np.zeros((self._depth, more, self._paths.shape[2]), np.int32)), 1)
         blank = np.zeros((self._depth, more), np.int64)
         self._ends = np.concatenate((self._ends, blank), 1)
