@@ -51,22 +51,25 @@ class StepPrices:
         return bool(self._seconds[_bucket(rows)])
 
     def of(self, rows: Ints) -> Floats:
-        """Seconds of steps of these rows, rising: between the measured means by straight lines, above the last of them
-        in proportion to the rows. At least one step was measured."""
+        """Seconds of steps of these rows, rising: by straight lines through the measured means, the last one prolonged.
+        Where one mean is known alone, more rows cost in proportion. At least one step was measured."""
         known = np.flatnonzero(self._seconds)
         # a price from long ago may be above that of more rows, measured since
         means = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
         at = self._rows[known]
-        return np.interp(rows, at, means) * np.maximum(rows / at[-1], 1.0)
+        if len(known) == 1:
+            return means[0] * np.maximum(rows / at[0], 1.0)
+        slope = (means[-1] - means[-2]) / (at[-1] - at[-2])
+        return np.interp(rows, at, means) + slope * np.maximum(rows - at[-1], 0.0)
 
 
 def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPrices, running: int) -> Ints:
-    """Drafts for each of `len(acceptance)` sequences, from 0 to `most`: the set of the highest expected rate.
+    """Drafts for each of `len(acceptance)` sequences that have a path, from 0 to `most`: the set of the highest rate.
 
     Args:
         acceptance: the chance of each sequence that a draft equals the token, given that those before it did.
         reach: the chance of each that its path still fits when its step begins; 1 where no step is in flight.
-        running: how many sequences the step decodes, those included that get no drafts; at least as many.
+        running: how many sequences the step decodes, those without a path included; at least as many.
     """
     many = len(acceptance)
     if not many or not most or not prices.knows(running):

@@ -110,6 +110,8 @@ class DraftPlanner:
         self._common_reach = 1.0
         self._planned = 0
         self._done = 0
+        # whether drafts paid when paths were last there
+        self._pays = True
         self._try_at, self._try_every = _TRY_EVERY, _TRY_EVERY
         self._drafted = self._accepted = self._drafting_steps = 0
 
@@ -158,20 +160,23 @@ class DraftPlanner:
             known = tuple([key for key in keys if key in self._rows])
         else:
             known = keys
-        drafts = self._budget(rows, len(keys))
         self._ends[turn, rows] = self._forward[turn, rows] = 0
-        counts = tokens = None
-        if drafts.any():
-            wanted = np.where(drafts > 0, drafts + ahead * (self._most + 1), 0)
-            counts, tokens = self._drafter.propose(known, wanted)
-        if counts is None or tokens is None or not len(tokens):
+        if not self._asks(len(keys)) or not len(rows):
             self._flights.append(_Flight(keys, len(keys), False))
             return None
-        has = counts > 0
-        mine, ends, forward = rows[has], counts[has], np.minimum(drafts, counts)[has]
-        place = np.repeat(np.arange(len(mine)), ends)
-        within = np.arange(len(tokens)) - np.repeat(np.cumsum(ends) - ends, ends)
-        self._paths[turn, mine[place], within] = tokens
+        counts, tokens = self._drafter.propose(known, np.full(len(rows), self._paths.shape[2]))
+        drafts = self._budget(rows, counts, len(keys))
+        ends = np.where(drafts > 0, np.minimum(counts, drafts + ahead * (self._most + 1)), 0)
+        has = ends > 0
+        if not has.any():
+            self._flights.append(_Flight(keys, len(keys), False))
+            return None
+        place = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        kept = within < ends[place]
+        place, within, tokens = place[kept], within[kept], tokens[kept]
+        self._paths[turn, rows[place], within] = tokens
+        mine, ends, forward = rows[has], ends[has], drafts[has]
         self._ends[turn, mine], self._heads[turn, mine], self._forward[turn, mine] = ends, 0, forward
         self._flights.append(_Flight(keys, len(keys) + int(forward.sum()), True))
         return DraftColumns(
@@ -236,20 +241,28 @@ class DraftPlanner:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _budget(self, rows: npt.NDArray[np.int64], running: int) -> npt.NDArray[np.int64]:
-        """Drafts for each sequence, with a try or a plain step now and then."""
-        step = self._planned
-        if not len(rows) or step % _PLAIN_EVERY == 0 or not self._prices.knows(running):
-            return np.zeros(len(rows), np.int64)
-        drafts = choose_drafts(self._acceptance[rows], self._reach[rows], self._most, self._prices, running)
-        if drafts.any():
-            self._try_every = _TRY_EVERY
-        if step >= self._try_at:
-            if not drafts.any():
-                self._try_every = min(2 * self._try_every, _TRY_EVERY_AT_MOST)
-            self._try_at = step + self._try_every
-            drafts = np.full(len(rows), self._most, np.int64)
-        return drafts
+    def _asks(self, running: int) -> bool:
+        """Whether the next step asks the drafter at all."""
+        if self._planned % _PLAIN_EVERY == 0 or not running or not self._prices.knows(running):
+            return False
+        return self._pays or self._planned >= self._try_at
+
+    def _budget(
+        self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], running: int
+    ) -> npt.NDArray[np.int64]:
+        """Drafts for each sequence, for those with paths of so many tokens; every one of these in a try."""
+        drafts = np.zeros(len(rows), np.int64)
+        has = np.flatnonzero(counts)
+        if not len(has):
+            return drafts
+        mine = rows[has]
+        drafts[has] = choose_drafts(self._acceptance[mine], self._reach[mine], self._most, self._prices, running)
+        self._pays = bool(drafts.any())
+        if self._planned >= self._try_at:
+            self._try_every = _TRY_EVERY if self._pays else min(2 * self._try_every, _TRY_EVERY_AT_MOST)
+            self._try_at = self._planned + self._try_every
+            drafts[has] = self._most
+        return np.minimum(drafts, counts)
 
     def _judge(
         self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
