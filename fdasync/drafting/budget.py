@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 _STEP_WEIGHT = 0.1
 # a measured step counts for at most so many times the price known: a stall is no price
 _MOST_TIMES = 4.0
-_BUCKETS = 24
+_BUCKETS = 96
 # what the estimate of the gain may be wrong by
 _MARGIN = 1.02
 # drafts that are all but sure count as this sure
@@ -28,7 +28,7 @@ _SUREST = 0.99
 
 
 class StepPrices:
-    """What steps cost by their rows, from steps that only decode: a running mean for each power of two of rows."""
+    """What steps cost by their rows, from steps that only decode: a running mean for each quarter of a power of two."""
 
     def __init__(self) -> None:
         self._rows = np.zeros(_BUCKETS)
@@ -58,9 +58,13 @@ class StepPrices:
         means = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
         at = self._rows[known]
         if len(known) == 1:
-            return means[0] * np.maximum(rows / at[0], 1.0)
-        slope = (means[-1] - means[-2]) / (at[-1] - at[-2])
-        return np.interp(rows, at, means) + slope * np.maximum(rows - at[-1], 0.0)
+            alone: Floats = np.maximum(rows / at[0], 1.0) * means[0]
+            return alone
+        # over a long stretch: neighbours differ by noise
+        far = max(int(np.searchsorted(at, at[-1] / 2, "right")) - 1, 0)
+        slope = float(means[-1] - means[far]) / float(at[-1] - at[far])
+        seconds: Floats = np.interp(rows, at, means) + slope * np.maximum(rows - at[-1], 0.0)
+        return seconds
 
 
 def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPrices, running: int) -> Ints:
@@ -74,11 +78,11 @@ def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPric
     many = len(acceptance)
     if not many or not most or not prices.knows(running):
         return np.zeros(many, np.int64)
-    chances = np.empty((many, most))
-    chances[:, 0] = np.minimum(acceptance, _SUREST) * reach
-    chances[:, 1:] = np.minimum(acceptance, _SUREST)[:, None]
+    grid = np.empty((many, most))
+    grid[:, 0] = np.minimum(acceptance, _SUREST) * reach
+    grid[:, 1:] = np.minimum(acceptance, _SUREST)[:, None]
     # the chance that the j-th draft counts, which falls with j: the likeliest drafts are always a head of each path
-    chances = np.cumprod(chances, axis=1).ravel()
+    chances = np.cumprod(grid, axis=1).ravel()
     order = np.argsort(-chances, kind="stable")
     costs = prices.of(np.arange(running, running + len(order) + 1))
     rates = (running + np.cumsum(chances[order])) / costs[1:]
@@ -94,4 +98,6 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 
 
 def _bucket(rows: int) -> int:
-    return min((rows - 1).bit_length(), _BUCKETS - 1)
+    """Four for each power of two: a plain step and one with drafts must not share a price where they are few."""
+    shift = max(rows.bit_length() - 3, 0)
+    return min(4 * shift + (rows >> shift), _BUCKETS - 1)

@@ -106,6 +106,23 @@ def test_a_stall_is_no_price_and_nonsense_is_passed_over():
     assert not known.knows(1)
 
 
+def test_few_rows_have_prices_of_their_own():
+    """A step with drafts must not pass for a plain one."""
+    for running in range(1, 65):
+        known = prices((running, 1.0), (max(running + 1, round(running * 1.3)), 2.0))
+        assert known.of(np.array([running]))[0] == 1.0
+        assert choose([0.9] * running, 3, known) == [0] * running
+
+
+def test_a_step_of_any_size_has_a_price():
+    known = StepPrices()
+    for rows in range(1, 5000):
+        known.measure(rows, rows * 1e-3)
+    rows = np.arange(1, 10_000)
+    assert known.of(rows) == pytest.approx(rows * 1e-3, rel=0.2)
+    known.measure(1 << 40, 1e6)
+
+
 def test_expected_tokens():
     assert [expected_tokens(a, 3) for a in (0.0, 0.5, 1.0)] == [1.0, 1.875, 4.0]
 
