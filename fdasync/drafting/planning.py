@@ -1,9 +1,8 @@
 """Drafts for the steps of an engine: asks the drafter for paths, and learns from the tokens which drafts were accepted.
 
 One `plan` belongs to each planned step and one `done` to each completed one, in the same order; up to `depth` steps are
-in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later either follow the
-path, and move its head, or leave it, and the runner then forwards nothing of it. So what was drafted and accepted is
-counted exactly as the runner sees it.
+in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head, or
+leave it. So what was drafted and accepted is counted exactly as the runner sees it.
 
 Pure: the same calls give the same drafts. It knows no queue, no block and no step's layout. Called by the scheduler.
 """
@@ -84,13 +83,18 @@ class DraftPlanner:
         name: of the drafter, for the counters.
         max_drafts: the most drafts that a step verifies of a sequence.
         depth: the most steps in flight. The drafter's `limits.path_tokens` is `path_tokens(max_drafts, depth)`.
+        drops_left_paths: the runner forwards nothing of a path that differs from the tokens sampled since its plan.
+            False: it forwards the drafts behind them all the same; a path may be wrong in one place alone.
     """
 
-    def __init__(self, drafter: Drafter, *, name: str, max_drafts: int, depth: int) -> None:
+    def __init__(
+        self, drafter: Drafter, *, name: str, max_drafts: int, depth: int, drops_left_paths: bool = True
+    ) -> None:
         self._drafter = drafter
         self._name = name
         self._most = max_drafts
         self._depth = depth
+        self._drops = drops_left_paths
         self._prices = StepPrices()
         self._flights: deque[_Flight] = deque()
         self._rows: dict[int, int] = {}
@@ -288,7 +292,11 @@ class DraftPlanner:
     def _follow(
         self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
     ) -> None:
-        """Move the heads of a later step's paths over tokens that follow them; empty those that the tokens leave."""
+        """Move the heads of a later step's paths over these tokens; empty the paths that the tokens leave, if those are
+        dropped."""
+        if not self._drops:
+            self._heads[turn, rows] += many
+            return
         heads, ends = self._heads[turn, rows], self._ends[turn, rows]
         width = self._paths.shape[2]
         place = np.repeat(np.arange(len(rows)), many)

@@ -57,8 +57,8 @@ class Seer(Drafter):
 class Runner:
     """Launches steps in order, and verifies drafts; its tokens are told when a step is done."""
 
-    def __init__(self, random, cuts=0.0):
-        self.random, self.cuts = random, cuts
+    def __init__(self, random, cuts=0.0, drops=True):
+        self.random, self.cuts, self.drops = random, cuts, drops
         self.lengths = {}
         self.launched = deque()
         self.drafted = self.accepted = 0
@@ -79,7 +79,7 @@ class Runner:
             assert start <= length
             gone = length - start
             follows = path[:gone] == [truth(key, position) for position in range(start, length)]
-            forwarded = path[gone : gone + most] if follows else []
+            forwarded = path[gone : gone + most] if follows or not self.drops else []
             if self.random.random() < self.cuts:
                 # the block table has no room for more
                 forwarded = forwarded[: self.random.randrange(4)]
@@ -98,12 +98,12 @@ def seconds(rows):
     return 0.01 + rows * 1e-6
 
 
-def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn=0.2):
+def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn=0.2, drops=True):
     """Returns the planner and the runner after some steps with sequences that come and go."""
     random = Random(seed)
     seer = Seer(wrong, seed)
-    planner = DraftPlanner(seer, name="seer", max_drafts=most, depth=depth)
-    runner = Runner(random, cuts)
+    planner = DraftPlanner(seer, name="seer", max_drafts=most, depth=depth, drops_left_paths=drops)
+    runner = Runner(random, cuts, drops)
     fresh = iter(range(10**6))
     planned = deque()
     live = []
@@ -143,6 +143,16 @@ def test_counts_are_the_runners(depth, wrong):
         assert counters.accepted == 0
         # at a greater depth the tokens of the steps before leave the path, and nothing of it is forwarded
         assert (counters.drafted > 0) == (depth == 1)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_counts_are_the_runners_where_left_paths_are_kept(depth):
+    planner, runner = play(0.3, depth, churn=0.0, drops=False)
+    while runner.launched:
+        planner.done(*runner.launched.popleft())
+    assert (planner.counters.drafted, planner.counters.accepted) == (runner.drafted, runner.accepted)
+    dropping, _ = play(0.3, depth, churn=0.0)
+    assert planner.counters.accepted > dropping.counters.accepted
 
 
 @pytest.mark.parametrize("depth", [1, 2])
