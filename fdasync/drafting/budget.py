@@ -21,8 +21,8 @@ _STEP_WEIGHT = 0.1
 # a measured step counts for at most so many times the price known: a stall is no price
 _MOST_TIMES = 4.0
 _BUCKETS = 96
-# what the estimate of the gain may be wrong by
-_MARGIN = 1.02
+# drafts must give so many times the tokens that their rows cost
+_MARGIN = 1.1
 # drafts that are all but sure count as this sure
 _SUREST = 0.99
 
@@ -85,9 +85,10 @@ def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPric
     chances = np.cumprod(grid, axis=1).ravel()
     order = np.argsort(-chances, kind="stable")
     costs = prices.of(np.arange(running, running + len(order) + 1))
-    rates = (running + np.cumsum(chances[order])) / costs[1:]
-    best = int(np.argmax(rates))
-    if rates[best] * costs[0] < _MARGIN * running:
+    gains = np.cumsum(chances[order])
+    best = int(np.argmax((running + gains) / costs[1:]))
+    # both as shares of the plain step: a few paths among many sequences are worth their rows too
+    if gains[best] / running <= _MARGIN * (costs[best + 1] / costs[0] - 1):
         return np.zeros(many, np.int64)
     return np.bincount(order[: best + 1] // most, minlength=many)
 
