@@ -30,6 +30,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
+        "fdasync.drafting": ("fdasync.registry.*",),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
         "fdasync.generator": ("fdasync.request", "fdasync.result"),
     },
@@ -203,9 +204,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.cli": (
-            "fdasync.cache.store.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*",
-            "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result", "fdasync.runner.*",
-            "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
+            "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
+            "fdasync.ipc.*", "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -318,6 +319,7 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.gpu.completion", "from fdasync.runner.worker import proxy"),
         # below, but not among what the room knows
         ("fdasync.registry.registry", "from fdasync.result import Result"),
+        ("fdasync.drafting.planning", "from fdasync.scheduler.state.sequence import Sequence"),
         ("fdasync.ipc.child", "from fdasync.registry import registry"),
         ("fdasync.routing.checks", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.generator", "from fdasync.ipc.deadlines import wait_within"),
