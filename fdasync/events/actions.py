@@ -92,9 +92,11 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     that order, chunks only where `last`; lastly the sequences of `last` chunks join the decode set.
 
     A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one
-    of a decoding sequence, as far as the block table has room. It yields the tokens that are accepted, as a run; they
-    are those that one token a step would give. The positions that were forwarded with tokens of the run have KV and
-    rows. The content of positions behind those has no meaning, and the next step writes them again.
+    of a decoding sequence, as far as the block table that the step leaves has room; of a sequence whose table has no
+    room for the first one either, it forwards and yields nothing. It yields the tokens that are accepted, as a run;
+    they are those that one token a step would give. The positions that were forwarded with tokens of the run have KV
+    and rows. The content of positions behind those has no meaning, and the next step, in flight already or not, begins
+    there and writes them again.
 
     Attributes:
         step_id: counts steps.

@@ -144,13 +144,13 @@ class SyntheticRunner(SyntheticSteps):
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
-        cost = self._cost_s(batch)
-        if cost <= 0.0:
+        if not self._takes_time:
             # one after the other, a loop turn each
             if len(self._flights) == 1:
                 loop.call_soon(self._complete, flight)
         else:
-            self._busy_until = max(self._busy_until, loop.time()) + cost
+            # without a token it may take none, and still ends behind the step before it
+            self._busy_until = max(self._busy_until, loop.time()) + max(self._cost_s(batch), 0.0)
             # bare timer: how long its device computes
             loop.call_at(self._busy_until, self._complete, flight)
         return done
@@ -289,6 +289,10 @@ class SyntheticRunner(SyntheticSteps):
         self.weights_id = weights_id
         self._loading = False
 
+    @property
+    def _takes_time(self) -> bool:
+        return self.config.step_s > 0 or self.config.token_s > 0
+
     def _cost_s(self, batch: Batch) -> float:
         cost = self.config.step_s + self.config.token_s * len(batch.positions)
         if cost and self.config.jitter:
@@ -323,7 +327,7 @@ class SyntheticRunner(SyntheticSteps):
                 flight.done.set_exception(problem)
         if self._flights:
             following = self._flights[0]
-            at_once = following.due or not (self.config.step_s or self.config.token_s)
+            at_once = following.due or not self._takes_time
             if at_once and following.batch.step_id != self.config.hang_step:
                 asyncio.get_running_loop().call_soon(self._complete, following)
 

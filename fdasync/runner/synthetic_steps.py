@@ -166,8 +166,8 @@ class SyntheticSteps(Runner):
                 last.append(first + count - 1)
                 counts.append(1)
                 continue
-            run = 1
-            while run < count and drafts[first + run] == sampled[first + run - 1]:
+            run = min(count, 1)
+            while 0 < run < count and drafts[first + run] == sampled[first + run - 1]:
                 run += 1
             stands[first + run : first + count] = False
             last += range(first, first + run)
@@ -175,7 +175,9 @@ class SyntheticSteps(Runner):
         self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
         tokens = sampled[last]
         self._advance(batch, np.array(last, np.int64), tokens)
-        self._last_token[batch.lanes[batch.sampled]] = tokens[np.cumsum(counts, dtype=np.int64) - 1]
+        given = np.array(counts, np.int64)
+        ends = np.cumsum(given)[given > 0]
+        self._last_token[batch.lanes[batch.sampled][given > 0]] = tokens[ends - 1]
         batch.aux_index, batch.generations = batch.aux_index[stands], batch.generations[stands]
         output = self._logprobs(batch, tokens, digests, np.array(last, np.int64))
         output = msgspec.structs.replace(output, counts=tuple(counts))
@@ -185,6 +187,8 @@ class SyntheticSteps(Runner):
         """Tokens to forward behind the last one of a decode: right as far as `Oracle.run_length` says, then wrong."""
         oracle, size = self.oracle, self._block_tokens
         lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(batch.counts[number])
+        if not count:
+            return []
         table = self.lanes.block_table(lane, start + count).astype(np.int64)
         index = (table[:, None] * size + np.arange(size)).ravel()[:start]
         digest = oracle.running_sums(self._kv[index])[-1:]

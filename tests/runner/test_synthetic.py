@@ -56,6 +56,10 @@ class TestSyntheticRuns(RunTests):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
 
 
+class TestSyntheticRunsThatTakeTime(TestSyntheticRuns):
+    config = {**TestSyntheticRuns.config, "token_s": 1e-5, "jitter": 1.0}  # noqa: RUF012
+
+
 class TestSyntheticThatTakesTime(TestSynthetic):
     config = {**TestSynthetic.config, "step_s": 0.001, "token_s": 1e-5, "jitter": 1.0}  # noqa: RUF012
 
@@ -109,6 +113,13 @@ class _BrokenRuns(SyntheticRunner):
                 self.lanes.blocks[lane, count : count + 1] = 20
             self.lanes.num_blocks += 1
             self.lanes.place((20,), (3,), (1,))
+        if self.way == "a step late" and self._flights and not step.chunks:
+            # as if only one token of the step in flight had been accepted
+            batch = self._flights[-1].batch
+            decodes = batch.lanes[: batch.num_decodes]
+            self.lanes.length[decodes] = np.minimum(self.lanes.length[decodes], batch.starts[: batch.num_decodes] + 1)
+        if self.way == "a full table stays full":
+            step = msgspec.structs.replace(step, appends=())
         return super().launch(step)
 
     def _draft(self, batch, number, first):
@@ -121,6 +132,10 @@ class _BrokenRuns(SyntheticRunner):
         index, generations = batch.aux_index, batch.generations
         output, kept = super()._verify(batch, drafts, digests, rows)
         counts = output.counts
+        if self.way == "one token at least" and 0 in counts:
+            return msgspec.structs.replace(
+                output, tokens=(*output.tokens, 0), counts=tuple(max(c, 1) for c in counts)
+            ), kept
         if self.way == "rows of what does not stand":
             batch.aux_index, batch.generations = index, generations
             return output, rows
@@ -142,6 +157,9 @@ class _BrokenRuns(SyntheticRunner):
         ("no end of room", "test_a_run_ends_where_the_block_table_does"),
         ("the last run first", "test_each_sequence_of_a_step_has_its_run"),
         ("log-probs of the first", "test_log_probs_stand_beside_their_tokens"),
+        ("one token at least", "test_a_run_ends_where_the_block_table_does"),
+        ("a step late", "test_steps_that_overlap_go_on_where_the_run_before_ended"),
+        ("a full table stays full", "test_a_step_that_overlaps_yields_nothing_where_the_one_before_filled_the_table"),
     ],
 )
 def test_the_suite_finds_wrong_runs(way, test):

@@ -10,7 +10,7 @@ Adopt it beside `RunnerTests`, which tests the same runner where a step yields o
             return MyRunner(MyConfig(drafts=0), limits)
 
 Whatever runs a step yields, tokens, log-probs and rows must be those of one token a step, and only positions that were
-forwarded with tokens of a run have rows.
+forwarded with tokens of a run have rows. A sequence whose block table has no room left yields none.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _TABLES = ([0, 5, 2, 7], [1, 8, 3, 9], [4, 10, 6, 11])
 
 class RunTests(RunnerSuite):
     """Subclass it, name the subclass Test..., define `make` and `make_plain`; more in `RunnerSuite`."""
-
-    limits = msgspec.structs.replace(RunnerSuite.limits, pipeline_depth=1)
 
     def make_plain(self, limits: RunnerLimits) -> Runner:
         """A new runner, not opened, that answers like those of `make` with one token a step."""
@@ -80,7 +78,53 @@ class RunTests(RunnerSuite):
                 prompt = on.prompt(blocks * size - room, salt=room)
                 await on.launch_prefill(on.start(key, prompt, _TABLES[0][:blocks]))
                 (run,) = _runs_of(await on.launch())
-                check(len(run) <= room, f"a run where there is room for {room}", run)
+                check(1 <= len(run) <= room, f"a run where there is room for {room}", run)
+                while len(run) < room:
+                    run += _runs_of(await on.launch())[0]
+                equal(len(run), room, "tokens of runs that fill the block table")
+                equal(_runs_of(await on.launch()), [[]], "the run of a sequence whose block table is full")
+                await on.leave(key)
+
+    @on_loop
+    async def test_steps_that_overlap_go_on_where_the_run_before_ended(self) -> None:
+        if not self.overlaps:
+            return
+        async with on_bench(self.make_plain(self.limits)) as plain, on_bench(self.make(self.limits)) as on:
+            size, count = on.size, 2 * on.size
+            key = 0
+            for length in (3, size - 1, size):
+                for sampler in (GREEDY, noisy(length, 1)):
+                    key += 1
+                    prompt = on.prompt(length)
+                    wanted = await plain.answer(key, prompt, count, _TABLES[0], sampler=sampler)
+                    outputs = await _decode_two_at_a_time(on, key, prompt, _TABLES[1], count, sampler)
+                    tokens = [token for output in outputs for token in output.tokens][:count]
+                    equal(tokens, wanted.tokens, "tokens of steps that overlap")
+                    self.assert_same(wanted, Answer(tokens, on.rows(_TABLES[1], 0, length + count - 1)))
+                    await on.leave(key)
+
+    @on_loop
+    async def test_a_step_that_overlaps_yields_nothing_where_the_one_before_filled_the_table(self) -> None:
+        if not self.overlaps:
+            return
+        async with on_bench(self.make_plain(self.limits)) as plain, on_bench(self.make(self.limits)) as on:
+            size = on.size
+            for key, room in enumerate((1, 2, 3)):
+                prompt = on.prompt(size - room, salt=room)
+                wanted = (await plain.answer(key, prompt, size, _TABLES[0])).tokens
+                await on.launch_prefill(on.start(key, prompt, _TABLES[1][:1]))
+                # more steps than the table has room for, two in flight at a time
+                outputs, flying = [], [on.launch()]
+                for _ in range(room + 1):
+                    flying.append(on.launch())
+                    outputs.append(await flying.pop(0))
+                flying.append(on.launch(appends=[on.append(key, _TABLES[1][1])]))
+                outputs += [await step for step in flying]
+                runs = [run for output in outputs for run in _runs_of(output)]
+                equal(runs[-2], [], "the run of a step behind a full block table")
+                check(runs[-1], "the block that was appended has room for a run", runs)
+                tokens = [token for run in runs for token in run]
+                equal(tokens, wanted[1 : 1 + len(tokens)], "tokens around a step that had no room")
                 await on.leave(key)
 
     @on_loop
@@ -171,6 +215,26 @@ async def _decode(
         have += len(outputs[-1].tokens)
         tokens += len(outputs[-1].tokens)
     return outputs
+
+
+async def _decode_two_at_a_time(
+    on: Bench, key: int, prompt: Sequence[int], blocks: Sequence[int], count: int, sampler: SamplerSpec
+) -> list[StepOutput]:
+    """As `_decode`, with each step launched before the one before it has ended; each has room for the longest runs."""
+    outputs: list[StepOutput] = []
+    flying = [on.launch_prefill(on.start(key, prompt, blocks, sampler=sampler))]
+    have, num_blocks = len(prompt), -(-len(prompt) // on.size)
+    tokens = 0
+    while tokens < count:
+        appends = []
+        while num_blocks < len(blocks) and num_blocks * on.size < have + 2 * on.capacity.max_run_tokens:
+            appends.append(on.append(key, blocks[num_blocks]))
+            num_blocks += 1
+        flying.append(on.launch(appends=appends))
+        outputs.append(await flying.pop(0))
+        tokens += len(outputs[-1].tokens)
+        have = len(prompt) + tokens - 1
+    return outputs + [await step for step in flying]
 
 
 def _runs_of(output: StepOutput) -> list[list[int]]:
