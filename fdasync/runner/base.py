@@ -51,6 +51,8 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
         numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
         sum_slices: with fixed numerics, the parts that sums over ranks are made of; `Capacity.sum_slices` answers.
+        speculation: the most drafts of one sequence that a step may verify (`events.actions.Drafts`); 0: no step has
+            any. A runner that verifies answers `Capacity.max_run_tokens` of 1 + speculation, any other one answers 1.
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
     """
@@ -66,6 +68,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     routing_debug: bool = False
     numerics: Numerics = "default"
     sum_slices: int = 1
+    speculation: int = 0
     tensor_parallel: int = 1
     rank: int = 0
 

@@ -14,6 +14,8 @@ import numpy as np
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from fdasync.events.actions import BlockAppend, RunStep, SeqStart
@@ -108,8 +110,13 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._lane_of)
 
-    def plan(self, step: RunStep) -> Batch:
-        """Apply a step's delta and flatten it. Raises InvariantBroken on what the contract forbids."""
+    def plan(self, step: RunStep, widths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None) -> Batch:
+        """Apply a step's delta and flatten it. Raises InvariantBroken on what the contract forbids.
+
+        Args:
+            widths: called once the delta is applied: how many positions each of these decoding lanes wants, from 1 to
+                `max_run_tokens`; None: that many.
+        """
         for key in step.leaves:
             self._leave(key)
         for start in step.starts:
@@ -127,7 +134,8 @@ class InputBatch:
             lanes, counts = decodes, np.ones(num_decodes, np.int64)
         if self._max_run_tokens > 1:
             room = np.minimum(self.num_blocks[decodes] * self.block_tokens, self._max_context_tokens)
-            counts[:num_decodes] = np.clip(room - self.length[decodes], 0, self._max_run_tokens)
+            wanted = self._max_run_tokens if widths is None else widths(decodes)
+            counts[:num_decodes] = np.clip(room - self.length[decodes], 0, wanted)
         batch = Batch(step.step_id, lanes, counts, num_decodes)
         self._flatten(batch)
         lasts = [num_decodes + i for i, chunk in enumerate(step.chunks) if chunk.last]

@@ -69,6 +69,8 @@ class SyntheticRunner(SyntheticSteps):
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
         if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
             raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
+        if limits.speculation and (config.free or config.max_run_tokens > 1):
+            raise BadInput("speculation", f"is {limits.speculation}", limit="0 with free=True or drafts of its own")
         if config.free and config.pass_stamp:
             raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
         self._block_tokens = limits.block_tokens or config.block_tokens
@@ -109,7 +111,7 @@ class SyntheticRunner(SyntheticSteps):
             num_hidden_layers=config.num_moe_layers,
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
-            max_run_tokens=config.max_run_tokens,
+            max_run_tokens=self._most,
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
@@ -129,7 +131,7 @@ class SyntheticRunner(SyntheticSteps):
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
             self._check_writers(step)
-            batch = self.lanes.plan(step)
+            batch = self._plan(step)
             for start in step.starts:
                 self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
