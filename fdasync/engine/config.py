@@ -423,13 +423,6 @@ def make_policy(name: str, config: Mapping[str, Any]) -> Policy:
 
 def _check_runs(config: EngineConfig, run: int) -> None:
     """Whether an engine can plan steps that yield up to `run` tokens of a sequence. Raises ConfigError."""
-    if config.pipeline_depth > 1:
-        raise ConfigError(
-            "config.pipeline_depth",
-            f"is {config.pipeline_depth}, and a step of this runner yields up to {run} tokens of a sequence: "
-            "how far a sequence is when the next step begins is known only when this one is done",
-            limit=1,
-        )
     if config.max_step_tokens < run * config.max_running:
         raise ConfigError(
             "config.max_step_tokens",

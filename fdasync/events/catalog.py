@@ -100,7 +100,7 @@ class StepDone(Event, frozen=True, kw_only=True):
     Attributes:
         step_id: as in `RunStep`.
         tokens: the sampled tokens, sequence after sequence in the order that `RunStep` defines.
-        counts: how many of the tokens are each sequence's run; None: one each.
+        counts: how many of the tokens are each sequence's run, which may be none; None: one each.
     """
 
     step_id: int

@@ -52,6 +52,8 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
         numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
         sum_slices: with fixed numerics, the parts that sums over ranks are made of; `Capacity.sum_slices` answers.
+        speculation: the most drafts of one sequence that a step may verify (`events.actions.Drafts`); 0: no step has
+            any. A runner that verifies answers `Capacity.max_run_tokens` of 1 + speculation, any other one answers 1.
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
         shows_blocks: other instances of this machine shall copy blocks from the device (`Runner.peer_blocks`).
@@ -68,6 +70,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     routing_debug: bool = False
     numerics: Numerics = "default"
     sum_slices: int = 1
+    speculation: int = 0
     tensor_parallel: int = 1
     rank: int = 0
     shows_blocks: bool = False
@@ -92,7 +95,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         num_experts, top_k: of the routing.
         top_k_by_layer: where layers differ (docs/design.md, rule 3), else None.
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
-        max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more.
+        max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more, or
+            less.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
@@ -177,7 +181,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
         raw, processed: log-prob of each token; None when no sampled sequence asked for it. Entries of sequences that
             did not ask have no meaning.
         top: alternatives; None likewise.
-        counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`); None: one each.
+        counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`), 0 where its block table had no
+            room left; None: one each.
         scores: a run for each chunk with tokens of a prompt in it that `SamplerSpec.score_from` asks for: a chunk of
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this

@@ -75,6 +75,8 @@ class SyntheticRunner(SyntheticSteps):
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
         if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
             raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
+        if limits.speculation and (config.free or config.max_run_tokens > 1):
+            raise BadInput("speculation", f"is {limits.speculation}", limit="0 with free=True or drafts of its own")
         if config.free and config.pass_stamp:
             raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
         self._block_tokens = limits.block_tokens or config.block_tokens
@@ -115,7 +117,7 @@ class SyntheticRunner(SyntheticSteps):
             num_hidden_layers=config.num_moe_layers,
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
-            max_run_tokens=config.max_run_tokens,
+            max_run_tokens=self._most,
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
@@ -135,7 +137,7 @@ class SyntheticRunner(SyntheticSteps):
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
             self._check_writers(step)
-            batch = self.lanes.plan(step)
+            batch = self._plan(step)
             for start in step.starts:
                 self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
@@ -150,13 +152,13 @@ class SyntheticRunner(SyntheticSteps):
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
-        cost = self._cost_s(batch)
-        if cost <= 0.0:
+        if not self._takes_time:
             # one after the other, a loop turn each
             if len(self._flights) == 1:
                 loop.call_soon(self._complete, flight)
         else:
-            self._busy_until = max(self._busy_until, loop.time()) + cost
+            # without a token it may take none, and still ends behind the step before it
+            self._busy_until = max(self._busy_until, loop.time()) + max(self._cost_s(batch), 0.0)
             # bare timer: how long its device computes
             loop.call_at(self._busy_until, self._complete, flight)
         return done
@@ -323,6 +325,10 @@ class SyntheticRunner(SyntheticSteps):
         self.weights_id = weights_id
         self._loading = False
 
+    @property
+    def _takes_time(self) -> bool:
+        return self.config.step_s > 0 or self.config.token_s > 0
+
     def _cost_s(self, batch: Batch) -> float:
         cost = self.config.step_s + self.config.token_s * len(batch.positions)
         if cost and self.config.jitter:
@@ -357,7 +363,7 @@ class SyntheticRunner(SyntheticSteps):
                 flight.done.set_exception(problem)
         if self._flights:
             following = self._flights[0]
-            at_once = following.due or not (self.config.step_s or self.config.token_s)
+            at_once = following.due or not self._takes_time
             if at_once and following.batch.step_id != self.config.hang_step:
                 asyncio.get_running_loop().call_soon(self._complete, following)
 

@@ -13,7 +13,7 @@ from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing import FaultRunner, RunTests
+from fdasync.testing import DraftTests, FaultRunner, RunTests
 from tests.runner import test_synthetic
 from tests.support.groups import group_of
 
@@ -55,6 +55,11 @@ class TestRunsOfAGroup(RunTests):
 
     def make_plain(self, limits):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
+
+
+class TestDraftsOfAGroup(DraftTests):
+    def make(self, limits):
+        return group_of(lambda own: SyntheticRunner(SyntheticConfig(pass_stamp=True), own), limits, 2)
 
 
 @pytest.mark.slow

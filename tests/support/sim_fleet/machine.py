@@ -99,7 +99,7 @@ class Machine:
         self.expected: dict[int, int] = {}
         config = msgspec.structs.replace(plan.config, weight_version=version)
         runner = msgspec.structs.replace(plan.runner, weights_id=weights_id)
-        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base)
+        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base, runs=True)
         inner = SyntheticRunner(runner, config.runner_limits())
         self.oracle = inner.oracle
         self.runner = FaultRunner(
