@@ -4,8 +4,8 @@ Virtual time (`run_sim`); faults from a seed, of an engine's steps (`FaultRunner
 (`FaultyStore`, `StoreFaults`); leak checks (`no_leaks`, `check_idle`); the conformance suites for runners, stores,
 transports, policies, drafters and completion ports (`RunnerTests`, `RunTests`, `DraftTests`, `StoreTests`,
 `TransportTests`, `PolicyTests`, `DrafterTests`, `PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands
-these out as fixtures; `docs/testing.md` is the way in. Names are imported when first used. Nothing in the package imports
-this room.
+these out as fixtures; `docs/testing.md` is the way in. Names are imported when first used. Nothing in the package
+imports this room.
 """
 
 from __future__ import annotations
