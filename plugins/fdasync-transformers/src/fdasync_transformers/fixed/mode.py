@@ -15,7 +15,7 @@ models, and by trainers through `trainer_pass.PassMode`.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,8 +43,8 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # by operation, as it is first seen: what computes it
-        self._ways: dict[Any, Callable[..., Any]] = {}
+        # by the id of an operation, as it is first seen: what computes it
+        self._ways: dict[int, Callable[..., Any]] = {}
         self._linears = _Linears()
 
     # without types, as what they stand for
@@ -57,39 +57,24 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._linears.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method below in two functions that keep compilation out, in each operation; compiled
+        # models are refused, and a function that is compiled runs eagerly within modes
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
-        way = self._ways.get(func)
+        # operations live as long as torch, and their own hash is a function in Python
+        way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[func] = self._way(func)
+            way = self._ways[id(func)] = self._way(func)
         return way(*args, **kwargs) if kwargs else way(*args)
 
     def _way(self, func: Any) -> Callable[..., Any]:
-        own: Callable[..., Any] = func
-        if func.namespace != "aten":
-            return own
-        plain = _plain(func)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return partial(self._by_parts, func)
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(_REFUSED):
-            return partial(_refuse, func)
-        if name in _ATOMIC:
-            return partial(_in_order, func)
-        write = _writer(func, plain)
-        way = elementwise(func, plain, write)
-        if way is not None and name.startswith("lerp"):
-            way = partial(_of_reals, func, way)
-        if way is None and plain is not None:
-            way = _HANDLERS.get(plain) or reduction(plain)
-            if way is not None and plain is not func:
-                way = partial(write, way)
-        if way is None:
-            # of a product or a reduction: with a dtype of its own
-            return partial(_refuse, func) if name.removesuffix("_") in _TAKEN else own
-        return way
+        """What computes an operation."""
+        return _way(func) or partial(self._by_parts, func)
 
     def _by_parts(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """In inference mode, operations that are made of others come here before their parts do."""
@@ -121,6 +106,34 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)
     # no view for autograd, as torch's own: hooks of a module (FSDP2's) refuse to be given views
     return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+
+
+@cache
+def _way(func: Any) -> Callable[..., Any] | None:
+    """What computes an operation; None: its parts do."""
+    own: Callable[..., Any] = func
+    if func.namespace != "aten":
+        return own
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return None
+    plain = _plain(func)
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(_REFUSED):
+        return partial(_refuse, func)
+    if name in _ATOMIC:
+        return partial(_in_order, func)
+    write = _writer(func, plain)
+    way = elementwise(func, plain, write)
+    if way is not None and name.startswith("lerp"):
+        way = partial(_of_reals, func, way)
+    if way is None and plain is not None:
+        way = _HANDLERS.get(plain) or reduction(plain)
+        if way is not None and plain is not func:
+            way = partial(write, way)
+    if way is None:
+        # of a product or a reduction: with a dtype of its own
+        return partial(_refuse, func) if name.removesuffix("_") in _TAKEN else own
+    return way
 
 
 def _plain(func: Any) -> Any:

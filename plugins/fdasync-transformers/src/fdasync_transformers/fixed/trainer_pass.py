@@ -94,20 +94,18 @@ class PassMode(FixedNumerics):
         super().__init__()  # type: ignore[no-untyped-call]
         self._work = work
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _PRODUCTS:
-            self._work.watch_product()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def _way(self, func: Any) -> Callable[..., Any]:
         if "scaled_dot_product" in func.name():
             # torch calls it random, for the dropout that it could have
             return partial(_raise, f"{func.name()}: attention that does not go through the library's interface")
         if torch.Tag.nondeterministic_seeded in func.tags:
             return partial(_raise, f"{func.name()} is random; switch dropout and noise off, or call model.eval()")
-        return super()._way(func)
+        way = super()._way(func)
+        return partial(self._watched, way) if func in _PRODUCTS else way
+
+    def _watched(self, way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._work.watch_product()
+        return way(*args, **kwargs)
 
 
 def _raise(problem: str, *_args: Any, **_kwargs: Any) -> NoReturn:
