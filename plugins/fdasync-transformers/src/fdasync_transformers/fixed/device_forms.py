@@ -3,7 +3,8 @@
 A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
 allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
 parameters are whole then, in the dtype of the forward pass. The kernel of a replaced module gives the value; the
-backward pass runs the library's code for the gradient (`recomputed.py`). Rotary embeddings, their angles and gates of
+backward pass runs the library's code for the gradient (`recomputed.py`), or torch's own norm where its gradients are
+those (`norm_gradients.py`). Rotary embeddings, their angles and gates of
 dense layers are proven to have the library's bits, so here they are the library's. Knows no batches. Called by
 `trainer.py`.
 """
@@ -21,22 +22,24 @@ from fdasync.errors import UnsupportedModel
 from fdasync.gpu.kernels.chip import runs_on
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
+from fdasync_transformers.fixed.norm_gradients import epsilon, norm_gradient
 from fdasync_transformers.fixed.recomputed import past_modes, recomputed, with_parameters
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.norms import fuse_norms
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import text_modules
+from fdasync_transformers.fused.replaced import signature_of, text_modules
 from fdasync_transformers.fused.router_kinds import kind_of
 from fdasync_transformers.fused.routers import Record, fused_router
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.replay.force import NotCopied, choosing, find_routers, forced_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.fixed.norm_gradients import Form
     from fdasync_transformers.replay.force import RouterSite
 
 # experts that no kernel computes: by products that the mode takes, as a rollout would
@@ -57,27 +60,35 @@ class DeviceForms:
 
 
 class NormForward(NotCopied):
-    """The forward of a norm: the kernel's value, the library's gradient. Rows of another dtype than `dtype`, which no
-    kernel takes, go the library's way."""
+    """The forward of a norm: the kernel's value, the library's gradient, by `form` where there is one. Rows of another
+    dtype than `dtype`, which no kernel takes, go the library's way."""
 
     def __init__(
-        self, module: torch.nn.Module, kernel: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+        self,
+        module: torch.nn.Module,
+        kernel: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
+        form: Form | None = None,
     ) -> None:
         self._module = module
         self._kernel = kernel
         self._dtype = dtype
+        self._form = form
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         module = self._module
-        library: Any = type(module).forward
         if rows.dtype is not self._dtype:
-            return library(module, rows)  # type: ignore[no-any-return]
+            return type(module).forward(module, rows)  # type: ignore[no-any-return]
         with past_modes(), torch.no_grad():
             value = self._kernel(rows)
         parameters = {name: each for name, each in module._parameters.items() if each is not None}
 
         def again(leaves: list[torch.Tensor], _kept: Any) -> list[torch.Tensor]:
-            return [library(with_parameters(module, dict(zip(parameters, leaves[1:], strict=True))), leaves[0])]
+            rows, *others = leaves
+            if self._form is not None:
+                return [self._form(rows, others[0] if others else None, epsilon(module) or 0.0)]
+            twin = with_parameters(module, dict(zip(parameters, others, strict=True)))
+            return [type(module).forward(twin, rows)]
 
         return recomputed((value,), again, (rows, *parameters.values()))[0]
 
@@ -192,6 +203,7 @@ class _Finder(NotCopied):
         self._dtype: torch.dtype | None = None
         self._seen: set[tuple[str, torch.nn.Module]] = set()
         self._classes: set[type] = set()
+        self._gradients: dict[Hashable, Form | None] = {}
 
     def embedded(self, _module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
         """The dtype of the forward pass; parameters may be masters of another one."""
@@ -202,8 +214,11 @@ class _Finder(NotCopied):
             return
         assert self._dtype is not None
         if fuse_norms(module, self._dtype, self._device).names:
-            kernel = vars(module).pop("forward")
-            self._forms.attributes.append((module, "forward", NormForward(module, kernel, self._dtype)))
+            kernel, key = vars(module).pop("forward"), signature_of(module)
+            if key not in self._gradients:
+                self._gradients[key] = norm_gradient(module, self._dtype, self._device)
+            forward = NormForward(module, kernel, self._dtype, self._gradients[key])
+            self._forms.attributes.append((module, "forward", forward))
 
     def router(self, site: RouterSite, module: torch.nn.Module, _args: Any, output: Any) -> None:
         parts = output if isinstance(output, tuple) else ()
