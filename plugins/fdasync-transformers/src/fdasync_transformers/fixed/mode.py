@@ -5,7 +5,8 @@ whatever module or function called it. So one path serves all families, rollouts
 (`products.py`), and on a CPU all pointwise operations that round more than once (`vectors.py`), reductions and softmax
 (`reductions.py`), in each form: with a result, in place, into `out`. On a GPU, sums and means of rows are taken.
 Above autograd stands a function mode for `linear`, which torch makes of other parts, with other roundings, by the
-layout of its input.
+layout of its input; a trainer does without, where modules that call it are replaced (`trainer_linears.py`): it is
+given each attribute of each tensor too.
 
 Refused are operations whose order of sums is known to depend on the batch. All others are assumed to move numbers, to
 select them, or to walk each row by itself (norms of layers in one operation, cumulated sums, sums into places on a
@@ -15,6 +16,7 @@ models, and by trainers through `trainer_pass.PassMode`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,20 +43,21 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     does not go through the library's interface, convolutions, and on GPUs sums by atomics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, linears: bool = True) -> None:
+        """`linears`: False where all of the model's go through `linear_of_rows` already."""
         super().__init__()  # type: ignore[no-untyped-call]
         # by the id of an operation, as it is first seen: what computes it
         self._ways: dict[int, Callable[..., Any]] = {}
-        self._linears = _Linears()
+        self._linears = _Linears() if linears else nullcontext()
 
     # without types, as what they stand for
     def __enter__(self):  # type: ignore[no-untyped-def]
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._linears.__enter__()  # type: ignore[no-untyped-call]
+        self._linears.__enter__()
         return self
 
     def __exit__(self, *error):  # type: ignore[no-untyped-def]
-        self._linears.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._linears.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -89,18 +92,19 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Linears(TorchFunctionMode):
-    """Gives `linear` rows [R, K] that are contiguous, of which torch makes one operation with one rounding."""
+    """Makes every `linear` one of rows."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         if func is linear:
-            return _linear(*args, **(kwargs or {}))
+            return linear_of_rows(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's `linear`, of rows [R, K] that are contiguous, of which it makes one operation with one rounding."""
     if weight.dim() != 2 or input.dim() == 2 or not input.dim():
         return linear(input, weight, bias)
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)

@@ -32,12 +32,14 @@ class FixedPass:
     Attributes:
         running, covered: see `replay.forward_pass.Recomputed`.
         is_open: whether the model's numerics are still fixed.
+        linears: as `FixedNumerics` has it.
     """
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
+    def __init__(self, is_open: Callable[[], bool], *, linears: bool = True) -> None:
         self.running = True
         self.covered = 0
         self.is_open = is_open
+        self.linears = linears
         self._with_grad = torch.is_grad_enabled()
         # checkpointing of the whole model may have switched gradients off before the pass
         self._within_function = not self._with_grad and within_function()
@@ -87,11 +89,11 @@ class Within(AbstractContextManager[None]):
             mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-class PassMode(FixedNumerics):
+class PassMode(FixedNumerics):  # type: ignore[no-untyped-call]
     """A trainer's: refuses random operations too, and products that would be recomputed without it."""
 
     def __init__(self, work: FixedPass) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(linears=work.linears)
         self._work = work
 
     def _way(self, func: Any) -> Callable[..., Any]:
