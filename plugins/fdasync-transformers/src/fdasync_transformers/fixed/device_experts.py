@@ -1,7 +1,7 @@
 """Experts of a trainer's model on a GPU: values of the rollout's kernels, gradients of the library's grouped form.
 
-The backward pass recomputes the library's grouped form (`recomputed.py`). Knows no batches. Registered with the
-library's experts interface; called by MoE layers within `trainer.py`.
+The backward pass recomputes the library's grouped form (`gradients/recomputed.py`). Knows no batches. Registered with
+the library's experts interface; called by MoE layers within `trainer.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-from fdasync_transformers.fixed.recomputed import past_modes, recomputed, with_parameters
+from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
 from fdasync_transformers.fused.experts_interface import run_experts
 from fdasync_transformers.model.moe_layers import fits_grouped_product
 

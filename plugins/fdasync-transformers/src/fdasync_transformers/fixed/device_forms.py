@@ -3,10 +3,9 @@
 A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
 allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
 parameters are whole then, in the dtype of the forward pass. The kernel of a replaced module gives the value; the
-backward pass runs the library's code for the gradient (`recomputed.py`), or torch's own norm where its gradients are
-those (`norm_gradients.py`). Rotary embeddings, their angles and gates of
-dense layers are proven to have the library's bits, so here they are the library's. Knows no batches. Called by
-`trainer.py`.
+backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or torch's own norm where its
+gradients are those (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to have
+the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from fdasync.errors import UnsupportedModel
 from fdasync.gpu.kernels.chip import runs_on
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
-from fdasync_transformers.fixed.norm_gradients import epsilon, norm_gradient
-from fdasync_transformers.fixed.recomputed import past_modes, recomputed, with_parameters
+from fdasync_transformers.fixed.gradients.norms import epsilon, norm_gradient
+from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.norms import fuse_norms
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fixed.norm_gradients import Form
+    from fdasync_transformers.fixed.gradients.norms import Form
     from fdasync_transformers.replay.force import RouterSite
 
 # experts that no kernel computes: by products that the mode takes, as a rollout would

@@ -5,7 +5,7 @@ whatever module or function called it. So one path serves all families, rollouts
 (`products.py`), and on a CPU all pointwise operations that round more than once (`vectors.py`), reductions and softmax
 (`reductions.py`), in each form: with a result, in place, into `out`. On a GPU, sums and means of rows are taken.
 Above autograd stands a function mode for `linear`, which torch makes of other parts, with other roundings, by the
-layout of its input; a trainer does without, where modules that call it are replaced (`trainer_linears.py`): it is
+layout of its input; a trainer does without, where modules that call it are replaced (`trainer_pass.py`): it is
 given each attribute of each tensor too.
 
 Refused are operations whose order of sums is known to depend on the batch. All others are assumed to move numbers, to
@@ -17,7 +17,7 @@ models, and by trainers through `trainer_pass.PassMode`.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,9 +43,11 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     does not go through the library's interface, convolutions, and on GPUs sums by atomics.
     """
 
-    def __init__(self, *, linears: bool = True) -> None:
-        """`linears`: False where all of the model's go through `linear_of_rows` already."""
+    def __init__(self, *, linears: bool = True, known: dict[Any, Callable[..., Any] | None] | None = None) -> None:
+        """`linears`: False where all of the model's go through `linear_of_rows` already. `known`: what computes the
+        operations that were seen, which modes may have in common."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {} if known is None else known
         # by the id of an operation, as it is first seen: what computes it
         self._ways: dict[int, Callable[..., Any]] = {}
         self._linears = _Linears() if linears else nullcontext()
@@ -77,7 +79,9 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _way(self, func: Any) -> Callable[..., Any]:
         """What computes an operation."""
-        return _way(func) or partial(self._by_parts, func)
+        if func not in self._known:
+            self._known[func] = _way(func)
+        return self._known[func] or partial(self._by_parts, func)
 
     def _by_parts(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """In inference mode, operations that are made of others come here before their parts do."""
@@ -112,7 +116,6 @@ def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
-@cache
 def _way(func: Any) -> Callable[..., Any] | None:
     """What computes an operation; None: its parts do."""
     own: Callable[..., Any] = func

@@ -27,8 +27,15 @@ from fdasync_transformers.fixed.refusals import (
 )
 from fdasync_transformers.fixed.segments import HostSegments
 from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
-from fdasync_transformers.fixed.trainer_linears import OtherLinears, plain_linears
-from fdasync_transformers.fixed.trainer_pass import FixedForward, FixedPass, HeadForward, PassMode, Within
+from fdasync_transformers.fixed.trainer_pass import (
+    FixedForward,
+    FixedPass,
+    HeadForward,
+    OtherLinears,
+    PassMode,
+    Within,
+    plain_linears,
+)
 from fdasync_transformers.model.families import mended
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.probe import attention_layers, latent_rank
@@ -130,6 +137,7 @@ class TrainerNumerics:
         self._most_tokens: int | None = None
         self._random = random_parts(model)
         self._linears = True
+        self._known: dict[Any, Any] = {}
         self._undo: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -241,7 +249,7 @@ class TrainerNumerics:
         refuse_pass(self._kind, self._model.device, self._random)
         # FSDP may hold rounded parameters by now
         refuse_dtypes(self._model.named_buffers(), self._dtypes, self._dtype)
-        return FixedPass(lambda: self.is_open, linears=self._linears)
+        return FixedPass(lambda: self.is_open, linears=self._linears, known=self._known)
 
     @contextmanager
     def _computing(self, work: FixedPass) -> Iterator[None]:

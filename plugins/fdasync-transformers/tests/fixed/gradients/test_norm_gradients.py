@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fdasync_transformers.fixed import norm_gradients
-from fdasync_transformers.fixed.norm_gradients import norm_gradient
+from fdasync_transformers.fixed.gradients import norms
+from fdasync_transformers.fixed.gradients.norms import norm_gradient
 from torch import nn
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FORMS = {form: getattr(norm_gradients, form) for form in ("_plain", "_wide", "_one_plus")}
+FORMS = {form: getattr(norms, form) for form in ("_plain", "_wide", "_one_plus")}
 
 
 class Norm(nn.Module):

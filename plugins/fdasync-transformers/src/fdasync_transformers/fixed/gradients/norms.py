@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import rms_norm
 
-from fdasync_transformers.fixed.recomputed import with_parameters
+from fdasync_transformers.fixed.gradients.recomputed import with_parameters
 from fdasync_transformers.fused.replaced import Noise
 
 if TYPE_CHECKING:
