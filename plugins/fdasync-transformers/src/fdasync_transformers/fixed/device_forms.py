@@ -3,9 +3,9 @@
 A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
 allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
 parameters are whole then, in the dtype of the forward pass. The kernel of a replaced module gives the value; the
-backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or torch's own norm where its
-gradients are those (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to have
-the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
+backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or that of torch's own norm where
+its gradients are those (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to
+have the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class DeviceForms:
 
 
 class NormForward(NotCopied):
-    """The forward of a norm: the kernel's value, the library's gradient, by `form` where there is one. Rows of another
-    dtype than `dtype`, which no kernel takes, go the library's way."""
+    """The forward of a norm: the kernel's value, the library's gradient. With a `form` the graph is that of torch's own
+    norm, whose value is replaced: one kernel more, and no Python in the backward pass. Rows of another dtype than
+    `dtype`, which no kernel takes, go the library's way."""
 
     def __init__(
         self,
@@ -81,15 +82,21 @@ class NormForward(NotCopied):
         with past_modes(), torch.no_grad():
             value = self._kernel(rows)
         parameters = {name: each for name, each in module._parameters.items() if each is not None}
+        inputs = (rows, *parameters.values())
+        if self._form is not None:
+            if not torch.is_grad_enabled() or not any(one.requires_grad for one in inputs):
+                return value
+            with past_modes():
+                out = self._form(rows, parameters.get("weight"), epsilon(module) or 0.0)
+                # a norm's gradient reads its inputs alone
+                out.data.copy_(value)
+            return out
 
         def again(leaves: list[torch.Tensor], _kept: Any) -> list[torch.Tensor]:
-            rows, *others = leaves
-            if self._form is not None:
-                return [self._form(rows, others[0] if others else None, epsilon(module) or 0.0)]
-            twin = with_parameters(module, dict(zip(parameters, others, strict=True)))
-            return [type(module).forward(twin, rows)]
+            twin = with_parameters(module, dict(zip(parameters, leaves[1:], strict=True)))
+            return [type(module).forward(twin, leaves[0])]
 
-        return recomputed((value,), again, (rows, *parameters.values()))[0]
+        return recomputed((value,), again, inputs)[0]
 
 
 class RouterForward(NotCopied):

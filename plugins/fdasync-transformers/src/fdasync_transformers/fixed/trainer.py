@@ -92,8 +92,8 @@ def fixed_numerics(
     open it again rather than making a new one for each step. Under FSDP2 all ranks open it.
 
     On a GPU the kernels of a rollout give the values of norms, routers, experts and attention, each where it is proven
-    as at a rollout's start; the gradients are the library's: it runs norms and routers too, and the backward pass
-    recomputes experts by grouped products.
+    as at a rollout's start; the gradients are the library's: the backward pass runs its routers, and its experts by
+    grouped products. Gradients of norms are those of torch's own, where a trial at the opening shows that they agree.
 
     Args:
         model: of transformers, on a CPU or a CUDA device.
