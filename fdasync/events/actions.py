@@ -337,6 +337,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
         indices: places of the blocks in the prompt.
         host: host block ids.
         slots, generations: as in `StoreBlocks`.
+        device: device block ids, where the instance reads this one's device; `host` is empty then.
     """
 
     offer: int
@@ -347,6 +348,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
     host: tuple[int, ...]
     slots: tuple[int, ...]
     generations: tuple[int, ...]
+    device: tuple[int, ...] = ()
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
@@ -362,6 +364,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
         tail_rows: how many of its tokens count.
         host, slot, generation: where the open block is, and which use of its slot; -1: there is none.
         cached: prompt tokens that were not computed, by tier.
+        device: the open block's device block id, where the instance reads this one's device; `host` is -1 then.
     """
 
     offer: int
@@ -377,6 +380,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
     slot: int
     generation: int
     cached: tuple[int, int, int]
+    device: int = -1
 
 
 class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_lease"):
@@ -412,7 +416,8 @@ class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_blocks"):
-    """Copy blocks that a prefill instance offers: KV to host blocks, rows to slots. Ends in one `BlocksReceived`.
+    """Copy blocks that a prefill instance offers: KV to host blocks, or from device to device; rows to slots. Ends in
+    one `BlocksReceived`.
 
     Attributes:
         receive_id: names the copy.
@@ -423,6 +428,7 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
         slots, generations: of the rows; both empty when capture is off.
         rows: how many tokens of each block count.
         deadline: engine time.
+        device: device block ids, where the blocks are offered on the other instance's device; `host` is empty then.
     """
 
     receive_id: int
@@ -434,6 +440,7 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
     generations: tuple[int, ...]
     rows: tuple[int, ...]
     deadline: float
+    device: tuple[int, ...] = ()
 
 
 class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):

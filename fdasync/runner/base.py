@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.report import ModelReport
 
@@ -53,6 +54,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         sum_slices: with fixed numerics, the parts that sums over ranks are made of; `Capacity.sum_slices` answers.
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
+        shows_blocks: other instances of this machine shall copy blocks from the device (`Runner.peer_blocks`).
     """
 
     model: str = ""
@@ -68,6 +70,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     sum_slices: int = 1
     tensor_parallel: int = 1
     rank: int = 0
+    shows_blocks: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,6 +295,14 @@ class Runner(ABC):
         steps may complete in any order: until this copy has, no step in flight or to come writes a block that the copy
         reads, or touches a block that it writes. Rows stay in their slots. Cancelling stops the waiting only.
         """
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        """By what blocks go from device to device between instances; called after `bind`, and used until `aclose`.
+
+        None, as this default: other processes cannot read this runner's blocks, or `RunnerLimits.shows_blocks` did not
+        ask for it. While a pull runs its target is under the same promise as that of a `SwapIn`.
+        """
+        return None
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Check a grammar before a sequence asks for it; steps may be in flight.

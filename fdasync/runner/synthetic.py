@@ -22,20 +22,24 @@ import numpy as np
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
-from fdasync.events.actions import SwapOut
+from fdasync.events.actions import SwapIn, SwapOut
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, SyntheticConfig
-from fdasync.runner.shares import part_of
+from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
+from fdasync.runner.synthetic_peers import SyntheticPeers
 from fdasync.runner.synthetic_ranks import compare_ranks
 from fdasync.runner.synthetic_steps import Flight, SyntheticSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.events.actions import RunStep, SwapIn
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import RunStep
     from fdasync.ipc.exchange import Exchange
+    from fdasync.ipc.peer_blocks import BlockPull, PeerBlocks
     from fdasync.runner.input_batch import Batch
 
 WEIGHTS_FILE = "weights.json"
@@ -57,6 +61,8 @@ class SyntheticRunner(SyntheticSteps):
         self._exchange: Exchange | None = None
         # bytes of a host block that this rank writes
         self._own = slice(0, 0)
+        self._part = Part(0, 1, writes=True)
+        self._peers: SyntheticPeers | None = None
 
     def join(self, exchange: Exchange) -> None:
         """See `Runner`: in each step the ranks compare tokens and rows."""
@@ -88,7 +94,7 @@ class SyntheticRunner(SyntheticSteps):
         block_nbytes = token_nbytes * self._block_tokens
         if config.kv_shares < 1 or block_nbytes % config.kv_shares:
             raise BadInput("kv_shares", f"is {config.kv_shares}", limit=f"a divisor of {block_nbytes} bytes of a block")
-        part = part_of(config.kv_shares, limits.tensor_parallel, limits.rank)
+        part = self._part = part_of(config.kv_shares, limits.tensor_parallel, limits.rank)
         share_nbytes = block_nbytes // config.kv_shares
         first = part.first * share_nbytes
         self._own = slice(first, first + (part.num_shares * share_nbytes if part.writes else 0))
@@ -177,6 +183,34 @@ class SyntheticRunner(SyntheticSteps):
         self._flights.clear()
         self._copies.clear()
         self._arena = self._host = None
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            self._kv = np.zeros(0, U64)
+            await peers.aclose()
+
+    # -- blocks of other instances ----------------------------------------------------------------
+
+    def _allocate(self, words: int) -> NDArray[U64]:
+        # stamps lie apart: with them a block is no single run of bytes
+        if not self.limits.shows_blocks or self.config.pass_stamp:
+            return super()._allocate(words)
+        self._peers = SyntheticPeers(words, self._block_tokens, self.config.kv_shares, self._part, self)
+        return self._peers.words
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        return None if self._peers is None else self._peers.rows
+
+    def check_pull(self, pull: BlockPull) -> None:
+        """Raises InvariantBroken where a step or a copy in flight meets the blocks that are to be filled."""
+        copy = SwapIn(-1, (), pull.ours, pull.slots, pull.generations)
+        check_beside_steps(copy, self._flights, self.lanes, self._block_tokens)
+        check_beside_copies(copy, [other for other, _ in self._copies])
+        # its targets are in use from now on: spoil them, so that an early read shows
+        self._kv.reshape(-1, self._block_tokens)[list(pull.ours)] = U64(0xEEEE)
+
+    def pulled(self, pull: BlockPull) -> None:
+        """Blocks of another instance are here."""
+        self.lanes.place(pull.ours, pull.slots, pull.generations)
 
     # -- copies -----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class SyntheticSteps(Runner):
         most = self.config.max_run_tokens
         self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, most)
         self._host = host
-        self._kv = np.zeros(num_blocks * size, U64)
+        self._kv = self._allocate(num_blocks * size)
         self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
         self._last_token = np.zeros(self.limits.max_running, np.int64)
         # by lane; and what this step found
@@ -101,6 +101,10 @@ class SyntheticSteps(Runner):
         self._problems: list[tuple[int, str]] = []
         self._arena = arena
         self._constant: dict[str, NDArray[np.generic]] = {}
+
+    def _allocate(self, words: int) -> NDArray[U64]:
+        """The KV, zeroed."""
+        return np.zeros(words, U64)
 
     def _matcher_of(self, start: SeqStart) -> Matcher | None:
         """Begun anew from the tokens of the answer so far, whatever interrupted it."""

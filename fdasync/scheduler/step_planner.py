@@ -406,8 +406,9 @@ class StepPlanner:
             victim = self._queues.preempt()
             if victim is not None:
                 self._swap_planner.forget(victim)
-            if victim is None and self._queues.num_leased:
-                # leased samples start when their blocks are here, or their leases end; both free blocks in the end
+            if victim is None and (self._queues.num_leased or self._index.lent):
+                # leased samples start when their blocks are here, or their leases end; both free blocks in the end, as
+                # do other instances that read this one's
                 return None
             if victim is None:
                 raise InvariantBroken(f"sequence {seq.key} needs a block, and no other is left to preempt")

@@ -2,9 +2,9 @@
 
 Virtual time (`run_sim`); faults from a seed, of an engine's steps (`FaultRunner`, `StepFault`) and of a store
 (`FaultyStore`, `StoreFaults`); leak checks (`no_leaks`, `check_idle`); the conformance suites for runners, stores,
-transports, policies and completion ports (`RunnerTests`, `RunTests`, `StoreTests`, `TransportTests`, `PolicyTests`,
-`PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures; `docs/testing.md` is the
-way in. Names are imported when first used. Nothing in the package imports this room.
+transports, policies, drafters and completion ports (`RunnerTests`, `RunTests`, `StoreTests`, `TransportTests`,
+`PolicyTests`, `DrafterTests`, `PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as
+fixtures; `docs/testing.md` is the way in. Names are imported when first used. Nothing in the package imports this room.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync.testing.drafters import DrafterTests
     from fdasync.testing.harness.engines import (
         LetterTokenizer,
         check_deltas,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fdasync.testing.transports.suite import TransportTests
 
 _HOMES = {
+    "fdasync.testing.drafters": ("DrafterTests",),
     "fdasync.testing.runners.bench": ("Bench", "on_bench"),
     "fdasync.testing.harness.fault_runner": ("FaultRunner", "StepFault"),
     "fdasync.testing.harness.engines": (
@@ -70,6 +72,7 @@ _HOMES = {
 __all__ = [
     "Bench",
     "Deadlock",
+    "DrafterTests",
     "FaultRunner",
     "FaultyStore",
     "LeakFound",

@@ -183,26 +183,28 @@ def _decode(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, DV], tl.float32)
     if PART:
-        for part in range(low // PART, (high + PART - 1) // PART):
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            totals = tl.zeros([BLOCK_M, 16], tl.float32)
-            partial_sums = tl.zeros([BLOCK_M, DV], tl.float32)
-            end = tl.minimum(high, part * PART + PART)
-            for start in range(tl.maximum(low // BLOCK_N * BLOCK_N, part * PART), end, BLOCK_N):
-                peak, totals, partial_sums = fold_keys(
-                    queries, queries_rest, peak, totals, partial_sums, keys, values, table, start, end, first, last,
-                    scale, keys_block, keys_token, values_block, values_token,
-                    BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True, True, low,
-                )  # fmt: skip
-            # all columns are the same sum
-            weight = tl.max(totals, 1)
-            if SPLIT:
-                partial = (sequence * most + part - first_part) * HEADS + head
-                tl.store(partials + partial[:, None] * width + value_dims[None, :], partial_sums, mask=out_inside)
-                tl.store(stats + partial, peak, mask=inside)
-                tl.store(stats + capacity + partial, weight, mask=inside)
-            else:
-                best, total, sums = join(best, total, sums, peak, weight, partial_sums)
+        peak = best
+        totals = tl.zeros([BLOCK_M, 16], tl.float32)
+        part_sums = sums
+        # one loop over the tiles of all parts: a loop for each part would wait for its first tiles anew
+        for start in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
+            # a part starts from nothing: by -inf earlier sums shrink to 0
+            peak = tl.where(start % PART == 0, float("-inf"), peak)
+            peak, totals, part_sums = fold_keys(
+                queries, queries_rest, peak, totals, part_sums, keys, values, table, start, high, first, last,
+                scale, keys_block, keys_token, values_block, values_token,
+                BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True, True, low,
+            )  # fmt: skip
+            if ((start + BLOCK_N) % PART == 0) | (start + BLOCK_N >= high):
+                # all columns are the same sum
+                weight = tl.max(totals, 1)
+                if SPLIT:
+                    partial = (sequence * most + start // PART - first_part) * HEADS + head
+                    tl.store(partials + partial[:, None] * width + value_dims[None, :], part_sums, mask=out_inside)
+                    tl.store(stats + partial, peak, mask=inside)
+                    tl.store(stats + capacity + partial, weight, mask=inside)
+                else:
+                    best, total, sums = join(best, total, sums, peak, weight, part_sums)
         if SPLIT:
             if JOINED:
                 # all of this program's stores come before its arrival, and those of all others before the last one's

@@ -3,7 +3,8 @@
 A step computes the logits of the tokens that it samples from alone: those of all tokens of a prompt would not fit into
 memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
 is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
-steps and no sampling. Called by the step models for the executors, where prompts are scored.
+steps and no sampling. Called by the step models for the executors, where prompts are scored, and where the ranks of a
+group compare their hidden states.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ class Head:
         self._inference = inference
         self._decoder = decoder_of(model)
         self._kept: Any = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there is a decoder apart from the rest of the model, so that its hidden states can be kept."""
+        return self._decoder is not None
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """The last hidden states [tokens, hidden size] of the pass, in the model's dtype; None outside of `keeping`."""
+        return None if self._kept is None else self._kept.last_hidden_state[0]
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -46,7 +46,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         experts: their implementation. "fused": kernels of our own, where a family's experts are proven to be what
             they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
             "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
-            no multiples of 16 bytes, which the default does not take: "batched_mm" on GPUs, "eager" on CPUs.
+            no multiples of 16 bytes, and float64, which the default does not take: "batched_mm" on GPUs, "eager" on
+            CPUs.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
@@ -146,6 +147,8 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
     """Raise ConfigError naming the first key that asks for what this device cannot do."""
     fuses_experts(config, device)
     fuses_layers(config, device)
+    if config.dtype == "float64" and uses_kernels(config, device):
+        raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32", or the CPU')
 
 
 def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
@@ -155,6 +158,9 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
     refuse_settings(device, ConfigError)
     if limits.sum_slices > 1 and device.type != "cpu":
         raise ConfigError("sum_slices", f"kernels on {device} compute sums whole", limit=1, hint='use device="cpu"')
+    if limits.sum_slices % limits.tensor_parallel:
+        problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
+        raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")
     if not config.self_check:
         raise ConfigError(
             "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"
@@ -178,17 +184,6 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
         )
 
 
-def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
-    """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
-    if limits.tensor_parallel == 1:
-        return
-    if config.dtype == "float64" and uses_kernels(config, device):
-        raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32"')
-    if limits.numerics == "fixed" and limits.sum_slices % limits.tensor_parallel:
-        problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
-        raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")
-
-
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
     """Whether steps run by kernels: on GPUs, or where the configuration says so."""
     return device.type == "cuda" if config.kernels == "auto" else config.kernels == "triton"
@@ -210,7 +205,9 @@ def fuses_layers(config: TransformersConfig, device: torch.device) -> bool:
 
 def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, max_step_tokens: int) -> None:
     """Choose the library's implementation of the experts in `layers`. Raises ConfigError."""
-    fits = fits_grouped(model, layers)
+    if experts == "grouped_mm" and model.dtype == torch.float64:
+        raise ConfigError("runner_config.experts", "'grouped_mm' has no float64", hint='use "eager"')
+    fits = fits_grouped(model, layers) and model.dtype != torch.float64
     if experts == "grouped_mm" and not fits:
         raise ConfigError(
             "runner_config.experts",
