@@ -22,7 +22,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_launch, decode_workspace
 from fdasync.gpu.kernels.attention.fixed import Grain, grain_of, most_parts
 from fdasync.gpu.kernels.attention.latent import LatentLaunch, attend_latents
-from fdasync.gpu.kernels.attention.packed import attend_packed
+from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_launch, prefill_tiles
 from fdasync.gpu.kernels.attention.tile import LOG2E, Launch
 from tests.gpu.kernels.attention_reference import Case, assert_close, make_case, reference
@@ -254,21 +254,52 @@ def test_packed_sequences(device: torch.device, shape: Shape) -> None:
     want = prefill(shape, case, sinks, query, [0, 0, 0, 0], lengths, grain=GRAIN).to(shape.dtype)
     keys, values = (torch.cat(flat).to(device) for flat in (case.flat_keys, case.flat_values))
     out = attend_packed(
-        query, keys, None if shape.latent else values, np.cumsum([0, *lengths]), scale=SCALE,
+        query, keys, None if shape.latent else values,
+        PackedLayout.cut(np.cumsum([0, *lengths]), sum(lengths), device), scale=SCALE,
         reach_kind=shape.reach[0], reach_size=shape.reach[1], sinks=sinks,
         value_dim=shape.value_dim if shape.latent else None, grain=GRAIN,
     )  # fmt: skip
     assert torch.equal(out, want)
 
 
-def test_packed_refuses_offsets_that_do_not_cut_the_tokens(device: torch.device) -> None:
+def test_sequences_in_pages_and_among_rows_of_none(device: torch.device) -> None:
+    """Rows that stand in pages already are read where they are, and rows of no sequence are zeros."""
+    shape, lengths = SHAPES["chunk, sinks"], [32, 16]
+    case, sinks = exact_layer(shape, lengths, device)
+    query = exact_query(shape, 48, device)
+    parts = [query, *(torch.cat(flat).to(device) for flat in (case.flat_keys, case.flat_values))]
+
+    def attend(parts: list[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
+        return attend_packed(
+            *parts, layout, scale=SCALE, reach_kind=shape.reach[0], reach_size=shape.reach[1], sinks=sinks, grain=GRAIN
+        )
+
+    whole = PackedLayout.cut([0, 32, 48], 48, device)
+    assert whole.paged(parts[1]).data_ptr() == parts[1].data_ptr()
+    want = attend(parts, whole)
+    assert torch.equal(want, prefill(shape, case, sinks, query, [0, 0], lengths, grain=GRAIN).to(shape.dtype))
+    at = torch.tensor([*range(1, 33), *range(35, 51)], device=device)
+    apart = [part.new_full((53, *part.shape[1:]), torch.nan).index_copy_(0, at, part) for part in parts]
+    found = attend(apart, PackedLayout(np.array([1, 35]), np.array(lengths), 53, device))
+    assert torch.equal(found[at], want)
+    assert not found[[0, 33, 34, 51, 52]].any()
+
+
+def test_packed_refuses_rows_that_do_not_fit(device: torch.device) -> None:
     tensor = torch.zeros(5, 2, 16, device=device)
     for offsets in ([], [0], [0, 4], [1, 5], [0, 6, 5]):
         with pytest.raises(BadInput, match="cut"):
-            attend_packed(tensor, tensor, tensor, offsets, scale=1.0)
+            PackedLayout.cut(offsets, 5, device)
+    for firsts, counts in (([4], [2]), ([-1], [2]), ([0], [-1]), ([0, 2], [4, 3])):
+        with pytest.raises(BadInput, match="within 5 rows"):
+            PackedLayout(np.array(firsts), np.array(counts), 5, device)
+    whole = PackedLayout.cut([0, 5], 5, device)
     with pytest.raises(BadInput, match="value_dim"):
-        attend_packed(tensor, tensor, None, [0, 5], scale=1.0)
-    assert len(attend_packed(tensor[:0], tensor[:0], tensor[:0], [0, 0], scale=1.0)) == 0
+        attend_packed(tensor, tensor, None, whole, scale=1.0)
+    with pytest.raises(BadInput, match="5 rows beside 4 queries"):
+        attend_packed(tensor[:4], tensor, tensor, whole, scale=1.0)
+    nothing = tensor[:0]
+    assert len(attend_packed(nothing, nothing, nothing, PackedLayout.cut([0, 0], 0, device), scale=1.0)) == 0
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

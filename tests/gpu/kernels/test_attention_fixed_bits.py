@@ -11,7 +11,7 @@ import torch
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention.fixed import grain_of
 from fdasync.gpu.kernels.attention.latent import LatentLaunch, attend_latents
-from fdasync.gpu.kernels.attention.packed import attend_packed
+from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
 from fdasync.gpu.kernels.attention.prefill import prefill_launch
 from fdasync.gpu.kernels.attention.tile import Launch
 from tests.gpu.kernels.attention_reference import assert_close
@@ -112,7 +112,8 @@ def test_packed(device: torch.device, shape: Shape) -> None:
     want = prefill(shape, case, sinks, query, [0] * 4, lengths).to(shape.dtype)
     keys, values = (torch.cat(flat).to(device) for flat in (case.flat_keys, case.flat_values))
     out = attend_packed(
-        query, keys, None if shape.latent else values, np.cumsum([0, *lengths]), scale=SCALE,
+        query, keys, None if shape.latent else values,
+        PackedLayout.cut(np.cumsum([0, *lengths]), sum(lengths), device), scale=SCALE,
         reach_kind=shape.reach[0], reach_size=shape.reach[1], sinks=sinks, value_dim=shape.value_dim,
     )  # fmt: skip
     assert torch.equal(out, want)

@@ -11,8 +11,9 @@ import torch
 from device_rollout import device_rollout_logits
 from fdasync_transformers import fixed_numerics
 from fdasync_transformers.fixed.device_experts import trainer_experts
-from fdasync_transformers.fixed.device_forms import NormForward, RouterForward, swapped
+from fdasync_transformers.fixed.device_forms import NormForward, RouterForward
 from fdasync_transformers.fixed.device_segments import DeviceSegments
+from fdasync_transformers.fixed.gradients.norms import norm_gradient
 from fdasync_transformers.fixed.segments import HostSegments
 from fdasync_transformers.fused import experts_proof
 from fdasync_transformers.fused.experts_interface import Description, run_experts
@@ -58,32 +59,24 @@ def qwen() -> Any:
     return make_tiny_model("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[]).to(PLACE)
 
 
-def test_a_value_gets_the_gradient_of_another() -> None:
-    x = torch.tensor([3.0], requires_grad=True)
-    out = swapped(x * x, torch.tensor([7.0]))
-    assert out.item() == 7
-    assert torch.autograd.grad(out, x)[0].item() == 6
-
-
-def test_a_value_may_be_changed_in_place() -> None:
-    # as OLMoE clips its projections
-    x, value = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor([7.0, -7.0])
-    out = swapped(x * x, value)
-    out.clamp_(min=0.0)
-    assert out.tolist() == [7.0, 0.0]
-    assert not value.requires_grad
-    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [6.0, 0.0]
-
-
-def test_norms(qwen: Any) -> None:
+@pytest.mark.parametrize("by_form", [False, True])
+def test_norms(qwen: Any, by_form: bool) -> None:
     norm, rows = qwen.model.layers[0].input_layernorm, rows_of(qwen)
     wanted = grads(norm(rows), rows, norm.weight)
     assert fuse_norms(norm, torch.float32, PLACE).names
     kernel = vars(norm).pop("forward")
-    out = NormForward(norm, kernel)(rows)
+    form = norm_gradient(norm, torch.float32, PLACE)
+    assert form is not None
+    forward = NormForward(norm, kernel, torch.float32, form if by_form else None)
+    out = forward(rows)
     with torch.no_grad():
         assert torch.equal(out, kernel(rows))
+        assert not forward(rows).requires_grad
     assert_near(grads(out, rows, norm.weight), wanted)
+    # some models change a result in place
+    out = forward(rows)
+    out.mul_(2)
+    assert_near(grads(out, rows, norm.weight), tuple(2 * one for one in wanted))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -79,6 +79,35 @@ def test_some_logits_of_a_biased_head(grad):
     assert torch.equal(turned, whole)
 
 
+class Turning(torch.nn.Linear):
+    """Not plain: calls the function by itself, on its input turned in memory."""
+
+    def forward(self, x):
+        return linear(x.transpose(0, 1).contiguous().transpose(0, 1), self.weight, self.bias)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_trainer_enters_the_function_mode_where_other_code_calls_linear(plain):
+    """And the bits are the same whichever layout it has."""
+    found, modes = [], set()
+    ids = torch.randint(3, 250, (3, 21), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    biases = torch.randn(64, 512)
+    for kind in (torch.nn.Linear,) if plain else (torch.nn.Linear, Turning):
+        model = served_in(make_tiny_model("qwen2_moe"), torch.bfloat16)
+        for layer in model.model.layers:
+            bias = layer.self_attn.q_proj.bias
+            bias.data.copy_(biases[layer.self_attn.layer_idx, : len(bias)])
+            layer.self_attn.q_proj.__class__ = kind
+            layer.self_attn.register_forward_pre_hook(lambda *_: modes.add(torch._C._len_torch_function_stack()))
+        with fixed_numerics(model):
+            modes.clear()
+            found.append(model(input_ids=ids).logits)
+            assert modes == {int(kind is Turning)}
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(found[0], found[-1])
+
+
 def test_the_modes_end_together():
     """Also after an error, and where one is entered within itself."""
     x, weight = torch.randn(2, 3, 8), torch.randn(4, 8)

@@ -2,39 +2,43 @@
 
 A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
 allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
-parameters are whole then, in the dtype of the forward pass. A replaced module runs both ways: the kernel gives the
-value, the library's code the graph of the gradient. Rotary embeddings, their angles and gates of dense layers are
-proven to have the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
+parameters are whole then, in the dtype of the forward pass. The kernel of a replaced module gives the value; the
+backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or that of torch's own norm where
+its gradients are those (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to
+have the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fdasync.errors import UnsupportedModel
 from fdasync.gpu.kernels.chip import runs_on
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
+from fdasync_transformers.fixed.gradients.norms import epsilon, norm_gradient
+from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.norms import fuse_norms
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import text_modules
+from fdasync_transformers.fused.replaced import signature_of, text_modules
+from fdasync_transformers.fused.router_kinds import kind_of
 from fdasync_transformers.fused.routers import Record, fused_router
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.replay.force import NotCopied, choosing, find_routers, forced_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.fixed.gradients.norms import Form
     from fdasync_transformers.replay.force import RouterSite
 
 # experts that no kernel computes: by products that the mode takes, as a rollout would
@@ -54,78 +58,112 @@ class DeviceForms:
     experts: str = _PLAIN_EXPERTS
 
 
-class _Swap(torch.autograd.Function):
-    """The value of one tensor with the gradient of another. The value comes in a tuple, so that autograd does not take
-    the result for a view of an input: some models change it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, value: tuple[torch.Tensor]) -> torch.Tensor:
-        del ctx, own
-        return value[0].detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
-        return grad, None
-
-
-def swapped(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, which has no graph, with the graph of `own`: of its shape and dtype; its numbers are not read."""
-    result: torch.Tensor = _Swap.apply(own, (value,))  # type: ignore[no-untyped-call]
-    return result
-
-
 class NormForward(NotCopied):
-    """The forward of a norm: the kernel's value, the library's gradient."""
+    """The forward of a norm: the kernel's value, the library's gradient. With a `form` the graph is that of torch's own
+    norm, whose value is replaced: one kernel more, and no Python in the backward pass. Rows of another dtype than
+    `dtype`, which no kernel takes, go the library's way."""
 
-    def __init__(self, module: torch.nn.Module, kernel: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        kernel: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
+        form: Form | None = None,
+    ) -> None:
         self._module = module
         self._kernel = kernel
+        self._dtype = dtype
+        self._form = form
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
+        module = self._module
+        if rows.dtype is not self._dtype:
+            return type(module).forward(module, rows)  # type: ignore[no-any-return]
+        with past_modes(), torch.no_grad():
             value = self._kernel(rows)
-        if not torch.is_grad_enabled():
-            return value
-        return swapped(type(self._module).forward(self._module, rows), value)
+        parameters = {name: each for name, each in module._parameters.items() if each is not None}
+        inputs = (rows, *parameters.values())
+        if self._form is not None:
+            if not torch.is_grad_enabled() or not any(one.requires_grad for one in inputs):
+                return value
+            with past_modes():
+                out = self._form(rows, parameters.get("weight"), epsilon(module) or 0.0)
+                # a norm's gradient reads its inputs alone
+                out.data.copy_(value)
+            return out
+
+        def again(leaves: list[torch.Tensor], _kept: Any) -> list[torch.Tensor]:
+            twin = with_parameters(module, dict(zip(parameters, leaves[1:], strict=True)))
+            return [type(module).forward(twin, leaves[0])]
+
+        return recomputed((value,), again, inputs)[0]
 
 
 class RouterForward(NotCopied):
     """The forward of a router: ids, weights and logits of the kernels, gradients of the library's code on these ids.
 
     Where the routing is replayed, the record's ids win; a row whose ids are not the kernels' own has the library's
-    weights.
+    weights. `plain`: the kernels are all there is, and no operation of the library needs its fixed form.
     """
 
-    def __init__(self, site: RouterSite, kernels: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    def __init__(
+        self, site: RouterSite, kernels: Callable[..., tuple[torch.Tensor, ...]], *, plain: bool = False
+    ) -> None:
         self._site = site
         self._kernels = kernels
+        self._plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         router: Any = self._site.router
-        with torch.no_grad():
-            values = self._kernels(*args, **kwargs)
         watched, forced = forced_ids(router)
-        if not watched and not torch.is_grad_enabled():
-            return values
+        with past_modes() if self._plain else nullcontext(), torch.no_grad():
+            values = self._kernels(*args, **kwargs)
         ids = next(part for part in values if not part.is_floating_point())
-        # a record of another length goes on as it is: the library's selection raises
-        fits = forced is not None and forced.shape[0] == len(ids) and forced.shape[1] >= ids.shape[1]
+        if watched:
+            with torch.no_grad():
+                ids, values = self._answered(values, ids, forced, args, kwargs)
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        # a bias of the choice alone may change before the backward pass
+        tensors = [
+            key for key, one in given.items() if key == 0 or (isinstance(one, torch.Tensor) and one.requires_grad)
+        ]
+        parameters = dict(router.named_parameters())
+
+        def again(leaves: list[torch.Tensor], kept: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+            twin = with_parameters(router, dict(zip(parameters, leaves[len(tensors) :], strict=True)))
+            now = given | dict(zip(tensors, leaves, strict=False))
+            inputs = [now.pop(place) for place in range(len(args))]
+            with choosing(self._site, kept[0]):
+                found = type(router).forward(twin, *inputs, **now)
+            return [part for part in found if part.is_floating_point()]
+
+        floats = tuple(part for part in values if part.is_floating_point())
+        inputs = [*(given[key] for key in tensors), *parameters.values()]
+        found = iter(recomputed(floats, again, inputs, (ids,)))
+        return tuple(next(found) if part.is_floating_point() else ids for part in values)
+
+    def _answered(
+        self,
+        values: tuple[torch.Tensor, ...],
+        ids: torch.Tensor,
+        forced: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The ids that win, and the values on them; those who watch see the library's own selection."""
+        router: Any = self._site.router
         wanted = ids
-        if forced is not None and fits:
+        # a record of another length goes on as it is: the library's selection raises
+        if forced is not None and forced.shape[0] == len(ids) and forced.shape[1] >= ids.shape[1]:
             rows = forced[:, : ids.shape[1]].to(ids.dtype)
             wanted = torch.where((rows < 0).any(-1, keepdim=True), ids, rows)
         with choosing(self._site, wanted):
             own = type(router).forward(router, *args, **kwargs)
         if forced is None:
-            return tuple(
-                swapped(part, value) if value.is_floating_point() else value
-                for part, value in zip(own, values, strict=True)
-            )
+            return ids, values
         same = (wanted == ids).all(-1, keepdim=True)
-        return tuple(
-            swapped(part, torch.where(same, value, part.detach())) if value.is_floating_point() else wanted
+        return wanted, tuple(
+            torch.where(same, value, part) if value.is_floating_point() else wanted
             for part, value in zip(own, values, strict=True)
         )
 
@@ -171,6 +209,7 @@ class _Finder(NotCopied):
         self._dtype: torch.dtype | None = None
         self._seen: set[tuple[str, torch.nn.Module]] = set()
         self._classes: set[type] = set()
+        self._gradients: dict[Hashable, Form | None] = {}
 
     def embedded(self, _module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
         """The dtype of the forward pass; parameters may be masters of another one."""
@@ -181,8 +220,11 @@ class _Finder(NotCopied):
             return
         assert self._dtype is not None
         if fuse_norms(module, self._dtype, self._device).names:
-            kernel = vars(module).pop("forward")
-            self._forms.attributes.append((module, "forward", NormForward(module, kernel)))
+            kernel, key = vars(module).pop("forward"), signature_of(module)
+            if key not in self._gradients:
+                self._gradients[key] = norm_gradient(module, self._dtype, self._device)
+            forward = NormForward(module, kernel, self._dtype, self._gradients[key])
+            self._forms.attributes.append((module, "forward", forward))
 
     def router(self, site: RouterSite, module: torch.nn.Module, _args: Any, output: Any) -> None:
         parts = output if isinstance(output, tuple) else ()
@@ -191,7 +233,9 @@ class _Finder(NotCopied):
             return
         kernels = fused_router(module, ids[0].shape[-1], self._dtype, Record())
         if not isinstance(kernels, str):
-            self._forms.attributes.append((module, "forward", RouterForward(site, kernels)))
+            kind = kind_of(module)
+            plain = not isinstance(kind, str) and kind.prepare is None and not kind.probabilities
+            self._forms.attributes.append((module, "forward", RouterForward(site, kernels, plain=plain)))
 
     def experts(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if not self._first("experts", module) or len(args) < 2:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdasync.gpu.kernels.attention.packed import attend_packed
+from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
+from fdasync_transformers.fixed.gradients.recomputed import past_modes
 from fdasync_transformers.fixed.segments import Segments
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ class DeviceSegments(Segments):
 
     def __init__(self, spans: Spans, device: torch.device) -> None:
         super().__init__(spans, device)
-        self._offsets = np.cumsum([0, *(length for _, length in self.spans)])
-        # without padding rows stand as they are
-        self._whole = int(self._offsets[-1]) == spans.total and bool((np.diff(self.rows_host) == 1).all())
+        firsts, counts = np.array(self.spans, np.int64).reshape(-1, 2).T
+        self._layout = PackedLayout(firsts, counts, spans.total, device)
 
     def attend(
         self,
@@ -39,21 +39,15 @@ class DeviceSegments(Segments):
         *,
         latent: bool = False,
     ) -> torch.Tensor:
-        parts = [query, key, value]
-        if not self._whole:
-            parts = [part.index_select(0, self.rows) for part in parts]
-        packed = parts[0] if parts[0].stride(-1) == 1 else parts[0].contiguous()
-        out = attend_packed(
-            packed,
-            parts[1],
-            None if latent else parts[2],
-            self._offsets,
-            scale=scaling,
-            reach_kind=reach.kind,
-            reach_size=reach.size,
-            sinks=sinks,
-            value_dim=value.shape[2],
-        )
-        if self._whole:
-            return out
-        return query.new_zeros(*query.shape[:2], value.shape[2]).index_copy_(0, self.rows, out)
+        with past_modes():
+            return attend_packed(
+                query if query.stride(-1) == 1 else query.contiguous(),
+                key,
+                None if latent else value,
+                self._layout,
+                scale=scaling,
+                reach_kind=reach.kind,
+                reach_size=reach.size,
+                sinks=sinks,
+                value_dim=value.shape[2],
+            )

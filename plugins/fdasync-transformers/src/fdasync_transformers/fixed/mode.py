@@ -5,7 +5,8 @@ whatever module or function called it. So one path serves all families, rollouts
 (`products.py`), and on a CPU all pointwise operations that round more than once (`vectors.py`), reductions and softmax
 (`reductions.py`), in each form: with a result, in place, into `out`. On a GPU, sums and means of rows are taken.
 Above autograd stands a function mode for `linear`, which torch makes of other parts, with other roundings, by the
-layout of its input.
+layout of its input; a trainer does without, where modules that call it are replaced (`trainer_pass.py`): it is
+given each attribute of each tensor too.
 
 Refused are operations whose order of sums is known to depend on the batch. All others are assumed to move numbers, to
 select them, or to walk each row by itself (norms of layers in one operation, cumulated sums, sums into places on a
@@ -15,6 +16,7 @@ models, and by trainers through `trainer_pass.PassMode`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,55 +43,45 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     does not go through the library's interface, convolutions, and on GPUs sums by atomics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, linears: bool = True, known: dict[Any, Callable[..., Any] | None] | None = None) -> None:
+        """`linears`: False where all of the model's go through `linear_of_rows` already. `known`: what computes the
+        operations that were seen, which modes may have in common."""
         super().__init__()  # type: ignore[no-untyped-call]
-        # by operation, as it is first seen: what computes it
-        self._ways: dict[Any, Callable[..., Any]] = {}
-        self._linears = _Linears()
+        self._known = {} if known is None else known
+        # by the id of an operation, as it is first seen: what computes it
+        self._ways: dict[int, Callable[..., Any]] = {}
+        self._linears = _Linears() if linears else nullcontext()
 
     # without types, as what they stand for
     def __enter__(self):  # type: ignore[no-untyped-def]
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._linears.__enter__()  # type: ignore[no-untyped-call]
+        self._linears.__enter__()
         return self
 
     def __exit__(self, *error):  # type: ignore[no-untyped-def]
-        self._linears.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._linears.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method below in two functions that keep compilation out, in each operation; compiled
+        # models are refused, and a function that is compiled runs eagerly within modes
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
-        way = self._ways.get(func)
+        # operations live as long as torch, and their own hash is a function in Python
+        way = self._ways.get(id(func))
         if way is None:
-            way = self._ways[func] = self._way(func)
+            way = self._ways[id(func)] = self._way(func)
         return way(*args, **kwargs) if kwargs else way(*args)
 
     def _way(self, func: Any) -> Callable[..., Any]:
-        own: Callable[..., Any] = func
-        if func.namespace != "aten":
-            return own
-        plain = _plain(func)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return partial(self._by_parts, func)
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(_REFUSED):
-            return partial(_refuse, func)
-        if name in _ATOMIC:
-            return partial(_in_order, func)
-        write = _writer(func, plain)
-        way = elementwise(func, plain, write)
-        if way is not None and name.startswith("lerp"):
-            way = partial(_of_reals, func, way)
-        if way is None and plain is not None:
-            way = _HANDLERS.get(plain) or reduction(plain)
-            if way is not None and plain is not func:
-                way = partial(write, way)
-        if way is None:
-            # of a product or a reduction: with a dtype of its own
-            return partial(_refuse, func) if name.removesuffix("_") in _TAKEN else own
-        return way
+        """What computes an operation."""
+        if func not in self._known:
+            self._known[func] = _way(func)
+        return self._known[func] or partial(self._by_parts, func)
 
     def _by_parts(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """In inference mode, operations that are made of others come here before their parts do."""
@@ -104,23 +96,51 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Linears(TorchFunctionMode):
-    """Gives `linear` rows [R, K] that are contiguous, of which torch makes one operation with one rounding."""
+    """Makes every `linear` one of rows."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         if func is linear:
-            return _linear(*args, **(kwargs or {}))
+            return linear_of_rows(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's `linear`, of rows [R, K] that are contiguous, of which it makes one operation with one rounding."""
     if weight.dim() != 2 or input.dim() == 2 or not input.dim():
         return linear(input, weight, bias)
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)
     # no view for autograd, as torch's own: hooks of a module (FSDP2's) refuse to be given views
     return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+
+
+def _way(func: Any) -> Callable[..., Any] | None:
+    """What computes an operation; None: its parts do."""
+    own: Callable[..., Any] = func
+    if func.namespace != "aten":
+        return own
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return None
+    plain = _plain(func)
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(_REFUSED):
+        return partial(_refuse, func)
+    if name in _ATOMIC:
+        return partial(_in_order, func)
+    write = _writer(func, plain)
+    way = elementwise(func, plain, write)
+    if way is not None and name.startswith("lerp"):
+        way = partial(_of_reals, func, way)
+    if way is None and plain is not None:
+        way = _HANDLERS.get(plain) or reduction(plain)
+        if way is not None and plain is not func:
+            way = partial(write, way)
+    if way is None:
+        # of a product or a reduction: with a dtype of its own
+        return partial(_refuse, func) if name.removesuffix("_") in _TAKEN else own
+    return way
 
 
 def _plain(func: Any) -> Any:

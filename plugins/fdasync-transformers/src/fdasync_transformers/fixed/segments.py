@@ -18,8 +18,13 @@ from fdasync_transformers.model.ragged import RaggedPlan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from fdasync_transformers.model.kv import Reach
     from fdasync_transformers.replay.layout import Spans
+
+# of this many parts of a batch, one may be padding
+_PARTS_PADDING = 4
 
 
 class Together(NamedTuple):
@@ -27,13 +32,14 @@ class Together(NamedTuple):
 
     Attributes:
         sequences, longest: S of them, and L, the tokens of the longest.
-        rows: int64 [S * L], row of the flattened batch; padding repeats the sequence's last one.
+        rows: int64 [S * L], row of the flattened batch; padding repeats the sequence's last one. None: all rows of the
+            flattened batch, as they stand.
         real: int64 [n], those of these that are no padding; None: all.
     """
 
     sequences: int
     longest: int
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     real: torch.Tensor | None
 
 
@@ -44,7 +50,7 @@ class Segments(ABC):
         spans: first row and length of each sequence that has tokens, in the flattened batch.
         positions: int64 [R], of each row in its sequence; 0 of padding.
         rows: int64 [n], the rows that are no padding, one sequence behind the other.
-        rows_host: the same, in NumPy.
+        whole: whether no row is padding.
     """
 
     def __init__(self, spans: Spans, device: torch.device) -> None:
@@ -56,9 +62,11 @@ class Segments(ABC):
         positions = np.zeros(spans.total, np.int64)
         positions[rows] = within
         self.positions = torch.from_numpy(positions).to(device)
-        self.rows_host = rows
         self.rows = torch.from_numpy(rows).to(device)
+        self.whole = len(rows) == spans.total
+        self._total = spans.total
         self._device = device
+        self._together: dict[int | None, tuple[Together, ...]] = {}
 
     @abstractmethod
     def attend(
@@ -77,20 +85,39 @@ class Segments(ABC):
         `latent`: the values are the leading part of the keys. Without gradients.
         """
 
-    def together(self, *, alone: bool) -> Iterator[Together]:
-        """All sequences in few batches, each at least half as long as the longest of its batch. `alone`: one by one."""
+    def together(self, most_scores: int | None = None) -> tuple[Together, ...]:
+        """All sequences in few batches, of which at most a quarter is padding; the same ones whenever it is called.
+
+        `most_scores`: S * L * L of a batch of several sequences.
+        """
+        if most_scores not in self._together:
+            self._together[most_scores] = tuple(self._batches(most_scores))
+        return self._together[most_scores]
+
+    def _batches(self, most_scores: int | None) -> Iterator[Together]:
         rest = sorted(self.spans, key=lambda span: -span[1])
         while rest:
             longest = rest[0][1]
-            count = 1 if alone else sum(2 * length >= longest for _, length in rest)
-            chosen, rest = np.array(rest[:count]), rest[count:]
-            lengths = chosen[:, 1:]
-            within = np.arange(longest)[None]
-            rows = torch.from_numpy((chosen[:, :1] + np.minimum(within, lengths - 1)).reshape(-1)).to(self._device)
-            real = None
-            if (lengths < longest).any():
-                real = torch.from_numpy(np.flatnonzero(within < lengths)).to(self._device)
-            yield Together(count, longest, rows, real)
+            lengths = np.array([length for _, length in rest])
+            counts = np.arange(1, len(rest) + 1)
+            fits = _PARTS_PADDING * (counts * longest - lengths.cumsum()) <= counts * longest
+            if most_scores is not None:
+                fits &= (counts == 1) | (counts * longest**2 <= most_scores)
+            # the longest come first: padding grows with each one
+            count = int(fits.sum())
+            chosen, rest = sorted(rest[:count]), rest[count:]
+            yield self._batch(np.array(chosen), longest)
+
+    def _batch(self, spans: NDArray[np.int64], longest: int) -> Together:
+        lengths = spans[:, 1:]
+        within = np.arange(longest)[None]
+        rows = (spans[:, :1] + np.minimum(within, lengths - 1)).reshape(-1)
+        if len(rows) == self._total and (rows == np.arange(self._total)).all():
+            return Together(len(spans), longest, None, None)
+        real = None
+        if (lengths < longest).any():
+            real = torch.from_numpy(np.flatnonzero(within < lengths)).to(self._device)
+        return Together(len(spans), longest, torch.from_numpy(rows).to(self._device), real)
 
 
 class HostSegments(Segments):

@@ -27,7 +27,15 @@ from fdasync_transformers.fixed.refusals import (
 )
 from fdasync_transformers.fixed.segments import HostSegments
 from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
-from fdasync_transformers.fixed.trainer_pass import FixedForward, FixedPass, HeadForward, PassMode, Within
+from fdasync_transformers.fixed.trainer_pass import (
+    FixedForward,
+    FixedPass,
+    HeadForward,
+    OtherLinears,
+    PassMode,
+    Within,
+    plain_linears,
+)
 from fdasync_transformers.model.families import mended
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.probe import attention_layers, latent_rank
@@ -84,8 +92,8 @@ def fixed_numerics(
     open it again rather than making a new one for each step. Under FSDP2 all ranks open it.
 
     On a GPU the kernels of a rollout give the values of norms, routers, experts and attention, each where it is proven
-    as at a rollout's start; the gradients are the library's: it runs norms and routers too, and the backward pass
-    recomputes experts by grouped products.
+    as at a rollout's start; the gradients are the library's: the backward pass runs its routers, and its experts by
+    grouped products. Gradients of norms are those of torch's own, where a trial at the opening shows that they agree.
 
     Args:
         model: of transformers, on a CPU or a CUDA device.
@@ -128,6 +136,8 @@ class TrainerNumerics:
         self._kept: tuple[str, ...] = ()
         self._most_tokens: int | None = None
         self._random = random_parts(model)
+        self._linears = True
+        self._known: dict[Any, Any] = {}
         self._undo: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -159,14 +169,17 @@ class TrainerNumerics:
             self._most_tokens = mends.max_context_tokens
             for undo in _own_configs(model):
                 stack.callback(undo)
+            for module, forward in () if self._slices is None else self._slices.forwards(model):
+                stack.callback(_put(module, "forward", forward))
+            for module, forward in plain_linears(model):
+                stack.callback(_put(module, "forward", forward))
             if self._layers is None:
                 # by the experts that take all widths, as the pass of a rollout's start
                 model.set_experts_implementation("eager")
-                with _evaluating(model), self._finding_forms() as self._forms:
+                with _evaluating(model), self._finding_forms() as self._forms, OtherLinears() as others:
                     specs = attention_layers(model, latent=True, query_scales=mends.query_scales)
                 self._layers = {spec.index: spec for spec in specs}
-            for module, forward in () if self._slices is None else self._slices.forwards(model):
-                stack.callback(_put(module, "forward", forward))
+                self._linears = others.seen
             model.set_attn_implementation(FIXED)
             model.set_experts_implementation("eager" if self._forms is None else self._forms.experts)
             for module, name, value in () if self._forms is None else self._forms.attributes:
@@ -236,7 +249,7 @@ class TrainerNumerics:
         refuse_pass(self._kind, self._model.device, self._random)
         # FSDP may hold rounded parameters by now
         refuse_dtypes(self._model.named_buffers(), self._dtypes, self._dtype)
-        return FixedPass(lambda: self.is_open)
+        return FixedPass(lambda: self.is_open, linears=self._linears, known=self._known)
 
     @contextmanager
     def _computing(self, work: FixedPass) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from fdasync.errors import BadInput, UnsupportedModel
+from fdasync_transformers.fixed.gradients.recomputed import past_modes
 from fdasync_transformers.model.attention import (
     NOT_DONE,
     LatentCatcher,
@@ -29,11 +30,13 @@ from fdasync_transformers.replay.packing import FIXED
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from fdasync_transformers.fixed.segments import Segments
+    from fdasync_transformers.fixed.segments import Segments, Together
     from fdasync_transformers.model.kv import LayerSpec, Reach
 
 # of a head, in torch's flash attention
 _MOST_FLASH_DIMS = 256
+# of several sequences that are recomputed at once with all scores in memory: 256 MiB in float32
+_MOST_SCORES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,14 @@ def trainer_attention(
             raise UnsupportedModel(name, f"attention with {argument!r}")
     fd_ctx.watch()
     spec = fd_ctx.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    if not spec.latent_rank and spec.query_scale is None:
+        return _attend(query, key, value, s_aux, fd_ctx.segments, spec.reach, scaling), None
     batch = query.shape[0]
-    rows, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    rows = _rows(query)
     if spec.query_scale is not None:
         rows = scale_queries(rows, fd_ctx.segments.positions, *spec.query_scale)
     if not spec.latent_rank:
-        out = _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling)
+        out = _attend(rows, _rows(key), _rows(value), s_aux, fd_ctx.segments, spec.reach, scaling)
         return out.view(batch, -1, *out.shape[1:]), None
     values, rotary = fd_ctx.latents.take()
     up_keys, up_values = _projections(module, spec.latent_rank, name)
@@ -144,7 +149,10 @@ def _attend(
 
 
 class _Attend(torch.autograd.Function):
-    """`Segments.attend`, whose backward pass recomputes it by torch's own attention."""
+    """`Segments.attend`, whose backward pass recomputes it by torch's own attention.
+
+    Takes rows [R, H, D] or batches [B, H, T, D], and gives rows [R, H, Dv] or [B, T, H, Dv].
+    """
 
     @staticmethod
     def forward(
@@ -160,39 +168,81 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.given = segments, reach, scaling
-        return segments.attend(query, key, value, reach, scaling, sinks, latent=latent)
+        with past_modes():
+            rows, keys, values = _rows(query), _rows(key), _rows(value)
+        out = segments.attend(rows, keys, values, reach, scaling, sinks, latent=latent)
+        if query.dim() == 3:
+            return out
+        # no view for autograd
+        with past_modes():
+            return torch.ops.aten._unsafe_view(out, [query.shape[0], query.shape[2], *out.shape[1:]])  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, sinks = ctx.saved_tensors
         segments, reach, scaling = ctx.given
-        found = [torch.zeros_like(part) for part in (query, key, value)]
-        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        rows = [_rows(part).detach() for part in (query, key, value)]
+        given = grad if grad.dim() == 3 else grad.flatten(0, 1)
         # with sinks all scores are in memory
-        for batch in segments.together(alone=sinks is not None):
-            shape = batch.sequences, batch.longest
-            parts = [
-                part.index_select(0, batch.rows).unflatten(0, shape).requires_grad_() for part in (query, key, value)
-            ]
-            if sinks is not None:
-                parts.append(sinks.detach().requires_grad_())
-            with torch.enable_grad():
-                out = _plain(*parts, reach=reach, scaling=scaling).flatten(0, 1)
-            rows = batch.rows
-            if batch.real is None:
-                given = grad.index_select(0, rows)
-            else:
-                # what is padded behind a sequence is seen by nothing before it, and gets no gradient
-                rows = rows.index_select(0, batch.real)
-                given = torch.zeros_like(out).index_copy_(0, batch.real, grad.index_select(0, rows))
-            grads = torch.autograd.grad(out, parts, given)
-            for whole, part in zip(found, grads, strict=False):
-                flat = part.flatten(0, 1)
-                whole.index_copy_(0, rows, flat if batch.real is None else flat.index_select(0, batch.real))
-            if of_sinks is not None:
-                of_sinks += grads[3]
+        batches = segments.together(None if sinks is None else _MOST_SCORES // query.shape[1])
+        if len(batches) == 1 and batches[0].rows is None:
+            found, of_sinks = _grads(batches[0], rows, sinks, given, reach, scaling)
+        else:
+            new: Any = torch.empty_like if segments.whole else torch.zeros_like
+            found = [new(part, memory_format=torch.contiguous_format) for part in rows]
+            of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+            for batch in batches:
+                grads, more = _grads(batch, rows, sinks, given, reach, scaling)
+                for whole, part in zip(found, grads, strict=True):
+                    _put(whole, batch, part.flatten(0, 1))
+                if of_sinks is not None and more is not None:
+                    of_sinks += more
+        shape = (query.shape[0], query.shape[2]) if query.dim() == 4 else rows[0].shape[:1]
+        found = [part.reshape(*shape, *part.shape[-2:]) for part in found]
+        if query.dim() == 4:
+            found = [part.transpose(1, 2) for part in found]
         return *found, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None, None
+
+
+def _rows(part: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, D] as rows [B * T, H, D]; rows as they are."""
+    return part if part.dim() == 3 else part.transpose(1, 2).flatten(0, 1)
+
+
+def _grads(
+    batch: Together,
+    rows: list[torch.Tensor],
+    sinks: torch.Tensor | None,
+    given: torch.Tensor,
+    reach: Reach,
+    scaling: float,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Gradients [S, L, H, D] of the queries, keys and values of some sequences, by those of their results [R, H, Dv];
+    and of the sinks."""
+    at = batch.rows
+    parts = [part if at is None else part.index_select(0, at) for part in rows]
+    parts = [part.view(batch.sequences, batch.longest, *part.shape[1:]).requires_grad_() for part in parts]
+    if sinks is not None:
+        parts.append(sinks.detach().requires_grad_())
+    with torch.enable_grad():
+        out = _plain(*parts, reach=reach, scaling=scaling)
+    if at is not None:
+        given = given.index_select(0, at)
+    if batch.real is not None:
+        # what is padded behind a sequence is seen by nothing before it, and gets no gradient
+        given = torch.zeros_like(given).index_copy_(0, batch.real, given.index_select(0, batch.real))
+    found = torch.autograd.grad(out, parts, given.reshape(out.shape))
+    return list(found[:3]), None if sinks is None else found[3]
+
+
+def _put(whole: torch.Tensor, batch: Together, part: torch.Tensor) -> None:
+    """Write a batch's rows [S * L, H, D] where they belong in the flattened batch; none of its padding."""
+    at = batch.rows
+    assert at is not None
+    if batch.real is not None:
+        at, part = at.index_select(0, batch.real), part.index_select(0, batch.real)
+    whole.index_copy_(0, at, part)
 
 
 def _plain(

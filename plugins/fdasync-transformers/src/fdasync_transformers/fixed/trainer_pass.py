@@ -1,8 +1,11 @@
 """One forward pass of a trainer's model with fixed numerics: where it begins, and how parts of it are recomputed.
 
 The dispatch mode is entered on the thread that runs the pass, and again by each recomputation, on the thread that runs
-that. Checkpointing whose recomputation would not enter it is refused in the forward pass. Knows no batches. Called by
-`trainer.py`.
+that. Checkpointing whose recomputation would not enter it is refused in the forward pass.
+
+A function mode for `linear` (`mode.py`) is given each attribute of each tensor too, which costs a part of a step. So
+plain linear layers get a forward of their own, which gives torch rows, and the function mode is entered only where the
+first pass finds that other code calls `linear` with more than rows. Knows no batches. Called by `trainer.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fdasync.errors import BadInput, RunnerError
-from fdasync_transformers.fixed.mode import FixedNumerics
+from fdasync_transformers.fixed.mode import FixedNumerics, linear_of_rows
 from fdasync_transformers.replay.force import NotCopied
 from fdasync_transformers.replay.forward_pass import Recomputing, within_function, within_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
@@ -32,12 +37,21 @@ class FixedPass:
     Attributes:
         running, covered: see `replay.forward_pass.Recomputed`.
         is_open: whether the model's numerics are still fixed.
+        linears, known: as `FixedNumerics` has them.
     """
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        is_open: Callable[[], bool],
+        *,
+        linears: bool = True,
+        known: dict[Any, Callable[..., Any] | None] | None = None,
+    ) -> None:
         self.running = True
         self.covered = 0
         self.is_open = is_open
+        self.linears = linears
+        self.known = {} if known is None else known
         self._with_grad = torch.is_grad_enabled()
         # checkpointing of the whole model may have switched gradients off before the pass
         self._within_function = not self._with_grad and within_function()
@@ -87,19 +101,12 @@ class Within(AbstractContextManager[None]):
             mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-class PassMode(FixedNumerics):
+class PassMode(FixedNumerics):  # type: ignore[no-untyped-call]
     """A trainer's: refuses random operations too, and products that would be recomputed without it."""
 
     def __init__(self, work: FixedPass) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(linears=work.linears, known=work.known)
         self._work = work
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _PRODUCTS:
-            self._work.watch_product()
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _way(self, func: Any) -> Callable[..., Any]:
         if "scaled_dot_product" in func.name():
@@ -107,7 +114,12 @@ class PassMode(FixedNumerics):
             return partial(_raise, f"{func.name()}: attention that does not go through the library's interface")
         if torch.Tag.nondeterministic_seeded in func.tags:
             return partial(_raise, f"{func.name()} is random; switch dropout and noise off, or call model.eval()")
-        return super()._way(func)
+        way = super()._way(func)
+        return partial(self._watched, way) if func in _PRODUCTS else way
+
+    def _watched(self, way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._work.watch_product()
+        return way(*args, **kwargs)
 
 
 def _raise(problem: str, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -152,6 +164,45 @@ class HeadForward(NotCopied):
         if isinstance(_get_current_dispatch_mode(), FixedNumerics):
             return self._own(*args, **kwargs)  # within a pass
         return self._run(self._own, args, kwargs)
+
+
+class LinearForward(NotCopied):
+    """The forward of a plain `nn.Linear`."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module = self._module
+        return linear_of_rows(input, module.weight, module.bias)
+
+
+def plain_linears(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, LinearForward]]:
+    """The modules that are no more than a linear layer, and what their forward becomes."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and "forward" not in vars(module):
+            yield module, LinearForward(module)
+
+
+class OtherLinears(TorchFunctionMode):
+    """While entered, looks for calls of `linear` with more than rows.
+
+    Attributes:
+        seen: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        named = kwargs or {}
+        if func is linear and (args[0] if args else named["input"]).dim() != 2:
+            self.seen = True
+        return func(*args, **named)
 
 
 def _refused() -> BadInput:
