@@ -141,6 +141,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync_transformers.mtp": ("fdasync.runner.input_batch", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
@@ -162,7 +163,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.weights": (
-            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.parallel.*",
+            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
         ),
     },
     {
@@ -171,7 +172,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.parallel.*", "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
             "fdasync_transformers.weights.*",
         ),
-        "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
+        "fdasync_transformers.tiny": ("fdasync_transformers.mtp.*", "fdasync_transformers.weights.*"),
     },
     {
         "fdasync_transformers.verification": (
@@ -181,14 +182,15 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
+            "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
     },
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
             "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
+            "fdasync_transformers.weights.*",
         ),
     },
     {

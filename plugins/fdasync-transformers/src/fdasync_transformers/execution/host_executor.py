@@ -19,6 +19,8 @@ from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.executor import Executor
+from fdasync_transformers.mtp.drafter import MtpDrafter
+from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.in_step import share_step
 from fdasync_transformers.sampling.sampler import sample
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
@@ -43,6 +45,7 @@ class HostExecutor(Executor):
     def __init__(self, model: StepModel, bound: Bound) -> None:
         self._model = model
         self._bound = bound
+        self._drafter = None if head_of(model.model) is None else MtpDrafter(model)
         self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
         self._failure = ""
 
@@ -87,12 +90,17 @@ class HostExecutor(Executor):
             return self._follow(batch)
         plan = plan_scores(scored_runs(batch, bound.table))
         scores: tuple[PromptScores, ...] = ()
-        if plan is None:
+        if plan is None and self._drafter is None:
             logits = self._model.run(batch, bound.table, bound.pool, rows)
         else:
             with self._model.head.keeping():
                 logits = self._model.run(batch, bound.table, bound.pool, rows)
-                scores = self._score(plan)
+                if self._drafter is not None:
+                    # its KV alone: no step verifies drafts yet
+                    none = np.zeros_like(batch.counts)
+                    self._drafter.step(self._model.head.hidden, batch, batch.counts, none, bound.table, bound.pool)
+                if plan is not None:
+                    scores = self._score(plan)
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
         if values is not None and bound.arena is not None:
             bound.arena.scatter(batch.aux_index, batch.generations, values)

@@ -61,15 +61,28 @@ class Head:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of these rows (int64 [n], on the model's device) of the pass, in the model's dtype. Queued on
         the current stream; inside `keeping` alone."""
+        return self.logits_of(self.hidden[rows])
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Last hidden states [T, D] of the pass; inside `keeping` alone."""
+        if self._kept is None:
+            raise InvariantBroken("hidden states of a pass that was not kept")
+        states: torch.Tensor = self._kept.last_hidden_state[0]
+        return states
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of hidden states [n, D], as those that the decoder returns; else as `logits`."""
         decoder, kept = self._decoder, self._kept
         if decoder is None or kept is None:
             raise InvariantBroken("logits of a pass that was not kept")
-        part = replace(kept, last_hidden_state=kept.last_hidden_state[:, rows])
+        part = replace(kept, last_hidden_state=states[None])
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part
         try:
             with self._inference():
-                output = self._model(input_ids=rows[None], use_cache=False)
+                ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+                output = self._model(input_ids=ids, use_cache=False)
         finally:
             # the hook has seen the part
             self._kept = kept

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
+from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, UnsupportedModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.mtp.head import head_of
+from fdasync_transformers.mtp.names import stored_layers, told_layers
+from fdasync_transformers.mtp.specs import mtp_specs, with_mtp
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import selfcheck
@@ -88,13 +91,17 @@ def open_model(
 
     Raises CheckpointError, UnsupportedModel and ConfigError.
     """
-    model = loading.build(checkpoint, config.dtype)
+    mtp_layers = count_mtp(checkpoint, config)
+    model = loading.build(checkpoint, config.dtype, mtp_layers)
     kind = checkpoint.model_type
     refuse_unservable(model)
     check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
+    if mtp_layers:
+        with library_code(kind, "the probe of its multi-token prediction layers"):
+            make_layout = mtp_layout(model, config, limits)
     sums = None
     if limits.sum_slices > 1:
         with library_code(kind, "cutting its sums into slices"):
@@ -134,6 +141,10 @@ def open_model(
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_step_model(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
+    if mtp_layers:
+        notes.append(mtp_note(model, layout))
+    if mtp_layers:
+        notes.append(mtp_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
@@ -141,6 +152,40 @@ def open_model(
 
 def _layout_of(model: PreTrainedModel) -> MakeLayout:
     return lambda layers: KVLayout(tuple(layers), model.dtype)
+
+
+def count_mtp(checkpoint: loading.Checkpoint, config: TransformersConfig) -> int:
+    """How many multi-token prediction layers are to be loaded. Raises ConfigError where there are none to be had."""
+    if not config.mtp:
+        return 0
+    if checkpoint.architecture.whole is not None:
+        problem = f"the language model of a {checkpoint.model_type} checkpoint has no names for them"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out")
+    own = int(getattr(checkpoint.config, "num_hidden_layers", 0) or 0)
+    drawn = config.weights == "random"
+    count = told_layers(checkpoint.config) if drawn else stored_layers(checkpoint.tensors, own)
+    if not count:
+        problem = f"{checkpoint.folder} has no multi-token prediction layers"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out")
+    return count
+
+
+def mtp_layout(model: PreTrainedModel, config: TransformersConfig, limits: RunnerLimits) -> MakeLayout:
+    """Makes the layout of a model with multi-token prediction layers. Raises UnsupportedModel."""
+    head = head_of(model)
+    if head is None:
+        raise InvariantBroken("the layout of layers that were not built")
+    mtp = mtp_specs(model, head, latent=config.latent_mla)
+    return lambda layers: with_mtp(layers, mtp, int(model.config.hidden_size), model.dtype, limits.block_tokens or 0)
+
+
+def mtp_note(model: PreTrainedModel, layout: KVLayout) -> str:
+    """What the multi-token prediction layers cost, for people."""
+    head = head_of(model)
+    weights = sum(tensor.nbytes for tensor in head.state_dict().values()) if head is not None else 0
+    kv = layout.token_nbytes - sum(x.token_elements for x in layout.layers if not x.group) * layout.dtype.itemsize
+    count = 0 if head is None else head.depth
+    return f"multi-token prediction: {count} layers, {weights:,} bytes of weights, {kv:,} bytes of KV a token"
 
 
 def _settle(

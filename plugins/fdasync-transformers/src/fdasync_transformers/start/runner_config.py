@@ -60,6 +60,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
+        mtp: load the checkpoint's multi-token prediction layers, and keep their KV, so that they can draft tokens. On
+            CPUs with one rank.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -76,6 +78,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
+    mtp: bool = False
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
     fused_router: bool = True
@@ -146,6 +149,8 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
     """Raise ConfigError naming the first key that asks for what this device cannot do."""
     fuses_experts(config, device)
     fuses_layers(config, device)
+    if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
+        raise ConfigError("runner_config.mtp", f"not with kernels on {device} yet", hint="leave it out")
 
 
 def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
@@ -180,6 +185,10 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
 
 def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
     """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
+    if limits.tensor_parallel == 1 and limits.sum_slices == 1:
+        return
+    if config.mtp:
+        raise ConfigError("runner_config.mtp", "not with ranks or slices of sums yet", hint="leave it out")
     if limits.tensor_parallel == 1:
         return
     if config.dtype == "float64" and uses_kernels(config, device):
