@@ -104,6 +104,28 @@ def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, laye
     assert all(held.isfinite().all() and held.any() for block in ways[0] for held in block)
 
 
+def test_rejected_drafts_leave_nothing(played: Any) -> None:
+    """Runs of which the first, some or all positions stand: tokens, drafts and blocks as one token at a time."""
+    opened, reference, most = played
+    plain = Play(opened)
+    alone, start = plain.start(1, PROMPTS[0], ahead=4)
+    plain.step([], (start,), ((alone, 9),), most)
+    for _ in range(11):
+        plain.step([alone], most=most)
+    play = Play(opened, seed=3, run=3)
+    lane, start = play.start(1, PROMPTS[0], ahead=4)
+    play.step([], (start,), ((lane, 9),), most)
+    stood = []
+    for guesses in ([0, 0], alone.known[11:13], [alone.known[14], 1], [3, 3], alone.known[17:19]):
+        stood.append(play.verify(lane, guesses, most))
+        check(reference, lane, min(most, len(lane.blocks) * play.size - lane.done))
+    assert stood == [1, 3, 2, 1, 3]
+    assert lane.known == alone.known[: len(lane.known)]
+    for mine, theirs in zip(lane.blocks[: lane.done // play.size], alone.blocks, strict=False):
+        for one, other in zip(play.mtp_bytes(mine), plain.mtp_bytes(theirs), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_no_drafts_past_the_room_of_a_table(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)

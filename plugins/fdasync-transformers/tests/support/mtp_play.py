@@ -52,13 +52,13 @@ class Lane:
 class Play:
     """A pool, a table and a drafter."""
 
-    def __init__(self, opened: Any, seed: int = 0) -> None:
+    def __init__(self, opened: Any, seed: int = 0, run: int = 1) -> None:
         self.model = opened.step_model
         self.size = opened.block_tokens
         self.pool = KVPool(self.model.layout, 64, self.size, CPU)
         # what an earlier sequence left must not matter
         self.pool.blocks.fill_(float("nan"))
-        self.table = InputBatch(4, 64, self.size, 64)
+        self.table = InputBatch(4, 64, self.size, 64, run)
         self.drafter = MtpDrafter(self.model)
         self.free = list(range(64))
         random.Random(seed).shuffle(self.free)
@@ -101,6 +101,27 @@ class Play:
             lane.drafts = drafts[:count]
         for lane, count in zip(lanes, batch.counts.tolist(), strict=True):
             lane.done += count
+
+    def verify(self, lane: Lane, guesses: list[int], most: int) -> int:
+        """One step of a lane alone that forwards its last token and guesses behind it; how many samples stand."""
+        self.step_id += 1
+        row = self.table.lane_of(lane.key)
+        self.table.tokens[row, lane.done + 1 : lane.done + 1 + len(guesses)] = guesses
+        batch = self.table.plan(RunStep(self.step_id, (), (), (), (), ()))
+        count = int(batch.counts[0])
+        with self.model.head.keeping():
+            logits = self.model.run(batch, self.table, self.pool, np.arange(count))
+            samples = logits.argmax(-1).tolist()
+            right = [guess == sample for guess, sample in zip(guesses, samples[: count - 1], strict=False)]
+            stands = np.array([[*right, False].index(False) + 1])
+            lane.known += samples[: int(stands[0])]
+            lane.done += int(stands[0])
+            self.table.tokens[row, lane.done] = lane.known[-1]
+            self.table.take_runs(batch, stands)
+            wanted = np.full(1, most)
+            found = self.drafter.step(self.model.head.hidden, batch, stands, wanted, self.table, self.pool)
+        lane.drafts = found.tokens[0].tolist()[: int(found.counts[0])]
+        return int(stands[0])
 
     def mtp_bytes(self, block: int) -> list[torch.Tensor]:
         """What a block holds of the MTP layers."""

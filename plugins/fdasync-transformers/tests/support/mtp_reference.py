@@ -35,7 +35,7 @@ def drafts_of(main: Any, mtp: Any, tokens: list[int], count: int) -> list[int]:
     seen: list[torch.Tensor] = []
     hook = mtp.layers[-1].register_forward_hook(lambda _module, _args, output: seen.append(output))
     try:
-        found, _, _ = mtp(ids[:, 1:], hidden, None, positions, cache)
+        found, _, _ = mtp(ids[:, 1:], hidden, torch.ones_like(positions), positions, cache)
         drafts = found[0].tolist()[:count]
         while len(drafts) < count:
             embedded = main.get_input_embeddings()(torch.tensor([[drafts[-1]]]))
