@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, UnsupportedModel
+from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.mtp.head import head_of
-from fdasync_transformers.mtp.names import stored_layers, told_layers
-from fdasync_transformers.mtp.specs import mtp_specs, with_mtp
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
+from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
@@ -152,40 +150,6 @@ def open_model(
 
 def _layout_of(model: PreTrainedModel) -> MakeLayout:
     return lambda layers: KVLayout(tuple(layers), model.dtype)
-
-
-def count_mtp(checkpoint: loading.Checkpoint, config: TransformersConfig) -> int:
-    """How many multi-token prediction layers are to be loaded. Raises ConfigError where there are none to be had."""
-    if not config.mtp:
-        return 0
-    if checkpoint.architecture.whole is not None:
-        problem = f"the language model of a {checkpoint.model_type} checkpoint has no names for them"
-        raise ConfigError("runner_config.mtp", problem, hint="leave it out")
-    own = int(getattr(checkpoint.config, "num_hidden_layers", 0) or 0)
-    drawn = config.weights == "random"
-    count = told_layers(checkpoint.config) if drawn else stored_layers(checkpoint.tensors, own)
-    if not count:
-        problem = f"{checkpoint.folder} has no multi-token prediction layers"
-        raise ConfigError("runner_config.mtp", problem, hint="leave it out")
-    return count
-
-
-def mtp_layout(model: PreTrainedModel, config: TransformersConfig, limits: RunnerLimits) -> MakeLayout:
-    """Makes the layout of a model with multi-token prediction layers. Raises UnsupportedModel."""
-    head = head_of(model)
-    if head is None:
-        raise InvariantBroken("the layout of layers that were not built")
-    mtp = mtp_specs(model, head, latent=config.latent_mla)
-    return lambda layers: with_mtp(layers, mtp, int(model.config.hidden_size), model.dtype, limits.block_tokens or 0)
-
-
-def mtp_note(model: PreTrainedModel, layout: KVLayout) -> str:
-    """What the multi-token prediction layers cost, for people."""
-    head = head_of(model)
-    weights = sum(tensor.nbytes for tensor in head.state_dict().values()) if head is not None else 0
-    kv = layout.token_nbytes - sum(x.token_elements for x in layout.layers if not x.group) * layout.dtype.itemsize
-    count = 0 if head is None else head.depth
-    return f"multi-token prediction: {count} layers, {weights:,} bytes of weights, {kv:,} bytes of KV a token"
 
 
 def _settle(
