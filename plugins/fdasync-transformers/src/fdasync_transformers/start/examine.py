@@ -22,14 +22,8 @@ from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
-from fdasync_transformers.start.open_model import (
-    check_routing,
-    count_mtp,
-    library_code,
-    max_context_of,
-    mtp_layout,
-    mtp_note,
-)
+from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
+from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 
