@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
+# environment's own setuptools and not by one fetched for each
+INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
 PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
 # more than cores: tests that wait for processes and deadlines leave theirs to others
 WORKERS ?= 3
@@ -25,15 +28,15 @@ help:
 
 venv: $(STAMP)
 
-# torch first and alone: anything else could pull another build of it
+# torch first, with what builds the packages here: anything else could pull another build of it
 $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
-	@$(BIN)/pip install -q -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)" 'setuptools>=77'
+	$(INSTALL) -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
+	@$(INSTALL) -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 

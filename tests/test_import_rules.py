@@ -30,6 +30,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
+        "fdasync.drafting": ("fdasync.registry.*",),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
         "fdasync.generator": ("fdasync.request", "fdasync.result"),
     },
@@ -47,7 +48,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
-            "fdasync.ipc.exchange", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.ipc.exchange", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks", "fdasync.ipc.peer_rows",
+            "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
@@ -90,7 +92,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.events.*",
             "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
             "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*", "fdasync.runner.plugins",
-            "fdasync.runner.prompt_scores", "fdasync.runner.worker.proxy", "fdasync.scheduler",
+            "fdasync.runner.prompt_scores", "fdasync.runner.shares", "fdasync.runner.worker.proxy", "fdasync.scheduler",
             "fdasync.scheduler.state.policy",
         ),
     },
@@ -146,7 +148,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.parallel": (
-            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange",
+            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange", "fdasync.runner.shares",
             "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },
@@ -180,7 +182,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.weights.*",
         ),
         "fdasync_transformers.execution": (
-            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
+            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
+            "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
+            "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
@@ -195,15 +199,16 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers": (
-            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.request",
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.ipc.peer_blocks",
+            "fdasync.request",
             "fdasync.runner.report", "fdasync_transformers.*",
         ),
     },
     {
         "fdasync.cli": (
-            "fdasync.cache.store.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*",
-            "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result", "fdasync.runner.*",
-            "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
+            "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
+            "fdasync.ipc.*", "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -316,6 +321,7 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.gpu.completion", "from fdasync.runner.worker import proxy"),
         # below, but not among what the room knows
         ("fdasync.registry.registry", "from fdasync.result import Result"),
+        ("fdasync.drafting.planning", "from fdasync.scheduler.state.sequence import Sequence"),
         ("fdasync.ipc.child", "from fdasync.registry import registry"),
         ("fdasync.routing.checks", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.generator", "from fdasync.ipc.deadlines import wait_within"),

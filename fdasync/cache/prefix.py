@@ -36,6 +36,8 @@ class PrefixIndex:
         kv_events: identities that became matchable (True) or stopped being so (False) since the caller last cleared
             this; None: not kept.
         reserved: device blocks that were promised by number and not taken yet.
+        lent: device blocks that other instances read, or that are being filled from theirs. They come free by
+            themselves, though no sequence may use them any more.
         evictions, host_evictions: blocks that left the device, or the host, to make room.
     """
 
@@ -44,6 +46,7 @@ class PrefixIndex:
         self.enabled = enabled
         self.kv_events: dict[bytes, bool] | None = {} if kv_events else None
         self.reserved = 0
+        self.lent = 0
         self.evictions = 0
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}

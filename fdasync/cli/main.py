@@ -24,6 +24,7 @@ from fdasync.cli.store import store
 from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
 from fdasync.registry.registry import COMMANDS, Registry
 from fdasync.request import Numerics
+from fdasync.runner.shares import MOST_RANKS
 
 EXIT_DIFFERS = 1
 EXIT_ERROR = 2
@@ -127,14 +128,20 @@ def demo(**options: Any) -> None:
 @click.option(
     "--sum-slices", default=1, show_default=True, type=click.Choice([1, 2, 4]), help="Of fixed numerics, of both sides."
 )
-@click.option("--tp", "tensor_parallel", default=1, show_default=True, type=click.IntRange(1), help="Of the rollout.")
+@click.option(
+    "--tp", "tensor_parallel", default=1, show_default=True, type=click.IntRange(1, MOST_RANKS), help="Of the rollout."
+)
 @click.option(
     "--tokens", default=2000, show_default=True, type=click.IntRange(1, 10_000_000), help="Sampled tokens, at least."
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of prompts, sampling and weights.")
 @click.option("--batch", default=4, show_default=True, type=click.IntRange(1), help="Sequences in a trainer's pass.")
 @click.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="Of weights and KV, of both sides; float64 has no fixed numerics.",
 )
 @click.option("--device", help="Of both sides: cpu, cuda:1, ... Default: a GPU if there is one.")
 @click.option("--num-threads", type=click.IntRange(1), help="CPU threads of each model process.")
@@ -183,7 +190,8 @@ def doctor(as_json: bool, **options: Any) -> None:
     Of a model: by which class, how much memory it takes at which context and concurrency, and which parts are skipped,
     dequantised or refused. Only headers are read; the options are those of an engine.
 
-    Exit code 1 if something that every engine needs is missing, or if the model would not be served.
+    Exit code 0: all is well. 1: something that every engine needs is missing, or the model would not be served, such as
+    by so many processes (--tp). 2: the checkpoint or the options cannot be used.
     """
     if options["model"] is not None or options["config_path"] is not None:
         from fdasync.cli.doctor_model import examine_model

@@ -44,7 +44,8 @@ _drain_s = click.option(
     show_default=True,
     metavar="NAME",
     help="How blocks come from other instances: shm (mapped memory), tcp (a loopback port), a plugin's name, or auto:"
-    " shm where that works, else tcp; both where --listen is a tcp address.",
+    " shm where that works, else tcp; both where --listen is a tcp address. device: from GPU to GPU of one machine"
+    " where both instances say so, else as auto.",
 )
 @engine_options
 @_drain_s

@@ -19,6 +19,7 @@ from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.request import FIRST_VERSION, Numerics, checked_version
 from fdasync.runner.base import RunnerLimits
+from fdasync.runner.shares import MOST_RANKS
 from fdasync.scheduler import LeaseRules, Policy, SchedulerConfig
 from fdasync.scheduler.state.policy import OWN_POLICIES, check_policy
 
@@ -29,8 +30,6 @@ Auto = Literal["auto"]
 
 # the scheduler holds some hundred bytes for each block
 MAX_BLOCKS = 1 << 22
-# GPUs of one machine
-_MAX_RANKS = 8
 # a tree of neighbours joins them, of which the slices of a rank are a part
 _SUM_SLICES = (1, 2, 4)
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
@@ -267,7 +266,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tensor_parallel > 1 and not chooses
 
     def _validate_group(self) -> None:
-        _bounds("tensor_parallel", self.tensor_parallel, 1, _MAX_RANKS)
+        _bounds("tensor_parallel", self.tensor_parallel, 1, MOST_RANKS)
         self._validate_gpus()
         if self.sum_slices not in _SUM_SLICES:
             raise ConfigError("config.sum_slices", f"is {self.sum_slices!r}", limit=_SUM_SLICES)
@@ -424,13 +423,6 @@ def make_policy(name: str, config: Mapping[str, Any]) -> Policy:
 
 def _check_runs(config: EngineConfig, run: int) -> None:
     """Whether an engine can plan steps that yield up to `run` tokens of a sequence. Raises ConfigError."""
-    if config.pipeline_depth > 1:
-        raise ConfigError(
-            "config.pipeline_depth",
-            f"is {config.pipeline_depth}, and a step of this runner yields up to {run} tokens of a sequence: "
-            "how far a sequence is when the next step begins is known only when this one is done",
-            limit=1,
-        )
     if config.max_step_tokens < run * config.max_running:
         raise ConfigError(
             "config.max_step_tokens",

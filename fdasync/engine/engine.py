@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
@@ -462,6 +463,14 @@ class Engine(Generator):
             lambda: runtime.namespace,
             self.fail,
         )
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        """By what blocks go from device to device, for the same services; None where the runner shows none.
+
+        Raises EngineClosed before the start.
+        """
+        self._inside()
+        return self._runtime.runner.peer_blocks()
 
     @property
     def weights(self) -> Weights:

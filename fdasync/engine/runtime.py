@@ -10,6 +10,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.store.base import Store
@@ -108,9 +110,9 @@ class Runtime:
         self._registry = Registry()
         self.policy = make_policy(config.policy, config.policy_config)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
+        self._attendant = attendant
         self._placement = self._make_placement(runner)
         self.runner = runner or self._make_runner()
-        self._attendant = attendant
         self._stack: StoreStack | None = None
         self._store_io: StoreIO | None = None
         self._rehasher: Rehasher | None = None
@@ -154,7 +156,12 @@ class Runtime:
             return None
         if not config.places_gpus:
             return None
-        return Placement(config.gpus, config.tensor_parallel, shares=config.share_gpus)
+        return Placement(config.gpus, config.tensor_parallel, shares=config.share_gpus, sees_all=self._shows_blocks)
+
+    @property
+    def _shows_blocks(self) -> bool:
+        """Other instances of this machine copy blocks from the devices."""
+        return self._attendant is not None and self._attendant.shows_blocks
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -175,6 +182,8 @@ class Runtime:
     def _make_runner(self) -> Runner:
         config = self._config
         limits = config.runner_limits()
+        if self._shows_blocks:
+            limits = msgspec.structs.replace(limits, shows_blocks=True)
         if config.process == "worker":
             # found and not imported: a runner's imports belong in its own process
             self._registry.find(RUNNERS, config.runner)

@@ -83,6 +83,33 @@ class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generation: int
 
 
+class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Paths that a step may verify: guessed tokens of decoding sequences, in columns with an entry for each path.
+
+    The host may not know the tokens of steps in flight when it drafts. The runner compares the path with the tokens
+    that the sequence has at the path's positions. Where all are equal, the path's tokens behind the last sampled one
+    are drafts: the step forwards them behind that one, up to `most`, to the end of the path or of the block table, or
+    to a token that is no id. Where one differs, or the path is passed, the step forwards the last sampled token alone.
+
+    The runner samples at each forwarded position, with the noise of that position, and penalties, masks, grammar and
+    bias as if the tokens before it had been sampled. It yields the samples up to the first that differs from the draft
+    in its place, that one too.
+
+    Attributes:
+        keys: sequences that the step decodes, each once.
+        starts: position of the path's first token: the length of the sequence that the host knew.
+        counts: tokens of the path, 1 to pipeline_depth * (speculation + 1) - 1.
+        most: how many drafts the step may forward of it, 1 to `RunnerLimits.speculation`.
+        tokens: int32 little-endian, path after path.
+    """
+
+    keys: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    most: tuple[int, ...]
+    tokens: bytes
+
+
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     """One step, as a delta against the runner's state. Steps are performed in order.
 
@@ -92,9 +119,11 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     that order, chunks only where `last`; lastly the sequences of `last` chunks join the decode set.
 
     A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one
-    of a decoding sequence, as far as the block table has room. It yields the tokens that are accepted, as a run; they
-    are those that one token a step would give. The positions that were forwarded with tokens of the run have KV and
-    rows. The content of positions behind those has no meaning, and the next step writes them again.
+    of a decoding sequence, as far as the block table that the step leaves has room; of a sequence whose table has no
+    room for the first one either, it forwards and yields nothing. It yields the tokens that are accepted, as a run;
+    they are those that one token a step would give. The positions that were forwarded with tokens of the run have KV
+    and rows. The content of positions behind those has no meaning, and the next step, in flight already or not, begins
+    there and writes them again.
 
     Attributes:
         step_id: counts steps.
@@ -103,6 +132,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
         appends: blocks for decoding sequences.
         skips: keys of decoding sequences that this step leaves out.
         chunks: prefill of this step.
+        drafts: paths to verify, where `RunnerLimits.speculation` allows for it; None: there are none.
     """
 
     step_id: int
@@ -111,6 +141,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     appends: tuple[BlockAppend, ...] = ()
     skips: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    drafts: Drafts | None = None
 
 
 class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):
@@ -337,6 +368,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
         indices: places of the blocks in the prompt.
         host: host block ids.
         slots, generations: as in `StoreBlocks`.
+        device: device block ids, where the instance reads this one's device; `host` is empty then.
     """
 
     offer: int
@@ -347,6 +379,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
     host: tuple[int, ...]
     slots: tuple[int, ...]
     generations: tuple[int, ...]
+    device: tuple[int, ...] = ()
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
@@ -362,6 +395,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
         tail_rows: how many of its tokens count.
         host, slot, generation: where the open block is, and which use of its slot; -1: there is none.
         cached: prompt tokens that were not computed, by tier.
+        device: the open block's device block id, where the instance reads this one's device; `host` is -1 then.
     """
 
     offer: int
@@ -377,6 +411,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
     slot: int
     generation: int
     cached: tuple[int, int, int]
+    device: int = -1
 
 
 class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_lease"):
@@ -412,7 +447,8 @@ class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_blocks"):
-    """Copy blocks that a prefill instance offers: KV to host blocks, rows to slots. Ends in one `BlocksReceived`.
+    """Copy blocks that a prefill instance offers: KV to host blocks, or from device to device; rows to slots. Ends in
+    one `BlocksReceived`.
 
     Attributes:
         receive_id: names the copy.
@@ -423,6 +459,7 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
         slots, generations: of the rows; both empty when capture is off.
         rows: how many tokens of each block count.
         deadline: engine time.
+        device: device block ids, where the blocks are offered on the other instance's device; `host` is empty then.
     """
 
     receive_id: int
@@ -434,6 +471,7 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
     generations: tuple[int, ...]
     rows: tuple[int, ...]
     deadline: float
+    device: tuple[int, ...] = ()
 
 
 class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):

@@ -100,7 +100,7 @@ class StepDone(Event, frozen=True, kw_only=True):
     Attributes:
         step_id: as in `RunStep`.
         tokens: the sampled tokens, sequence after sequence in the order that `RunStep` defines.
-        counts: how many of the tokens are each sequence's run; None: one each.
+        counts: how many of the tokens are each sequence's run, which may be none; None: one each.
     """
 
     step_id: int
@@ -237,6 +237,7 @@ class LeaseAnswered(Event, frozen=True, kw_only=True):
         retry_after_s: of a denial: asking again earlier makes no sense; negative: asking again never does.
         reason: of a denial, in words.
         silent: there was no answer.
+        reads_device: of a grant: the instance copies blocks from this one's device.
     """
 
     group: int
@@ -246,6 +247,7 @@ class LeaseAnswered(Event, frozen=True, kw_only=True):
     retry_after_s: float = 0.0
     reason: str = ""
     silent: bool = False
+    reads_device: bool = False
 
 
 class LeaseLost(Event, frozen=True, kw_only=True):
@@ -330,11 +332,13 @@ class BlocksOffered(Event, frozen=True, kw_only=True):
         group: the lease, by its group here.
         offer: names the offer.
         indices: places of the blocks in the prompt.
+        on_device: they lie on the prefill instance's device, and not on its host.
     """
 
     group: int
     offer: int
     indices: tuple[int, ...]
+    on_device: bool = False
 
 
 class SampleOffered(Event, frozen=True, kw_only=True):
@@ -347,6 +351,7 @@ class SampleOffered(Event, frozen=True, kw_only=True):
         token: the first token.
         tail_rows: how many tokens of the open block count; 0: there is no open block.
         cached: prompt tokens that the prefill instance did not compute, by tier.
+        on_device: the open block lies on the prefill instance's device.
     """
 
     group: int
@@ -355,6 +360,7 @@ class SampleOffered(Event, frozen=True, kw_only=True):
     token: int
     tail_rows: int
     cached: tuple[int, int, int]
+    on_device: bool = False
 
 
 class BlocksReceived(Event, frozen=True, kw_only=True):

@@ -34,15 +34,15 @@ HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
 
 
-class _Location(ctypes.Structure):
+class Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
 
 
 class _Attributes(ctypes.Structure):
     _fields_ = (
         ("src_access_order", ctypes.c_uint),
-        ("src_hint", _Location),
-        ("dst_hint", _Location),
+        ("src_hint", Location),
+        ("dst_hint", Location),
         ("flags", ctypes.c_uint),
     )
 
@@ -93,25 +93,25 @@ class Driver:
         """
         status = self._register(address, nbytes, _REGISTER_FLAGS)
         if status:
-            raise RunnerError(f"{nbytes} bytes of host memory cannot be registered: {self._words(status)}")
+            raise RunnerError(f"{nbytes} bytes of host memory cannot be registered: {self.words(status)}")
         found = ctypes.c_uint64(0)
         status = self._device_pointer(ctypes.addressof(found), address, 0)
         if status:
             self._unregister(address)
-            raise RunnerError(f"registered host memory has no address on the device: {self._words(status)}")
+            raise RunnerError(f"registered host memory has no address on the device: {self.words(status)}")
         return found.value
 
     def unregister(self, address: int) -> None:
         """Undo `register`; waits for the device where the driver must. Raises RunnerError."""
         status = self._unregister(address)
         if status:
-            raise RunnerError(f"host memory cannot be unregistered: {self._words(status)}")
+            raise RunnerError(f"host memory cannot be unregistered: {self.words(status)}")
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """One copy on a stream. Raises DeviceFailed."""
         status = self._copy(target, source, nbytes, stream)
         if status:
-            raise DeviceFailed(f"a copy of {nbytes} bytes could not be launched: {self._words(status)}")
+            raise DeviceFailed(f"a copy of {nbytes} bytes could not be launched: {self.words(status)}")
 
     def copy_batch(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], nbytes: NDArray[np.uint64], stream: int
@@ -134,7 +134,7 @@ class Driver:
             stream,
         )
         if status:
-            raise DeviceFailed(f"{len(targets)} copies could not be launched: {self._words(status)}")
+            raise DeviceFailed(f"{len(targets)} copies could not be launched: {self.words(status)}")
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory of zeros on the current device. Raises RunnerError."""
@@ -145,14 +145,14 @@ class Driver:
                 found.value, 0, nbytes
             )
         if status:
-            raise RunnerError(f"{nbytes} bytes of device memory cannot be had: {self._words(status)}")
+            raise RunnerError(f"{nbytes} bytes of device memory cannot be had: {self.words(status)}")
         return found.value
 
     def free(self, address: int) -> None:
         """Undo `allocate`. Raises RunnerError."""
         status = self._entry("cuMemFree_v2", ctypes.c_uint64)(address)
         if status:
-            raise RunnerError(f"device memory cannot be freed: {self._words(status)}")
+            raise RunnerError(f"device memory cannot be freed: {self.words(status)}")
 
     def share(self, address: int) -> bytes:
         """The handle of memory that `allocate` made, for `open_shared` in another process. Raises RunnerError."""
@@ -160,7 +160,7 @@ class Driver:
         get = self._entry("cuIpcGetMemHandle", ctypes.c_void_p, ctypes.c_uint64)
         status = get(ctypes.addressof(handle), address)
         if status:
-            raise RunnerError(f"device memory cannot be shared: {self._words(status)}")
+            raise RunnerError(f"device memory cannot be shared: {self.words(status)}")
         return bytes(handle)
 
     def open_shared(self, handle: bytes) -> int:
@@ -171,14 +171,21 @@ class Driver:
         given = _Handle.from_buffer_copy(handle)
         status = open_handle(ctypes.addressof(found), given, _LAZY_PEER_ACCESS)
         if status:
-            raise RunnerError(f"memory of another device cannot be opened: {self._words(status)}")
+            raise RunnerError(f"memory of another device cannot be opened: {self.words(status)}")
         return found.value
 
     def close_shared(self, address: int) -> None:
         """Undo `open_shared`. Raises RunnerError."""
         status = self._entry("cuIpcCloseMemHandle", ctypes.c_uint64)(address)
         if status:
-            raise RunnerError(f"memory of another device cannot be closed: {self._words(status)}")
+            raise RunnerError(f"memory of another device cannot be closed: {self.words(status)}")
+
+    def call(self, name: str, kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> int:
+        """Call an entry point with arguments of these ctypes; returns its status. Raises RunnerError where this driver
+        has none of this name."""
+        if not hasattr(self._library, name):
+            raise RunnerError(f"this driver has no {name}")
+        return int(self._entry(name, *kinds)(*arguments))
 
     def _entry(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._library, name)
@@ -186,7 +193,7 @@ class Driver:
         function.restype = ctypes.c_int
         return function
 
-    def _words(self, status: int) -> str:
+    def words(self, status: int) -> str:
         """The driver's name of an error."""
         name = self._entry("cuGetErrorName", ctypes.c_int, ctypes.c_void_p)
         found = ctypes.c_char_p()

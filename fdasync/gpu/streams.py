@@ -1,8 +1,8 @@
 """The streams of a device by name, and the same names where there are none.
 
-`compute` runs steps, `results` copies their samples and rows to the host, `copy_out` and `copy_in` move blocks, so that
-a step's few bytes never queue behind blocks. `compute` and `results` have the higher priority: a copy by the copy
-engines does not feel it, a copy by a kernel gives way.
+`compute` runs steps, `results` copies their samples and rows to the host, `copy_out` and `copy_in` move blocks, `peers`
+copies them from other processes' devices: so a step's few bytes never queue behind blocks. `compute` and `results` have
+the higher priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
 
 On a CPU all launched work is done when the call returns, so streams do nothing there and callers need no second path.
 Knows nothing of the work on the streams. Made once by a runner, used by the runner's parts.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.completion import DeviceEvent
 
-StreamName = Literal["compute", "results", "copy_out", "copy_in"]
+StreamName = Literal["compute", "results", "copy_out", "copy_in", "peers"]
 
 # lower is sooner; torch brings what the device does not have into its range
 _PRIORITIES: tuple[tuple[StreamName, int], ...] = (
@@ -28,6 +28,7 @@ _PRIORITIES: tuple[tuple[StreamName, int], ...] = (
     ("results", -1),
     ("copy_out", 0),
     ("copy_in", 0),
+    ("peers", 0),
 )
 
 

@@ -9,6 +9,7 @@ bytes mean. The process that starts the group makes a `Meeting`; each process of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 #: bytes of a rank's slot unless told
 SLOT_NBYTES = 4 << 20
+#: most bytes of a label, as UTF-8
+LABEL_NBYTES = 112
 # in front of the bytes of a slot: number of the exchange, how many bytes, what they are for
-_HEAD = struct.Struct("<QQ112s")
+_HEAD = struct.Struct(f"<QQ{LABEL_NBYTES}s")
 # how many exchanges each rank has entered: one number in a cache line of its own
 _COUNT = struct.Struct("<Q")
 _COUNT_APART_NBYTES = 64
@@ -44,13 +47,15 @@ class Meeting:
     """What the processes of a group share, held by the process that starts them.
 
     Args:
-        ranks: how many processes, at least 2.
-        slot_nbytes: most bytes that a rank gives at once.
+        ranks: how many processes, at least 1.
+        slot_nbytes: most bytes that a rank gives at once, at least 1.
 
     Raises OSError where memory or descriptors run out; then nothing is left open.
     """
 
     def __init__(self, ranks: int, slot_nbytes: int = SLOT_NBYTES) -> None:
+        if ranks < 1 or slot_nbytes < 1:
+            raise InvariantBroken(f"a meeting of {ranks} ranks with slots of {slot_nbytes} bytes")
         self.ranks = ranks
         self.slot_nbytes = slot_nbytes
         self._signals: dict[tuple[int, int], int] = {}
@@ -66,16 +71,30 @@ class Meeting:
             raise
 
     def fds(self, rank: int) -> list[int]:
-        """What `Exchange` takes for this rank. The descriptors stay this object's; send them to the process."""
+        """What `Exchange` takes for this rank. The descriptors stay this object's; send them to the process.
+
+        Raises InvariantBroken after `close`, and for a rank that there is not.
+        """
+        self._check_open()
+        if not 0 <= rank < self.ranks:
+            raise InvariantBroken(f"the descriptors of rank {rank} of {self.ranks}")
         others = [other for other in range(self.ranks) if other != rank]
         heard = [self._signals[other, rank] for other in others]
         told = [self._signals[rank, other] for other in others]
         return [self._region.fd, *heard, *told]
 
     def entered(self) -> list[int]:
-        """How many exchanges each rank has entered so far: the lowest number is that of a rank others may wait for."""
+        """How many exchanges each rank has entered so far: the lowest number is that of a rank others may wait for.
+
+        Raises InvariantBroken after `close`.
+        """
+        self._check_open()
         with self._region.view() as view:
             return [_COUNT.unpack_from(view, rank * _COUNT_APART_NBYTES)[0] for rank in range(self.ranks)]
+
+    def _check_open(self) -> None:
+        if self._region.fd < 0:
+            raise InvariantBroken("the meeting is closed")
 
     def close(self) -> None:
         """Drop memory and descriptors; idempotent. Processes that attached have their own."""
@@ -89,7 +108,7 @@ class Exchange:
     """One rank's end.
 
     Args:
-        fds: as `Meeting.fds` has them, received; this object's from now on.
+        fds: as `Meeting.fds` has them, received; this object's from now on, and closed where it raises.
         deadline_s: how long the others may take to reach the same exchange.
 
     Attributes:
@@ -100,18 +119,26 @@ class Exchange:
     def __init__(
         self, rank: int, ranks: int, fds: Sequence[int], *, deadline_s: float, slot_nbytes: int = SLOT_NBYTES
     ) -> None:
-        """Raises InvariantBroken for descriptors that are no meeting of this many, OSError."""
-        if len(fds) != 2 * ranks - 1 or not 0 <= rank < ranks:
-            raise InvariantBroken(f"{len(fds)} descriptors for rank {rank} of {ranks}")
+        """Raises InvariantBroken for descriptors that are no meeting of this many, RunnerError where the memory cannot
+        be mapped."""
         self.rank, self.ranks, self.slot_nbytes = rank, ranks, slot_nbytes
         self._deadline_s = deadline_s
-        self._others = [other for other in range(ranks) if other != rank]
-        self._heard = dict(zip(self._others, fds[1:ranks], strict=True))
-        self._told = [*fds[ranks:]]
+        self._fds = tuple(fds)
         self._number = 0
         # why there are no more exchanges
-        self._broken = ""
-        self._region = SharedRegion(fds[0], _region_nbytes(ranks, slot_nbytes))
+        self._ended = ""
+        try:
+            if len(fds) != 2 * ranks - 1 or not 0 <= rank < ranks:
+                raise InvariantBroken(f"{len(fds)} descriptors for rank {rank} of {ranks}")
+            self._others = [other for other in range(ranks) if other != rank]
+            self._heard = dict(zip(self._others, fds[1:ranks], strict=True))
+            self._told = [*fds[ranks:]]
+            self._region = SharedRegion(fds[0], _region_nbytes(ranks, slot_nbytes))
+        except BaseException as error:
+            self._close_fds()
+            if isinstance(error, OSError):
+                raise RunnerError(f"rank {rank} cannot map the memory of its group: {error.strerror}") from error
+            raise
         self._view = self._region.view()
 
     def gather(self, data: Buffer, label: str) -> list[memoryview]:
@@ -122,33 +149,48 @@ class Exchange:
 
         Args:
             data: at most `slot_nbytes`, contiguous; the caller's again on return.
-            label: what it is for. All ranks must say the same: another label means that one fell out of step.
+            label: what it is for, at most `LABEL_NBYTES`. All ranks must say the same: another label means that one
+                fell out of step.
 
         Raises:
-            InvariantBroken: more bytes than a slot holds.
+            InvariantBroken: more bytes than a slot holds, or that are not contiguous; a longer label.
             RunnerError: a rank did not come within the deadline, or came with another label; no exchange is possible
-                after either.
+                after either, nor after `close`.
         """
-        with memoryview(data).cast("B") as given:
-            if len(given) > self.slot_nbytes:
-                raise InvariantBroken(f"{len(given)} bytes of {label} in an exchange of at most {self.slot_nbytes}")
-            if self._broken:
-                raise RunnerError(f"no exchange after one that failed: {self._broken}")
+        if len(label) > LABEL_NBYTES or len(name := label.encode()) > LABEL_NBYTES:
+            raise InvariantBroken(f"a label of more than {LABEL_NBYTES} bytes: {label[:LABEL_NBYTES]}...")
+        if self._ended:
+            raise RunnerError(f"no exchange after {self._ended}")
+        with memoryview(data) as whole:
+            if not whole.c_contiguous:
+                raise InvariantBroken(f"bytes of {label} that are not contiguous")
+            if whole.nbytes > self.slot_nbytes:
+                raise InvariantBroken(f"{whole.nbytes} bytes of {label} in an exchange of at most {self.slot_nbytes}")
             self._number += 1
             at = self._slot(self.rank)
-            self._view[at + _HEAD.size : at + _HEAD.size + len(given)] = given
+            if whole.nbytes:
+                with whole.cast("B") as given:
+                    self._view[at + _HEAD.size : at + _HEAD.size + len(given)] = given
             # last, so that a slot is never told whole that is not
-            _HEAD.pack_into(self._view, at, self._number, len(given), label.encode()[:112])
+            _HEAD.pack_into(self._view, at, self._number, whole.nbytes, name)
         _COUNT.pack_into(self._view, self.rank * _COUNT_APART_NBYTES, self._number)
-        for fd in self._told:
-            os.eventfd_write(fd, 1)
         try:
-            self._wait(label)
+            self._meet(label)
             return [self._read(rank, label) for rank in range(self.ranks)]
         except RunnerError as error:
             # signals that come late would be taken for those of the next exchange
-            self._broken = error.problem
+            self._ended = f"one that failed: {error.problem}"
             raise
+
+    def _meet(self, label: str) -> None:
+        """Tell the others that this rank's slot is written, and wait for theirs."""
+        try:
+            for fd in self._told:
+                os.eventfd_write(fd, 1)
+            self._wait(label)
+        except OSError as error:
+            problem = f"rank {self.rank} cannot signal at exchange {self._number} ({label}): {error.strerror}"
+            raise RunnerError(problem) from error
 
     def _slot(self, rank: int) -> int:
         """Where the slot of this rank begins that the exchange under way uses."""
@@ -178,21 +220,26 @@ class Exchange:
         at = self._slot(rank)
         number, nbytes, raw = _HEAD.unpack_from(self._view, at)
         theirs = raw.rstrip(b"\0").decode(errors="replace")
-        if number != self._number or theirs != label.encode()[:112].decode(errors="replace"):
+        if number != self._number or theirs != label:
             raise RunnerError(
                 f"rank {rank} is at exchange {number} ({theirs}), rank {self.rank} at {self._number} ({label}):"
                 " they fell out of step"
             )
-        if nbytes > self.slot_nbytes:
-            raise RunnerError(f"rank {rank} gave {nbytes} bytes, a slot has {self.slot_nbytes}")
         first = at + _HEAD.size
         return self._view[first : first + nbytes].toreadonly()
 
     def close(self) -> None:
-        """Drop memory and descriptors; idempotent."""
-        if self._region.fd < 0:
+        """Drop memory and descriptors; idempotent. There is no exchange afterwards."""
+        if not self._fds:
             return
-        for fd in (*self._heard.values(), *self._told):
-            os.close(fd)
+        self._ended = "the end: it is closed"
         self._view.release()
         self._region.close()
+        self._close_fds(but=1)
+
+    def _close_fds(self, but: int = 0) -> None:
+        """Close the descriptors, the first `but` of them excepted; one that is closed already stays so."""
+        for fd in self._fds[but:]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds = ()

@@ -20,6 +20,8 @@ PAGE_NBYTES = 4096
 #: regions of an engine: KV of host blocks, rows
 HOST_REGION = 0
 AUX_REGION = 1
+#: stands for the blocks of an engine's devices, one after the other; no region of shared memory
+DEVICE_REGION = 15
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -339,6 +339,7 @@ class LeaseAnswer(Message, frozen=True, array_like=True, tag="answer"):
         prefix_blocks: leading blocks that D has and keeps for this lease; P need not send them.
         retry_after_s: with "denied": how long P should wait before it sends the request again; negative: never again.
         reason: with "denied": the reason, for people.
+        reads_device: with "granted": D copies blocks from P's devices. P offers parts of these then.
     """
 
     request: Name
@@ -347,6 +348,7 @@ class LeaseAnswer(Message, frozen=True, array_like=True, tag="answer"):
     prefix_blocks: Count = 0
     retry_after_s: Annotated[float, Meta(ge=-1, le=1e9)] = 0.0
     reason: Words = ""
+    reads_device: bool = False
 
 
 class LeaseDrop(Message, frozen=True, array_like=True, tag="drop"):
@@ -366,8 +368,9 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     Attributes:
         index: number of the block in the prompt.
-        parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec.
-        checksums: XXH3-64 of each part.
+        parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec. The KV is a
+            part of the sender's devices (`DEVICE_REGION`) where the receiver reads those.
+        checksums: of each part: XXH3-64, of a part of devices that of `ipc/block_sums.py`.
     """
 
     index: Small

@@ -2,8 +2,8 @@
 
 A plugin that is named but missing or broken raises `PluginError` with its distribution; none is logged and skipped.
 The module knows no kind of plugin: callers name the class that a plugin must extend. The modules that make runners
-(`runner/plugins.py`), stores (`cache/store/plugins.py`), transports (`pd/transfer/transports.py`) and tokenizers call
-it, and the command line, which lists all plugins.
+(`runner/plugins.py`), drafters (`drafting/plugins.py`), stores (`cache/store/plugins.py`), transports
+(`pd/transfer/transports.py`) and tokenizers call it, and the command line, which lists all plugins.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMMANDS = "fdasync.commands"
+DRAFTERS = "fdasync.drafters"
 POLICIES = "fdasync.policies"
 RUNNERS = "fdasync.runners"
 STORES = "fdasync.stores"
 TAPS = "fdasync.taps"
 TOKENIZERS = "fdasync.tokenizers"
 TRANSPORTS = "fdasync.transports"
-GROUPS = (COMMANDS, POLICIES, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
+GROUPS = (COMMANDS, DRAFTERS, POLICIES, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.report import ModelReport
 
@@ -51,8 +52,11 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
         numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
         sum_slices: with fixed numerics, the parts that sums over ranks are made of; `Capacity.sum_slices` answers.
+        speculation: the most drafts of one sequence that a step may verify (`events.actions.Drafts`); 0: no step has
+            any. A runner that verifies answers `Capacity.max_run_tokens` of 1 + speculation, any other one answers 1.
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
+        shows_blocks: other instances of this machine shall copy blocks from the device (`Runner.peer_blocks`).
     """
 
     model: str = ""
@@ -66,8 +70,10 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     routing_debug: bool = False
     numerics: Numerics = "default"
     sum_slices: int = 1
+    speculation: int = 0
     tensor_parallel: int = 1
     rank: int = 0
+    shows_blocks: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +95,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         num_experts, top_k: of the routing.
         top_k_by_layer: where layers differ (docs/design.md, rule 3), else None.
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
-        max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more.
+        max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more, or
+            less.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
@@ -174,7 +181,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
         raw, processed: log-prob of each token; None when no sampled sequence asked for it. Entries of sequences that
             did not ask have no meaning.
         top: alternatives; None likewise.
-        counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`); None: one each.
+        counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`), 0 where its block table had no
+            room left; None: one each.
         scores: a run for each chunk with tokens of a prompt in it that `SamplerSpec.score_from` asks for: a chunk of
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
@@ -292,6 +300,14 @@ class Runner(ABC):
         steps may complete in any order: until this copy has, no step in flight or to come writes a block that the copy
         reads, or touches a block that it writes. Rows stay in their slots. Cancelling stops the waiting only.
         """
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        """By what blocks go from device to device between instances; called after `bind`, and used until `aclose`.
+
+        None, as this default: other processes cannot read this runner's blocks, or `RunnerLimits.shows_blocks` did not
+        ask for it. While a pull runs its target is under the same promise as that of a `SwapIn`.
+        """
+        return None
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Check a grammar before a sequence asks for it; steps may be in flight.

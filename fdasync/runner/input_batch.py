@@ -14,6 +14,8 @@ import numpy as np
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from fdasync.events.actions import BlockAppend, RunStep, SeqStart
@@ -26,7 +28,8 @@ class Batch:
     Attributes:
         step_id: number of the step.
         lanes: int64 [S], the lane of each sequence: decodes first, then chunks.
-        counts: int64 [S], tokens of each in this step (1 for decodes, or room for a run; see `InputBatch.take_runs`).
+        counts: int64 [S], tokens of each in this step (1 for decodes, or room for a run, which may be 0; see
+            `InputBatch.take_runs`).
         starts: int64 [S], absolute position of each sequence's first token in this step.
         num_decodes: how many of the S are decodes; their first input token is the last sampled token.
         positions: int64 [T], absolute position of each token.
@@ -66,7 +69,8 @@ class InputBatch:
     """Sequences in the runner, by lane.
 
     Args:
-        max_run_tokens: a decode gets so many positions in a step, or as many as its block table has room for.
+        max_run_tokens: a decode gets so many positions in a step, or as many as its block table has room for; where it
+            is above 1, that may be none.
 
     Attributes:
         block_tokens: tokens of a block.
@@ -87,6 +91,7 @@ class InputBatch:
         max_blocks = -(-max_context_tokens // block_tokens)
         self.block_tokens = block_tokens
         self._max_run_tokens = max_run_tokens
+        self._max_context_tokens = max_context_tokens
         self.length = np.zeros(max_running, np.int64)
         self.known = np.zeros(max_running, np.int64)
         self.num_blocks = np.zeros(max_running, np.int64)
@@ -105,8 +110,13 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._lane_of)
 
-    def plan(self, step: RunStep) -> Batch:
-        """Apply a step's delta and flatten it. Raises InvariantBroken on what the contract forbids."""
+    def plan(self, step: RunStep, widths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None) -> Batch:
+        """Apply a step's delta and flatten it. Raises InvariantBroken on what the contract forbids.
+
+        Args:
+            widths: called once the delta is applied: how many positions each of these decoding lanes wants, from 1 to
+                `max_run_tokens`; None: that many.
+        """
         for key in step.leaves:
             self._leave(key)
         for start in step.starts:
@@ -123,8 +133,9 @@ class InputBatch:
         else:
             lanes, counts = decodes, np.ones(num_decodes, np.int64)
         if self._max_run_tokens > 1:
-            room = self.num_blocks[decodes] * self.block_tokens - self.length[decodes]
-            counts[:num_decodes] = np.clip(room, 1, self._max_run_tokens)
+            room = np.minimum(self.num_blocks[decodes] * self.block_tokens, self._max_context_tokens)
+            wanted = self._max_run_tokens if widths is None else widths(decodes)
+            counts[:num_decodes] = np.clip(room - self.length[decodes], 0, wanted)
         batch = Batch(step.step_id, lanes, counts, num_decodes)
         self._flatten(batch)
         lasts = [num_decodes + i for i, chunk in enumerate(step.chunks) if chunk.last]

@@ -22,20 +22,24 @@ import numpy as np
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
-from fdasync.events.actions import SwapOut
+from fdasync.events.actions import SwapIn, SwapOut
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, SyntheticConfig
-from fdasync.runner.shares import part_of
+from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
+from fdasync.runner.synthetic_peers import SyntheticPeers
 from fdasync.runner.synthetic_ranks import compare_ranks
 from fdasync.runner.synthetic_steps import Flight, SyntheticSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.events.actions import RunStep, SwapIn
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import RunStep
     from fdasync.ipc.exchange import Exchange
+    from fdasync.ipc.peer_blocks import BlockPull, PeerBlocks
     from fdasync.runner.input_batch import Batch
 
 WEIGHTS_FILE = "weights.json"
@@ -57,6 +61,8 @@ class SyntheticRunner(SyntheticSteps):
         self._exchange: Exchange | None = None
         # bytes of a host block that this rank writes
         self._own = slice(0, 0)
+        self._part = Part(0, 1, writes=True)
+        self._peers: SyntheticPeers | None = None
 
     def join(self, exchange: Exchange) -> None:
         """See `Runner`: in each step the ranks compare tokens and rows."""
@@ -69,6 +75,8 @@ class SyntheticRunner(SyntheticSteps):
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
         if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
             raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
+        if limits.speculation and (config.free or config.max_run_tokens > 1):
+            raise BadInput("speculation", f"is {limits.speculation}", limit="0 with free=True or drafts of its own")
         if config.free and config.pass_stamp:
             raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
         self._block_tokens = limits.block_tokens or config.block_tokens
@@ -88,7 +96,7 @@ class SyntheticRunner(SyntheticSteps):
         block_nbytes = token_nbytes * self._block_tokens
         if config.kv_shares < 1 or block_nbytes % config.kv_shares:
             raise BadInput("kv_shares", f"is {config.kv_shares}", limit=f"a divisor of {block_nbytes} bytes of a block")
-        part = part_of(config.kv_shares, limits.tensor_parallel, limits.rank)
+        part = self._part = part_of(config.kv_shares, limits.tensor_parallel, limits.rank)
         share_nbytes = block_nbytes // config.kv_shares
         first = part.first * share_nbytes
         self._own = slice(first, first + (part.num_shares * share_nbytes if part.writes else 0))
@@ -109,7 +117,7 @@ class SyntheticRunner(SyntheticSteps):
             num_hidden_layers=config.num_moe_layers,
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
-            max_run_tokens=config.max_run_tokens,
+            max_run_tokens=self._most,
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
@@ -129,7 +137,7 @@ class SyntheticRunner(SyntheticSteps):
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
             self._check_writers(step)
-            batch = self.lanes.plan(step)
+            batch = self._plan(step)
             for start in step.starts:
                 self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
@@ -144,13 +152,13 @@ class SyntheticRunner(SyntheticSteps):
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
-        cost = self._cost_s(batch)
-        if cost <= 0.0:
+        if not self._takes_time:
             # one after the other, a loop turn each
             if len(self._flights) == 1:
                 loop.call_soon(self._complete, flight)
         else:
-            self._busy_until = max(self._busy_until, loop.time()) + cost
+            # without a token it may take none, and still ends behind the step before it
+            self._busy_until = max(self._busy_until, loop.time()) + max(self._cost_s(batch), 0.0)
             # bare timer: how long its device computes
             loop.call_at(self._busy_until, self._complete, flight)
         return done
@@ -177,6 +185,34 @@ class SyntheticRunner(SyntheticSteps):
         self._flights.clear()
         self._copies.clear()
         self._arena = self._host = None
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            self._kv = np.zeros(0, U64)
+            await peers.aclose()
+
+    # -- blocks of other instances ----------------------------------------------------------------
+
+    def _allocate(self, words: int) -> NDArray[U64]:
+        # stamps lie apart: with them a block is no single run of bytes
+        if not self.limits.shows_blocks or self.config.pass_stamp:
+            return super()._allocate(words)
+        self._peers = SyntheticPeers(words, self._block_tokens, self.config.kv_shares, self._part, self)
+        return self._peers.words
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        return None if self._peers is None else self._peers.rows
+
+    def check_pull(self, pull: BlockPull) -> None:
+        """Raises InvariantBroken where a step or a copy in flight meets the blocks that are to be filled."""
+        copy = SwapIn(-1, (), pull.ours, pull.slots, pull.generations)
+        check_beside_steps(copy, self._flights, self.lanes, self._block_tokens)
+        check_beside_copies(copy, [other for other, _ in self._copies])
+        # its targets are in use from now on: spoil them, so that an early read shows
+        self._kv.reshape(-1, self._block_tokens)[list(pull.ours)] = U64(0xEEEE)
+
+    def pulled(self, pull: BlockPull) -> None:
+        """Blocks of another instance are here."""
+        self.lanes.place(pull.ours, pull.slots, pull.generations)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -289,6 +325,10 @@ class SyntheticRunner(SyntheticSteps):
         self.weights_id = weights_id
         self._loading = False
 
+    @property
+    def _takes_time(self) -> bool:
+        return self.config.step_s > 0 or self.config.token_s > 0
+
     def _cost_s(self, batch: Batch) -> float:
         cost = self.config.step_s + self.config.token_s * len(batch.positions)
         if cost and self.config.jitter:
@@ -323,7 +363,7 @@ class SyntheticRunner(SyntheticSteps):
                 flight.done.set_exception(problem)
         if self._flights:
             following = self._flights[0]
-            at_once = following.due or not (self.config.step_s or self.config.token_s)
+            at_once = following.due or not self._takes_time
             if at_once and following.batch.step_id != self.config.hang_step:
                 asyncio.get_running_loop().call_soon(self._complete, following)
 

@@ -6,6 +6,7 @@ misplaced block changes the output.
 With `max_run_tokens` above 1 it works as speculative decoding does: a step forwards the last token of a sequence and
 drafts behind it, of which the first ones are right and the others wrong, samples at every position, and yields the
 samples up to the first that a draft did not foresee. KV of the wrong drafts stays behind until it is written again.
+With `RunnerLimits.speculation` it does the same with the host's drafts.
 
 It knows no time: `synthetic.py`, which extends it, says when a step ends, and copies and loads.
 """
@@ -24,6 +25,7 @@ from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import InvariantBroken
 from fdasync.request import Grammar
 from fdasync.runner.base import PromptScores, Runner, RunnerLimits, StepOutput
+from fdasync.runner.drafts import follow, read_paths
 from fdasync.runner.input_batch import Batch, InputBatch
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig, place
 from fdasync.runner.prompt_scores import scored_runs
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
-    from fdasync.events.actions import SeqStart
+    from fdasync.events.actions import RunStep, SeqStart
     from fdasync.runner.synthetic_grammar import Matcher
 
 # free mode never samples the topmost ids: a benchmark can use them as stop ids
@@ -81,6 +83,10 @@ class SyntheticSteps(Runner):
         self._arena: AuxArena | None = None
         self._host: HostArena | None = None
         self._flights: deque[Flight] = deque()
+        # most tokens that a step yields of a sequence
+        self._most = 1 + limits.speculation if limits.speculation else config.max_run_tokens
+        # the host's drafts in the step that is being planned, by lane
+        self._host_drafts: dict[int, list[int]] = {}
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `synthetic_grammar.py`."""
@@ -90,10 +96,9 @@ class SyntheticSteps(Runner):
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         size = self._block_tokens
-        most = self.config.max_run_tokens
-        self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, most)
+        self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, self._most)
         self._host = host
-        self._kv = np.zeros(num_blocks * size, U64)
+        self._kv = self._allocate(num_blocks * size)
         self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
         self._last_token = np.zeros(self.limits.max_running, np.int64)
         # by lane; and what this step found
@@ -102,6 +107,10 @@ class SyntheticSteps(Runner):
         self._arena = arena
         self._constant: dict[str, NDArray[np.generic]] = {}
 
+    def _allocate(self, words: int) -> NDArray[U64]:
+        """The KV, zeroed."""
+        return np.zeros(words, U64)
+
     def _matcher_of(self, start: SeqStart) -> Matcher | None:
         """Begun anew from the tokens of the answer so far, whatever interrupted it."""
         packed = start.sampler.grammar
@@ -109,6 +118,34 @@ class SyntheticSteps(Runner):
             return None
         answer = array("i", start.tokens)[start.sampler.prompt_len :]
         return self.oracle.matcher(Grammar.unpacked(packed), answer, key=start.key)
+
+    def _plan(self, step: RunStep) -> Batch:
+        if not self.limits.speculation:
+            if step.drafts is not None:
+                raise InvariantBroken(f"step {step.step_id} has drafts, and limits.speculation is 0")
+            return self.lanes.plan(step)
+        paths = {}
+        if step.drafts is not None:
+            paths = read_paths(step.drafts, self.limits.speculation, self.limits.pipeline_depth)
+        lanes = self.lanes
+
+        def widths(decodes: NDArray[np.int64]) -> NDArray[np.int64]:
+            self._host_drafts = {}
+            wanted = np.ones(len(decodes), np.int64)
+            left = set(paths)
+            for number, lane in enumerate(decodes.tolist()):
+                path = paths.get(lanes.keys[lane])
+                if path is None:
+                    continue
+                left.discard(lanes.keys[lane])
+                drafts = follow(path, lanes.tokens[lane], int(lanes.length[lane]), self.config.vocab_size)
+                self._host_drafts[lane] = drafts.tolist()
+                wanted[number] += len(drafts)
+            if left:
+                raise InvariantBroken(f"step {step.step_id} has drafts for {sorted(left)}, which it does not decode")
+            return wanted
+
+        return lanes.plan(step, widths)
 
     def _compute(self, batch: Batch) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
         """Write the KV of the step's tokens, read the KV of everything before, sample."""
@@ -135,7 +172,7 @@ class SyntheticSteps(Runner):
                 rows["values"] = self.oracle.values(digests)
             if self.config.pass_stamp:
                 rows["stamp"] = np.full((len(inputs), 1), self.config.stamp_base + batch.step_id, np.uint32)
-        if self.config.max_run_tokens == 1:
+        if self._most == 1:
             last = ends[batch.sampled] - 1
             tokens = self._sample(batch, digests[last], last)
             self._advance(batch, last, tokens)
@@ -166,25 +203,37 @@ class SyntheticSteps(Runner):
                 last.append(first + count - 1)
                 counts.append(1)
                 continue
-            run = 1
-            while run < count and drafts[first + run] == sampled[first + run - 1]:
+            run = min(count, 1)
+            while 0 < run < count and drafts[first + run] == sampled[first + run - 1]:
                 run += 1
             stands[first + run : first + count] = False
             last += range(first, first + run)
             counts.append(run)
         self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
         tokens = sampled[last]
+        if self.limits.speculation:
+            # the token behind the last position of a context is never forwarded, nor drafted behind
+            lanes, places = self._lanes_of(batch, np.array(last, np.int64)), batch.positions[last] + 1
+            here = places < self.lanes.tokens.shape[1]
+            self.lanes.tokens[lanes[here], places[here]] = tokens[here]
         self._advance(batch, np.array(last, np.int64), tokens)
-        self._last_token[batch.lanes[batch.sampled]] = tokens[np.cumsum(counts, dtype=np.int64) - 1]
+        given = np.array(counts, np.int64)
+        ends = np.cumsum(given)[given > 0]
+        self._last_token[batch.lanes[batch.sampled][given > 0]] = tokens[ends - 1]
         batch.aux_index, batch.generations = batch.aux_index[stands], batch.generations[stands]
         output = self._logprobs(batch, tokens, digests, np.array(last, np.int64))
         output = msgspec.structs.replace(output, counts=tuple(counts))
         return output, {name: part[stands] for name, part in rows.items()}
 
     def _draft(self, batch: Batch, number: int, first: int) -> list[int]:
-        """Tokens to forward behind the last one of a decode: right as far as `Oracle.run_length` says, then wrong."""
+        """The last token of a decode and those to forward behind it: the host's drafts, or its own: right as far as
+        `Oracle.run_length` says, then wrong."""
         oracle, size = self.oracle, self._block_tokens
         lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(batch.counts[number])
+        if not count:
+            return []
+        if self.limits.speculation:
+            return [int(self._last_token[lane]), *self._host_drafts.get(lane, ())][:count]
         table = self.lanes.block_table(lane, start + count).astype(np.int64)
         index = (table[:, None] * size + np.arange(size)).ravel()[:start]
         digest = oracle.running_sums(self._kv[index])[-1:]
@@ -237,7 +286,7 @@ class SyntheticSteps(Runner):
     def _inputs(self, batch: Batch) -> NDArray[np.int64]:
         inputs = np.empty(len(batch.positions), np.int64)
         at = 0
-        if self.config.max_run_tokens == 1:
+        if self._most == 1:
             inputs[: batch.num_decodes] = self._last_token[batch.lanes[: batch.num_decodes]]
             at = batch.num_decodes
         else:

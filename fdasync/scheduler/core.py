@@ -408,7 +408,7 @@ class Scheduler:
         # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
         attention: list[tuple[Sequence, int]] = []
         if event.counts is not None:
-            runs = take_runs(plan.decodes, len(samplers), event, self.config)
+            runs = take_runs(plan.decodes, len(samplers), event, self.config, plan.full)
             attention += [(run.seq, run.length) for run in runs if run.is_due]
             rows = [(run.row + at, run.seq) for run in runs if run.seq.emits for at in range(run.length)]
             self._counters.dropped += sum([run.dropped for run in runs])

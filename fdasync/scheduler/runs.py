@@ -2,7 +2,9 @@
 
 The tokens of a sequence are its run. A run is cut behind the token that ends its sequence: the stop id, or the last
 token of its length limit. Tokens behind the cut are overrun and only counted; their KV stays in a block that is not
-sealed. This module knows no blocks' identities and no queues.
+sealed. So are all tokens of a later step that was in flight: they follow on tokens that the sequence does not have.
+A run is empty where the block table that the step was planned with had no room left. This module knows no blocks'
+identities and no queues.
 
 Called by `core.py` for a `StepDone` with counts; a step of one token for each sequence has none.
 """
@@ -25,7 +27,7 @@ class Run(NamedTuple):
     Attributes:
         seq: the sequence; it has the tokens that count.
         row: place of its first token in the step's tokens.
-        length: how many tokens count, at least 1.
+        length: how many tokens count.
         dropped: how many do not: overrun, or all of them where the sequence has ended.
         is_due: a block is full, or the sequence ends, or the planner has to look at it.
     """
@@ -37,11 +39,14 @@ class Run(NamedTuple):
     is_due: bool
 
 
-def take_runs(decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig) -> list[Run]:
+def take_runs(
+    decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig, full: dict[int, int]
+) -> list[Run]:
     """Give each sequence its tokens. Raises InvariantBroken where the counts are not those of the step.
 
     Args:
         num_samplers: sequences behind the decodes whose last chunk was computed; each sampled one token.
+        full: `StepPlan.full` of the step.
     """
     tokens, counts = event.tokens, event.counts or ()
     most, size = config.max_run_tokens, config.block_tokens
@@ -54,14 +59,17 @@ def take_runs(decodes: list[Sequence], num_samplers: int, event: StepDone, confi
     runs = []
     row = 0
     for seq, count in zip(decodes, counts, strict=False):
-        room = len(seq.blocks) * size - len(seq.tokens) + 1
-        if not 1 <= count <= min(most, room):
-            raise InvariantBroken(
-                f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and its "
-                f"blocks have room for {room}"
-            )
+        if not seq.is_cut:
+            room = full.get(seq.key, len(seq.blocks) * size) - len(seq.tokens) + 1
+            # behind its length limit there may be no room to go on, and no token is missed
+            least = 1 if room > 0 and len(seq.tokens) < seq.max_len else 0
+            if not least <= count <= min(most, room):
+                raise InvariantBroken(
+                    f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and its "
+                    f"blocks have room for {room}"
+                )
         kept = _take(seq, tokens[row : row + count])
-        is_due = len(seq.tokens) >= seq.due or seq.tokens[-1] in seq.stop_ids
+        is_due = kept > 0 and (len(seq.tokens) >= seq.due or seq.tokens[-1] in seq.stop_ids)
         runs.append(Run(seq, row, kept, count if seq.state is State.ENDED else count - kept, is_due))
         row += count
     return runs
@@ -69,9 +77,12 @@ def take_runs(decodes: list[Sequence], num_samplers: int, event: StepDone, confi
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:
     """Append the tokens up to the one that ends the sequence; returns how many."""
+    if seq.is_cut:
+        return 0
     known, stop_ids = seq.tokens, seq.stop_ids
     for number, token in enumerate(run, 1):
         known.append(token)
         if len(known) >= seq.max_len or (token in stop_ids and len(known) >= seq.min_len):
+            seq.is_cut = number < len(run)
             return number
     return len(run)

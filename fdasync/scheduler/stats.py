@@ -118,7 +118,7 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
     for seq in holders.values():
         for block in seq.blocks:
             ref_count[block.id] = ref_count.get(block.id, 0) + 1
-    for block in decode_side.held():
+    for block in (*decode_side.held(), *swap_planner.pinned):
         ref_count[block.id] = ref_count.get(block.id, 0) + 1
     for block in index.pool.live():
         if block.ref_count != ref_count.get(block.id, 0):
@@ -138,6 +138,6 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
             raise InvariantBroken(f"{found[reason]} host blocks are held for {reason}, {count} should be")
     hashing = any(seq.hashing for seq in live)
     moving = swap_planner.num_in_flight or store_planner.num_waits
-    elsewhere = prefill_side.num_asked or prefill_side.num_out or decode_side.num_leases
+    elsewhere = prefill_side.num_asked or prefill_side.num_out or decode_side.num_leases or index.lent
     if live and not (steps or queues.tail or moving or hashing or paused or elsewhere):
         raise InvariantBroken(f"{len(live)} sequences wait for nothing: the scheduler stalled")

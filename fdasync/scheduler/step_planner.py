@@ -5,9 +5,11 @@ to plan while its blocks have room. The planner looks at a sequence when it has 
 it may need a block in the next plan, or makes its last token. So a steady step looks at about one sixteenth of the
 sequences, whatever number of tokens each step gives them.
 
-Where a step may yield a run of tokens, the block table bounds the run. The planner preempts others for the block of the
-next token. It takes the blocks that a longer run may fill if they are free, and the sequence keeps them if the run does
-not fill them.
+Where a step may yield a run of tokens, the block table bounds the run. With a step in flight the planner does not know
+where the next one begins: behind one token of the step in flight at least, behind its longest run at most. It preempts
+others for the block of the next token, where that token may need one. It takes the blocks that a longer run may fill if
+they are free, and the sequence keeps them if the run does not fill them. A sequence whose next token has no room after
+all yields none in that step.
 
 A prefill under way takes the rest of the budget. So when a newcomer is admitted, every running prefill is planned to
 its end: the identities that running sequences will still compute are pending, in this step or an earlier one. That
@@ -66,9 +68,10 @@ class StepPlan:
         emitters: (row, sequence) of the decodes that give tokens as they come.
         stop_ids: every token id that may end one of the decodes.
         planned_at: engine time.
+        full: by key, the room in the block tables of decodes that may have come to its end.
     """
 
-    __slots__ = ("chunks", "decodes", "emitters", "planned_at", "step_id", "stop_ids")
+    __slots__ = ("chunks", "decodes", "emitters", "full", "planned_at", "step_id", "stop_ids")
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class StepPlan:
         emitters: list[tuple[int, Sequence]],
         stop_ids: frozenset[int],
         planned_at: float,
+        full: dict[int, int],
     ) -> None:
         self.step_id = step_id
         self.decodes = decodes
@@ -84,6 +88,7 @@ class StepPlan:
         self.stop_ids = stop_ids
         self.chunks: list[ChunkPlan] = []
         self.planned_at = planned_at
+        self.full = full
 
 
 def _append(seq: Sequence, block: Block) -> BlockAppend:
@@ -140,9 +145,10 @@ class StepPlanner:
         preemptions = queues.preemptions
         appends: list[BlockAppend] = []
         skips: list[Sequence] = []
-        lasts = self._attend(appends, skips)
+        full: dict[int, int] = {}
+        lasts = self._attend(appends, skips, full)
         decodes, emitters = queues.decodes(skips)
-        plan = StepPlan(step_id, decodes, emitters, queues.decode_stop_ids, now)
+        plan = StepPlan(step_id, decodes, emitters, queues.decode_stop_ids, now, full)
         budget = self._config.max_step_tokens - self._most * len(decodes)
         for seq in list(queues.prefilling.values()):
             budget -= self._chunk(seq, budget, plan)
@@ -172,31 +178,44 @@ class StepPlanner:
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
         return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks), plan
 
-    def _attend(self, appends: list[BlockAppend], skips: list[Sequence]) -> list[Sequence]:
+    def _attend(self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int]) -> list[Sequence]:
         """Give blocks to the sequences that are due; returns those that decode for the last time."""
         due, self.due = self.due, {}
         last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
+        most = self._most
         lasts = []
+        reaches: list[tuple[Sequence, int]] = []
         for seq in due.values():
             if seq.state is not State.DECODE:
                 continue
-            # the first position of the next step; each step in flight yields one token (`max_run_tokens` of the
-            # configuration is more than 1 only where no step is in flight)
-            position = len(seq.tokens) - 1 + last_step - (done_step if done_step > seq.idle_step else seq.idle_step)
-            if position == len(seq.blocks) * self._size:
-                block = self._allocate_for(seq)
-                if block is None:
-                    if seq.state is State.DECODE:
-                        skips.append(seq)
-                        self.due[seq.key] = seq
-                    continue
-                appends.append(_append(seq, block))
-            if position == seq.max_len - 2:
+            # the first position of the next step is `first` at least and `reach` at most: each step in flight yields
+            # one token at least, where its table had room, and the last chunk of a prefill yields one token
+            known = len(seq.tokens) - 1
+            flying = last_step - (done_step if done_step > seq.idle_step else seq.idle_step)
+            room = len(seq.blocks) * self._size
+            first = known + flying
+            reach = known + flying * most if seq.decoding else known + 1 + (flying - 1) * most
+            if reach >= room:
+                reach = room
+                first = min(first, room)
+                if room < seq.max_len - 1:
+                    block = self._allocate_for(seq)
+                    if block is not None:
+                        appends.append(_append(seq, block))
+                    elif first == room or seq.key not in self._queues.decoding:
+                        # else it was preempted itself
+                        if seq.state is State.DECODE:
+                            skips.append(seq)
+                            self.due[seq.key] = seq
+                        continue
+            if first >= seq.max_len - 2:
                 lasts.append(seq)
-            elif self._most == 1:
+            elif most == 1:
                 self._enter_due(seq)
-        if self._most > 1:
-            self._stretch(due, appends, skips)
+            if most > 1:
+                reaches.append((seq, reach))
+        if most > 1:
+            self._stretch(reaches, appends, full)
         if self._queues.preemptions > preemptions:
             # a sequence that got its block may have been preempted for a later one
             appends[:] = [a for a in appends if a.key in self._queues.decoding]
@@ -209,7 +228,7 @@ class StepPlanner:
         length, size, room = len(seq.tokens), self._size, len(seq.blocks) * self._size
         # from this length on the next plan may lack room for it, or plan its last token
         near = seq.max_len - self._depth
-        if room < near and room + 2 - self._ahead < near:
+        if room < seq.max_len - 1 and room + 2 - self._ahead < near:
             near = room + 2 - self._ahead
         seq.near = near
         if length < near:
@@ -218,19 +237,21 @@ class StepPlanner:
             seq.due = length
             self.due[seq.key] = seq
 
-    def _stretch(self, due: dict[int, Sequence], appends: list[BlockAppend], skips: list[Sequence]) -> None:
-        """Add room for the longest run that each length limit leaves. A run that finds no room is shorter; no sequence
-        is preempted for it."""
-        for seq in due.values():
-            if seq.state is not State.DECODE or seq in skips:
+    def _stretch(self, reaches: list[tuple[Sequence, int]], appends: list[BlockAppend], full: dict[int, int]) -> None:
+        """Add room for the longest run that each length limit leaves, from the last position at which the next step may
+        begin. A run that finds no room is shorter, or empty; no sequence is preempted for it."""
+        for seq, reach in reaches:
+            if seq.state is not State.DECODE:
                 continue
-            # no step is in flight
-            stop = min(len(seq.tokens) - 1 + self._most, seq.max_len - 1)
+            stop = min(reach + self._most, seq.max_len - 1)
             while len(seq.blocks) * self._size < stop:
                 block = self._index.allocate()
                 if block is None:
                     break
                 appends.append(_append(seq, block))
+            room = len(seq.blocks) * self._size
+            if reach >= room:
+                full[seq.key] = room
             self._enter_due(seq)
 
     def _chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
@@ -406,8 +427,9 @@ class StepPlanner:
             victim = self._queues.preempt()
             if victim is not None:
                 self._swap_planner.forget(victim)
-            if victim is None and self._queues.num_leased:
-                # leased samples start when their blocks are here, or their leases end; both free blocks in the end
+            if victim is None and (self._queues.num_leased or self._index.lent):
+                # leased samples start when their blocks are here, or their leases end; both free blocks in the end, as
+                # do other instances that read this one's
                 return None
             if victim is None:
                 raise InvariantBroken(f"sequence {seq.key} needs a block, and no other is left to preempt")

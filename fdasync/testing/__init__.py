@@ -2,9 +2,10 @@
 
 Virtual time (`run_sim`); faults from a seed, of an engine's steps (`FaultRunner`, `StepFault`) and of a store
 (`FaultyStore`, `StoreFaults`); leak checks (`no_leaks`, `check_idle`); the conformance suites for runners, stores,
-transports, policies and completion ports (`RunnerTests`, `RunTests`, `StoreTests`, `TransportTests`, `PolicyTests`,
-`PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures; `docs/testing.md` is the
-way in. Names are imported when first used. Nothing in the package imports this room.
+transports, policies, drafters and completion ports (`RunnerTests`, `RunTests`, `DraftTests`, `StoreTests`,
+`TransportTests`, `PolicyTests`, `DrafterTests`, `PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands
+these out as fixtures; `docs/testing.md` is the way in. Names are imported when first used. Nothing in the package
+imports this room.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync.testing.drafters import DrafterTests
     from fdasync.testing.harness.engines import (
         LetterTokenizer,
         check_deltas,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from fdasync.testing.policies import PolicyTests
     from fdasync.testing.ports import PortTests
     from fdasync.testing.runners.bench import Bench, on_bench
+    from fdasync.testing.runners.drafts import DraftTests
     from fdasync.testing.runners.runs import RunTests
     from fdasync.testing.runners.suite import RunnerTests
     from fdasync.testing.sim.loop import Deadlock, Livelock, SimLoop, run_sim
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from fdasync.testing.transports.suite import TransportTests
 
 _HOMES = {
+    "fdasync.testing.drafters": ("DrafterTests",),
     "fdasync.testing.runners.bench": ("Bench", "on_bench"),
     "fdasync.testing.harness.fault_runner": ("FaultRunner", "StepFault"),
     "fdasync.testing.harness.engines": (
@@ -59,6 +63,7 @@ _HOMES = {
     "fdasync.testing.harness.pass_model": ("PassModel",),
     "fdasync.testing.policies": ("PolicyTests",),
     "fdasync.testing.ports": ("PortTests",),
+    "fdasync.testing.runners.drafts": ("DraftTests",),
     "fdasync.testing.runners.runs": ("RunTests",),
     "fdasync.testing.runners.suite": ("RunnerTests",),
     "fdasync.testing.stores.faults": ("FaultyStore", "StoreFaults"),
@@ -70,6 +75,8 @@ _HOMES = {
 __all__ = [
     "Bench",
     "Deadlock",
+    "DraftTests",
+    "DrafterTests",
     "FaultRunner",
     "FaultyStore",
     "LeakFound",

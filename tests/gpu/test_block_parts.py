@@ -72,6 +72,19 @@ async def test_parts_of_all_ranks_make_a_block(device, way):
     host.close()
 
 
+def test_a_part_that_another_rank_writes_is_checked_and_not_written():
+    host = HostArena.create(HOST_BLOCKS, NBYTES)
+    host.kv[:] = 7
+    rows = BlockRows(torch.zeros((BLOCKS, PART), dtype=torch.uint8), host, HostPart(PART, NBYTES, False))
+    assert rows.out([1], [2]) == 0
+    assert (host.kv == 7).all()
+    with pytest.raises(InvariantBroken, match="does not exist"):
+        rows.out([BLOCKS], [0])
+    assert rows.back([2], [1]) == PART
+    assert (rows.rows[1] == 7).all()
+    host.close()
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [

@@ -58,8 +58,18 @@ def test_a_decode_has_positions_for_a_run_and_keeps_those_that_stand():
     table.take_runs(batch, np.array([2, 1]))
     batch = table.plan(RunStep(2, skips=(2,)))
     assert batch.positions.tolist() == [8, 9, 10]
-    with pytest.raises(InvariantBroken, match="past the end"):
-        table.plan(RunStep(3, skips=(1,)))
+    # the second one's table is full: it waits for a block, with no position in this step
+    batch = table.plan(RunStep(3, skips=(1,)))
+    assert (batch.counts.tolist(), batch.positions.tolist()) == ([0], [])
+    table.take_runs(batch, np.array([0]))
+    batch = table.plan(RunStep(4, skips=(1,), appends=(BlockAppend(2, 11, 61, 1),)))
+    assert batch.positions.tolist() == [4, 5, 6]
+
+
+def test_a_run_ends_where_the_context_does():
+    table = InputBatch(4, 7, SIZE, 32, 3)
+    table.plan(RunStep(0, starts=(start(1, 5, (3, 9)),), chunks=(Chunk(1, 5, True),)))
+    assert table.plan(RunStep(1)).positions.tolist() == [5, 6]
 
 
 def test_cached_blocks_keep_the_slots_that_they_were_written_with():

@@ -19,7 +19,7 @@ from fdasync.runner.base import CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.worker.proxy import WorkerRunner
-from fdasync.testing import FaultRunner, RunnerTests, RunTests, check_sample, oracle_of, synthetic_engine
+from fdasync.testing import DraftTests, FaultRunner, RunnerTests, RunTests, check_sample, oracle_of, synthetic_engine
 
 # set 0 is the default of the config
 WEIGHTS = (SyntheticConfig().weights_id, 5)
@@ -54,6 +54,17 @@ class TestSyntheticRuns(RunTests):
 
     def make_plain(self, limits):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
+
+
+class TestSyntheticDrafts(DraftTests):
+    config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
+
+    def make(self, limits):
+        return SyntheticRunner(SyntheticConfig(**self.config), limits)
+
+
+class TestSyntheticRunsThatTakeTime(TestSyntheticRuns):
+    config = {**TestSyntheticRuns.config, "token_s": 1e-5, "jitter": 1.0}  # noqa: RUF012
 
 
 class TestSyntheticThatTakesTime(TestSynthetic):
@@ -109,6 +120,13 @@ class _BrokenRuns(SyntheticRunner):
                 self.lanes.blocks[lane, count : count + 1] = 20
             self.lanes.num_blocks += 1
             self.lanes.place((20,), (3,), (1,))
+        if self.way == "a step late" and self._flights and not step.chunks:
+            # as if only one token of the step in flight had been accepted
+            batch = self._flights[-1].batch
+            decodes = batch.lanes[: batch.num_decodes]
+            self.lanes.length[decodes] = np.minimum(self.lanes.length[decodes], batch.starts[: batch.num_decodes] + 1)
+        if self.way == "a full table stays full":
+            step = msgspec.structs.replace(step, appends=())
         return super().launch(step)
 
     def _draft(self, batch, number, first):
@@ -121,6 +139,10 @@ class _BrokenRuns(SyntheticRunner):
         index, generations = batch.aux_index, batch.generations
         output, kept = super()._verify(batch, drafts, digests, rows)
         counts = output.counts
+        if self.way == "one token at least" and 0 in counts:
+            return msgspec.structs.replace(
+                output, tokens=(*output.tokens, 0), counts=tuple(max(c, 1) for c in counts)
+            ), kept
         if self.way == "rows of what does not stand":
             batch.aux_index, batch.generations = index, generations
             return output, rows
@@ -142,6 +164,9 @@ class _BrokenRuns(SyntheticRunner):
         ("no end of room", "test_a_run_ends_where_the_block_table_does"),
         ("the last run first", "test_each_sequence_of_a_step_has_its_run"),
         ("log-probs of the first", "test_log_probs_stand_beside_their_tokens"),
+        ("one token at least", "test_a_run_ends_where_the_block_table_does"),
+        ("a step late", "test_steps_that_overlap_go_on_where_the_run_before_ended"),
+        ("a full table stays full", "test_a_step_that_overlaps_yields_nothing_where_the_one_before_filled_the_table"),
     ],
 )
 def test_the_suite_finds_wrong_runs(way, test):
@@ -154,6 +179,57 @@ def test_the_suite_finds_wrong_runs(way, test):
 
         def make(self, limits):
             return Broken(SyntheticConfig(**self.config, max_run_tokens=4), limits)
+
+    getattr(Suite(), test)()
+    Broken.way = way
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
+class _BrokenDrafts(SyntheticRunner):
+    """Ways in which drafts can be followed wrongly."""
+
+    way = ""
+
+    def _plan(self, step):
+        batch = super()._plan(step)
+        if self.way == "never looks":
+            self._host_drafts = {lane: [6] * len(drafts) for lane, drafts in self._host_drafts.items()}
+        if self.way == "the lane beside":
+            self._host_drafts = dict(zip(self._host_drafts, list(self._host_drafts.values())[::-1], strict=True))
+        return batch
+
+    def _verify(self, batch, drafts, digests, rows):
+        index, generations = batch.aux_index, batch.generations
+        output, kept = super()._verify(batch, drafts, digests, rows)
+        if self.way == "rows of what does not stand":
+            batch.aux_index, batch.generations = index, generations
+            return output, rows
+        if self.way == "the first again" and len(output.tokens) > 1:
+            return msgspec.structs.replace(output, tokens=output.tokens[:1] * len(output.tokens)), kept
+        return output, kept
+
+
+@pytest.mark.parametrize(
+    ("way", "test"),
+    [
+        ("never looks", "test_what_is_right_is_accepted"),
+        ("never looks", "test_a_step_goes_on_where_the_path_leads_it"),
+        ("the lane beside", "test_each_sequence_has_its_own_drafts"),
+        ("rows of what does not stand", "test_positions_behind_a_rejected_draft_have_no_rows"),
+        ("the first again", "test_whatever_is_drafted_tokens_and_rows_stay"),
+    ],
+)
+def test_the_suite_finds_drafts_that_are_followed_wrongly(way, test):
+    class Broken(_BrokenDrafts):
+        pass
+
+    class Suite(TestSyntheticDrafts):
+        # it checks nothing itself
+        config = {"values_spec": True}  # noqa: RUF012
+
+        def make(self, limits):
+            return Broken(SyntheticConfig(**self.config), limits)
 
     getattr(Suite(), test)()
     Broken.way = way

@@ -292,7 +292,7 @@ def test_a_paused_engine_goes_on_at_the_right_position():
     assert (len(kept(table, 1)), table.num_rows(1)) == (9, 11)
 
 
-@pytest.mark.parametrize(("depth", "most"), [(1, 1), (2, 1), (1, 4)])
+@pytest.mark.parametrize(("depth", "most"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_a_steady_step_looks_at_those_alone_that_are_due(depth, most, monkeypatch):
     looked: list[list[int]] = []
     attend = StepPlanner._attend

@@ -194,7 +194,8 @@ class PagedRunner:
         assert not kept & set(slots), "a slot that belongs to a host block in use got another writer"
 
     def _moving(self) -> set[int]:
-        return {block for copy, _ in self.copies.values() for block in copy.device}
+        copied = {block for copy, _ in self.copies.values() for block in copy.device}
+        return copied | {block for receive in self.receives.values() for block in receive.device}
 
     def _host_in_use(self) -> set[int]:
         return self.host_writes | {block for block, count in self.host_reads.items() if count}
@@ -291,8 +292,10 @@ class PagedRunner:
 
     # -- other instances
 
-    def export(self, host: int, slot: int, rows: int) -> list[Any]:
-        """Let another instance read a host block and its rows from now on; returns the content."""
+    def export(self, host: int, slot: int, rows: int, *, on_device: bool = False) -> list[Any]:
+        """Let another instance read a host block, or a device block, and its rows from now on; returns the content."""
+        if on_device:
+            return self._export_device(host, slot, rows)
         assert host not in self.host_writes
         content = self.host[host]
         assert None not in content[:rows], "a block that is not whole is offered"
@@ -303,32 +306,59 @@ class PagedRunner:
         self.host_reads[host] += 1
         return content
 
-    def end_export(self, host: int, content: list[Any]) -> None:
+    def _export_device(self, device: int, slot: int, rows: int) -> list[Any]:
+        assert not any(device in flight.written for flight in self.flights), "an open block is read"
+        content = [self.cells.get((device, offset)) for offset in range(self.config.block_tokens)]
+        assert None not in content[:rows], "a block that is not whole is offered"
+        if self.config.capture:
+            assert self.slot_of_block[device][0] == slot
+            for offset in range(rows):
+                assert self.rows[slot, offset] == (self.slot_of_block[device][1], content[offset])
+        return content
+
+    def end_export(self, host: int, content: list[Any], *, on_device: bool = False) -> None:
+        if on_device:
+            now = [self.cells.get((host, offset)) for offset in range(self.config.block_tokens)]
+            assert now == content, "written while another instance reads it"
+            return
         assert self.host[host] == content, "written while another instance reads it"
         self.host_reads[host] -= 1
 
     def receive(self, receive: ReceiveBlocks) -> None:
         self._once("receive", receive.receive_id)
         count = len(receive.indices)
-        assert count == len(receive.host) == len(set(receive.host)) == len(receive.offers) == len(receive.rows) > 0
+        assert not (receive.device and receive.host)
+        places_here = receive.device or receive.host
+        assert count == len(places_here) == len(set(places_here)) == len(receive.offers) == len(receive.rows) > 0
         assert len(receive.slots) == len(receive.generations) == (count if self.config.capture else 0)
         for host in receive.host:
             self._take_host(host)
+        if receive.device:
+            named = {block for flight in self.flights for block in flight.named}
+            assert not named & set(receive.device), "a block that a step in flight names got another writer"
+            assert not self._moving() & set(receive.device), "a block is in two copies"
+            for device in receive.device:
+                for offset in range(self.config.block_tokens):
+                    self.cells.pop((device, offset), None)
         if self.config.capture:
             busy = {slot for flight in self.flights for slot in flight.slots}
             assert not busy & set(receive.slots), "a slot that a step in flight names got another writer"
             places = zip(receive.slots, receive.generations, strict=True)
-            self.slot_of_host.update(zip(receive.host, places, strict=True))
+            (self.slot_of_block if receive.device else self.slot_of_host).update(zip(places_here, places, strict=True))
         self.receives[receive.receive_id] = receive
 
     def end_receive(self, number: int, contents: list[list[Any] | None]) -> None:
         """None: it did not arrive."""
         receive = self.receives.pop(number)
-        for at, (host, content) in enumerate(zip(receive.host, contents, strict=True)):
-            self.host_writes.remove(host)
+        for at, (place, content) in enumerate(zip(receive.device or receive.host, contents, strict=True)):
+            if not receive.device:
+                self.host_writes.remove(place)
             if content is not None:
                 rows = receive.rows[at]
-                self.host[host] = [*content[:rows], *[None] * (self.config.block_tokens - rows)]
+                if receive.device:
+                    self.cells.update({(place, offset): cell for offset, cell in enumerate(content[:rows])})
+                else:
+                    self.host[place] = [*content[:rows], *[None] * (self.config.block_tokens - rows)]
                 if self.config.capture:
                     for offset in range(rows):
                         self.rows[receive.slots[at], offset] = (receive.generations[at], content[offset])

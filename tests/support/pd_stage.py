@@ -94,6 +94,9 @@ class FakeTransports:
         self.received: list[Any] = []
         self.outcomes: list[Outcome] = []
         self.forgotten: list[Any] = []
+        # whether other instances' devices can be read: None: not known before `maps` is
+        self.reads: bool | None = False
+        self.maps = True
 
     def offer(self, parts: Any) -> None:
         self.on_offer += parts
@@ -109,6 +112,13 @@ class FakeTransports:
 
     def forget(self, sources: Any) -> None:
         self.forgotten.append(sources)
+
+    def reads_device(self, _sources: Any) -> bool | None:
+        return self.reads
+
+    async def prepared(self, _sources: Any, _limit_s: float) -> bool:
+        await asyncio.sleep(0.01)
+        return self.maps
 
 
 class Stage:

@@ -3,8 +3,8 @@
 What costs most of an interpreted kernel changes nothing. Each launch, and each call of a device function within one,
 lists all of `triton.language` to put the interpreter's functions in place; what is put there is the same each time.
 Each sum and product of 32-bit integers is computed a second time in 64 bits, for an assertion that the interpreter's
-own options (`debug=False`) leave out. And types of blocks, the shapes of their tensors and their NumPy types are
-worked out for each value anew.
+own options (`debug=False`) leave out. Types of blocks, the shapes of their tensors and their NumPy types are worked out
+for each value anew; and so is, for the two values of each operation, that they have one type and one shape already.
 
 `conftest.py` calls `quicken` once, where kernels are interpreted. It replaces private names of Triton:
 `tests/gpu/kernels/test_quick_interpreter.py` fails if they mean something else.
@@ -33,6 +33,7 @@ def quicken() -> None:
     interpreter._patch_lang = _Patches(interpreter)
     interpreter._get_np_dtype = _Types(interpreter._get_np_dtype)
     _remember_blocks(interpreter.tl.core)
+    _pass_what_agrees(interpreter.TritonSemantic, interpreter.tl.core.tensor)
 
 
 class _Patches:
@@ -135,3 +136,35 @@ def _remember_blocks(core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     core.block_type.__init__, core.tensor.__init__ = block, tensor
+
+
+def _pass_what_agrees(semantic: Any, tensor: type) -> None:
+    """Two values of one shape are not brought to one, a value of the type asked for is not cast, and the type in which
+    two types are computed is worked out once."""
+    honest_broadcast, honest_type = semantic.broadcast_impl_value, semantic.computation_type_impl
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        one, other = lhs.type, rhs.type
+        if one.is_block():
+            if other.is_block() and list(one.shape) == list(other.shape):
+                return lhs, rhs
+        elif not other.is_block():
+            return lhs, rhs
+        both: tuple[Any, Any] = honest_broadcast(self, lhs, rhs)
+        return both
+
+    def computed_in(self: Any, one: Any, one_scalar: bool, other: Any, other_scalar: bool, div_or_mod: bool) -> Any:
+        key = (one.name, one_scalar, other.name, other_scalar, div_or_mod)
+        if key not in known:
+            known[key] = honest_type(self, one, one_scalar, other, other_scalar, div_or_mod)
+        return known[key]
+
+    semantic.broadcast_impl_value, semantic.computation_type_impl = broadcast, computed_in
+    if hasattr(semantic, "_cast_to_computation_type"):
+        honest_cast = semantic._cast_to_computation_type
+
+        def cast(self: Any, value: Any, dtype: Any) -> Any:
+            return value if type(value) is tensor and value.dtype is dtype else honest_cast(self, value, dtype)
+
+        semantic._cast_to_computation_type = cast

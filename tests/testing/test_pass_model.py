@@ -28,7 +28,7 @@ def instance(base):
 
 def test_a_step_that_yields_a_run_is_the_pass_of_all_its_positions():
     async def main():
-        model = PassModel(SIZE, SyntheticConfig().weights_id)
+        model = PassModel(SIZE, SyntheticConfig().weights_id, runs=True)
         inner = SyntheticRunner(SyntheticConfig(pass_stamp=True, max_run_tokens=4), LIMITS)
         done = lambda output: model.done(output.step_id, output.counts)  # noqa: E731
         async with on_bench(FaultRunner(inner, Random(1), on_launch=model.launched, on_done=done)) as on:

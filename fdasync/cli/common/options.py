@@ -22,6 +22,7 @@ from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
 from fdasync.registry.registry import TAPS, Registry
 from fdasync.request import Numerics
+from fdasync.runner.shares import MOST_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +81,8 @@ _OPTIONS = (
     ),
     click.option("--runner", help="Runner plugin: transformers (the default), synthetic, or another's name."),
     click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV."
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
+        help="Of weights and KV; float64 is for toy models on CPUs.",
     ),
     click.option(
         "--device", help="Of the model: cpu, cuda:1, ... Default: a GPU if there is one; several instances take GPUs"
@@ -99,8 +101,9 @@ _OPTIONS = (
         help="With fixed numerics, 2 or 4: one process and so many ranks compute the same bits.  [default: 1]",
     ),
     click.option(
-        "--tp", "tensor_parallel", type=_COUNT,
-        help="Tensor parallel: so many processes, each with its part of the model, compute every step.  [default: 1]",
+        "--tp", "tensor_parallel", type=click.IntRange(1, MOST_RANKS),
+        help="Tensor parallel: so many processes, each with its part of the model, compute every step; at most"
+        f" {MOST_RANKS}.  [default: 1]",
     ),
     click.option(
         "--gpus", multiple=True, metavar="LIST",

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
-from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION
+from fdasync.errors import DeadlineExceeded, InvariantBroken, PeerBusy, PeerRefused, PeerUnreachable
+from fdasync.ipc.peer_blocks import DIFFERENT
+from fdasync.ipc.shared_memory import AUX_REGION, DEVICE_REGION, HOST_REGION, Part
 from fdasync.pd.messages import encode
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from fdasync.events.actions import EmitTokens
     from fdasync.events.bus import EventBus
     from fdasync.events.catalog import RequestPrepared
-    from fdasync.ipc.shared_memory import Part, SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.link.links import Links
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import Message
+    from fdasync.pd.transfer.device_blocks import BlockPuller
     from fdasync.pd.transfer.transports import Transports
     from fdasync.request import GenerateRequest, Grammar
     from fdasync.result import Result
@@ -100,6 +102,7 @@ class InstanceContext:
         arena: the arena of aux rows; None without aux data.
         capacity, namespace: functions that return those of the weights in use.
         transports, links: of the instance.
+        devices: what copies between devices; None: nothing does.
         draining: the instance takes no more work.
     """
 
@@ -127,6 +130,7 @@ class InstanceContext:
         self.namespace = namespace
         self.transports = transports
         self.links = links
+        self.devices: BlockPuller | None = None
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -141,6 +145,24 @@ class InstanceContext:
         """The parts of a host block's KV and of a slot's rows."""
         rows = () if self.arena is None else self.arena.parts(slot, AUX_REGION)
         return (self.host.payload(host, HOST_REGION), *rows)
+
+    def device_parts(self, block: int, slot: int) -> tuple[Part, ...]:
+        """The parts of a device block's KV and of a slot's rows."""
+        nbytes = self.host.block_nbytes
+        rows = () if self.arena is None else self.arena.parts(slot, AUX_REGION)
+        return (Part(DEVICE_REGION, block * nbytes, nbytes), *rows)
+
+    async def device_sums(self, blocks: Sequence[int]) -> list[int]:
+        """Checksums of device blocks, which get no writer meanwhile.
+
+        Raises RunnerError where the runner fails, InvariantBroken where processes have different bytes of a block.
+        """
+        assert self.devices is not None
+        nbytes = self.host.block_nbytes
+        sums = await self.devices.sums([Part(DEVICE_REGION, block * nbytes, nbytes) for block in blocks])
+        if DIFFERENT in sums:
+            raise InvariantBroken(f"block {blocks[sums.index(DIFFERENT)]} is not the same on all ranks that have it")
+        return sums
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Start a task of this instance; an error of it is a defect and fails the engine."""

@@ -15,6 +15,8 @@ import math
 from array import array
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.identity import PromptHashes, are_block_keys, root_key
 from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError, ProtocolError
@@ -27,6 +29,7 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
+from fdasync.ipc.shared_memory import DEVICE_REGION
 from fdasync.pd.instance.lease_table import LeaseTable
 from fdasync.pd.messages import (
     BlocksTaken,
@@ -50,9 +53,12 @@ if TYPE_CHECKING:
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName, ScoredPrompt, Wanted
+    from fdasync.pd.transfer.transports import Sources
     from fdasync.result import TopLogprobs
 
 _RETRY_S = 0.5
+# a lease is answered so long after it was granted at most, while another instance's devices are being mapped
+_MAPPING_S = 1.0
 # identities checked in one callback: some 0.3 ms
 _CHECK_BLOCKS = 256
 
@@ -277,11 +283,16 @@ class DecodeService:
             self._refuse(lease, f"offer {message.offer} makes no sense")
         elif any(ref.index >= full for ref in message.blocks):
             self._refuse(lease, f"offer {message.offer} has blocks beyond the {full} of the prompt")
+        elif not self._is_readable(lease, message.blocks):
+            self._refuse(lease, f"offer {message.offer} has blocks of devices that are not read here")
         else:
             lease.refs.update(new)
             lease.unread[message.offer] = len(new)
             indices = tuple([ref.index for ref in message.blocks])
-            self._context.bus.publish(BlocksOffered(group=lease.group, offer=message.offer, indices=indices))
+            on_device = _is_on_device(message.blocks[0])
+            self._context.bus.publish(
+                BlocksOffered(group=lease.group, offer=message.offer, indices=indices, on_device=on_device)
+            )
 
     def on_scored(self, peer: Peer, message: ScoredPrompt) -> None:
         """The prefill side scored a run of the prompt."""
@@ -304,6 +315,7 @@ class DecodeService:
         tail = message.tail
         fits = rows == message.tail_rows and (tail is not None) == bool(rows) and (tail is None or tail.index == full)
         known = message.index >= len(lease.keys) or message.index in lease.hands
+        fits = fits and (tail is None or self._is_readable(lease, (tail,)))
         if known or not fits or not self._is_whole(lease, message):
             self._refuse(lease, f"the hand-over of sample {message.index} makes no sense")
             return
@@ -318,8 +330,14 @@ class DecodeService:
                 token=message.token,
                 tail_rows=rows,
                 cached=message.cached,
+                on_device=tail is not None and _is_on_device(tail),
             )
         )
+
+    def _is_readable(self, lease: _Lease, refs: Sequence[BlockRef]) -> bool:
+        """Whether blocks lie on the host, or all on devices that this instance said that it reads."""
+        on_device = [_is_on_device(ref) for ref in refs]
+        return not any(on_device) or (all(on_device) and lease.answer is not None and lease.answer.reads_device)
 
     def _is_whole(self, lease: _Lease, message: HandOff) -> bool:
         """Whether a hand-off has a token of the vocabulary, and whether the log-probs that the caller asked for have
@@ -358,7 +376,20 @@ class DecodeService:
         )
         if action.verdict == "denied":
             self._leases.remove(lease)
+        sources = () if lease.owner.hello is None else lease.owner.hello.sources
+        reads = self._context.transports.reads_device(sources) if action.verdict == "granted" else False
+        if reads is None:
+            self._context.start(self._answer_mapped(lease, sources), f"answer to {lease.name[0]}")
+            return
+        lease.answer = msgspec.structs.replace(lease.answer, reads_device=reads)
         self._context.tell(lease.owner, lease.answer)
+
+    async def _answer_mapped(self, lease: _Lease, sources: Sources) -> None:
+        """Answer a granted lease once it is known whether the other instance's devices can be read here."""
+        reads = await self._context.transports.prepared(sources, _MAPPING_S)
+        if self._leases.group(lease.group) is lease and lease.answer is not None:
+            lease.answer = msgspec.structs.replace(lease.answer, reads_device=reads)
+            self._context.tell(lease.owner, lease.answer)
 
     def drop(self, action: DropLease) -> None:
         lease = self._leases.group(action.group)
@@ -417,11 +448,15 @@ class DecodeService:
         if lease is None or lease.owner.hello is None or None in refs:
             problem = "the lease is over"
         else:
+            parts = context.device_parts if action.device else context.parts
             copy_specs = [
-                CopySpec(ref.parts, context.parts(host, slot), ref.checksums)
-                for ref, host, slot in zip(refs, action.host, slots, strict=True)
+                CopySpec(ref.parts, parts(place, slot), ref.checksums)
+                for ref, place, slot in zip(refs, action.device or action.host, slots, strict=True)
                 if ref is not None
             ]
+            for block, slot, generation in zip(action.device, action.slots, action.generations, strict=False):
+                assert context.devices is not None
+                context.devices.fill(block, slot, generation)
             outcomes = await context.transports.receive(lease.owner.hello.sources, copy_specs, action.deadline)
             for number, outcome in enumerate(outcomes):
                 arrived[number] = outcome.status == "done"
@@ -452,6 +487,10 @@ class DecodeService:
             elif left:
                 lease.unread[offer] = 0
                 self._context.tell(lease.owner, BlocksTaken(*lease.name, offer))
+
+
+def _is_on_device(ref: BlockRef) -> bool:
+    return bool(ref.parts) and ref.parts[0].region == DEVICE_REGION
 
 
 def _is_logprob(value: float | None) -> bool:

@@ -69,6 +69,8 @@ from fdasync.pd.messages import (
     Totals,
     brief,
 )
+from fdasync.pd.transfer.device import DeviceTransport
+from fdasync.pd.transfer.device_blocks import BlockPuller
 from fdasync.pd.transfer.shm import shm_problem
 from fdasync.pd.transfer.transports import Transports, make_transport
 from fdasync.request import GenerateRequest, HandOffTarget
@@ -129,7 +131,9 @@ class Instance:
         peers: addresses of decode instances to connect to at once; the instance connects to others when a router names
             them.
         name: a name for people; default: the address.
-        transport: the transport by which blocks travel: a name in `fdasync.transports`, or "auto". "auto" is shm, with
+        transport: the transport by which blocks travel: a name in `fdasync.transports`, "auto", or "device": from
+            device to device of one machine where both instances say so and their devices reach each other, else as
+            "auto"; the runner's KV lies in memory that processes of this user get a mapping of. "auto" is shm, with
             tcp besides if the instance listens at a tcp address, and tcp alone if memory cannot be shared. A tcp
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.
@@ -140,6 +144,7 @@ class Instance:
         engine: the engine; it can be used directly as well.
         address: the address at which it listens, once entered.
         notice: a notice for the user about the choice of transport; "" if there is none.
+        shows_blocks: other instances of this machine may copy blocks from the devices.
     """
 
     def __init__(
@@ -163,6 +168,7 @@ class Instance:
         check_address(listen, listens=True)
         for peer in peers:
             check_address(peer)
+        self.shows_blocks = transport == "device"
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
@@ -174,7 +180,7 @@ class Instance:
         self._wire = wire
         self.notice = ""
         if transports is None:
-            kinds, self.notice = _auto(listen) if transport == "auto" else ((transport,), "")
+            kinds, self.notice = _auto(listen) if transport in ("auto", "device") else ((transport,), "")
             transports = [make_transport(kind) for kind in kinds]
         self._transports = Transports(transports)
         self._links: Links | None = None
@@ -216,7 +222,12 @@ class Instance:
             )
             self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
             self._dispatch()
-            await self._transports.open(context.regions)
+            await self._transports.open(context.regions, self._make_device(context, capacity))
+            if self._transports.device_problem:
+                problem = self._transports.device_problem
+                self.notice = f"blocks do not go from device to device: {problem}" + f"; {self.notice}" * bool(
+                    self.notice
+                )
             # raises what ended the engine meanwhile
             self.engine.load()
             self.address = links.listen(self._listen)
@@ -225,6 +236,17 @@ class Instance:
         except BaseException:
             await self.aclose()
             raise
+
+    def _make_device(self, context: InstanceContext, capacity: Capacity) -> DeviceTransport | None:
+        """The transport between devices, where that was asked for."""
+        if not self.shows_blocks:
+            return None
+        blocks = self.engine.peer_blocks()
+        if blocks is None:
+            self._transports.device_problem = "this runner shows its blocks to no other process"
+            return None
+        context.devices = BlockPuller(blocks, capacity.num_blocks, capacity.block_nbytes)
+        return DeviceTransport(context.devices)
 
     def _dispatch(self) -> None:
         prefill_service, decode_service = self._prefill_service, self._decode_service
@@ -431,6 +453,8 @@ class Instance:
         self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=True))
         if peer.role == "router" and not peer.was_dialed:
             self._kv_events.add(peer)
+        elif not peer.was_dialed and peer.hello is not None:
+            self._transports.prepare(peer.hello.sources)
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:  # noqa: ARG002 - the contract's
         handler = self._on.get(type(message))

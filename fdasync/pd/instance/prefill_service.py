@@ -217,11 +217,15 @@ class PrefillService:
 
     async def _send(self, lease: _Lease, action: SendBlocks) -> None:
         context = self._context
-        none = (-1,) * len(action.host)
+        none = (-1,) * len(action.indices)
         uses = zip(action.slots or none, action.generations or none, strict=True)
+        sums = await context.device_sums(action.device) if action.device else none
+        devices = action.device or none
         refs = [
-            await self._ref(index, host, *use)
-            for index, host, use in zip(action.indices, action.host, uses, strict=True)
+            await self._ref(index, host, *use, on_device=(device, known))
+            for index, host, use, device, known in zip(
+                action.indices, action.host or none, uses, devices, sums, strict=True
+            )
         ]
         if action.offer not in lease.offers:
             # the lease and its offers ended meanwhile
@@ -235,14 +239,27 @@ class PrefillService:
         except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
-    async def _ref(self, index: int, host: int, slot: int, generation: int, num_rows: int | None = None) -> BlockRef:
-        """A block and its checksums. The scheduler holds the block, so that it does not change.
+    async def _ref(
+        self,
+        index: int,
+        host: int,
+        slot: int,
+        generation: int,
+        num_rows: int | None = None,
+        on_device: tuple[int, int] = (-1, 0),
+    ) -> BlockRef:
+        """A block and its checksums. The scheduler holds the block, so that it does not change. `on_device`: its device
+        block, from which it is read, and the checksum of that; -1: it is read from `host`.
 
         Raises InvariantBroken if its first `num_rows` rows (None: all) were not written for this use of their slot.
         """
         arena = self._context.arena
         if arena is not None:
             arena.check_written(slot, generation, 0, arena.block_tokens if num_rows is None else num_rows)
+        device, known = on_device
+        if device >= 0:
+            parts = self._context.device_parts(device, slot)
+            return BlockRef(index, parts, (known, *await checksum_parts(self._context.regions, parts[1:])))
         parts = self._context.parts(host, slot)
         return BlockRef(index, parts, await checksum_parts(self._context.regions, parts))
 
@@ -261,7 +278,15 @@ class PrefillService:
         raw, processed, top = sample.raw, sample.processed, sample.top
         tail = None
         if action.tail >= 0:
-            tail = await self._ref(action.tail, action.host, action.slot, action.generation, action.tail_rows)
+            known = (await context.device_sums([action.device]))[0] if action.device >= 0 else 0
+            tail = await self._ref(
+                action.tail,
+                action.host,
+                action.slot,
+                action.generation,
+                action.tail_rows,
+                on_device=(action.device, known),
+            )
         if action.offer not in lease.hands:
             return
         if tail is not None:
@@ -311,7 +336,14 @@ class PrefillService:
             return
         group, attempt = lease.action.group, lease.action.attempt
         if message.verdict == "granted":
-            answer = LeaseAnswered(group=group, attempt=attempt, granted=True, prefix_blocks=message.prefix_blocks)
+            answer = LeaseAnswered(
+                group=group,
+                attempt=attempt,
+                granted=True,
+                prefix_blocks=message.prefix_blocks,
+                # no device is shown to a peer that says so of its own accord
+                reads_device=message.reads_device and self._context.devices is not None,
+            )
         else:
             answer = _denied(group, attempt, message.reason, retry_after_s=message.retry_after_s)
         lease.answer.set_result(answer)

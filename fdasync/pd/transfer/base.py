@@ -9,9 +9,9 @@ places and checksums in messages, and keeps them unchanged until the receiver ha
 *receiver* copies: it names parts of the sender's regions and parts of its own of the same sizes (`CopySpec`). No
 instance can write to another's memory. One transport object is both sides.
 
-**Whole and checked, or not at all.** A copy is "done" when every part is in place and the XXH3-64 of the receiver's
-own copy of each equals the sender's checksum. This guards against a sender that used its memory again too early.
-After any other outcome the content of the receiver's parts is undefined.
+**Whole and checked, or not at all.** A copy is "done" when every part is in place and the checksum (XXH3-64, unless the
+transport says otherwise) of the receiver's own copy of each equals the sender's. This guards against a sender that used
+its memory again too early. After any other outcome the content of the receiver's parts is undefined.
 
 **The end of `receive` is the end of its use of the parts.** After `receive` returned or was cancelled, the transport
 neither reads nor writes the parts of that call, keeps no reference to them, and drops bytes that still arrive for them.
@@ -64,7 +64,7 @@ class CopySpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         ref_parts: parts of the sender's regions, as the sender named them.
         parts: parts of our regions: as many, of the same sizes; no two of a call overlap.
-        checksums: XXH3-64 of each part, from the sender.
+        checksums: of each part, from the sender (`Transport.checksum`).
     """
 
     ref_parts: tuple[Part, ...]
@@ -81,6 +81,11 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+
+    @staticmethod
+    def checksum(data: bytes) -> int:
+        """The checksum of a part with these bytes, as this transport compares it; this one is XXH3-64."""
+        return xxhash.xxh3_64_intdigest(data)
 
     @abstractmethod
     async def open(self, regions: Sequence[SharedRegion]) -> None:

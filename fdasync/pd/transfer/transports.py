@@ -1,17 +1,24 @@
 """Holds all transports of an instance, and chooses the one by which it reads from another instance.
 
 Memory of the same machine is mapped (`shm`) rather than read over a socket (`tcp`). If mapping fails for good (another
-user's process, another container), that sender is read over the socket from then on. Knows no messages and no blocks.
+user's process, another container), that sender is read over the socket from then on. Parts of devices go by `device`
+alone: a sender offers them to a receiver that said that it reads them (`reads_device`), and else offers host blocks.
+The rows of such a block are parts of shared memory, and go by one of the others. Knows no messages and no blocks.
 Called by the services of `pd/instance`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fdasync.cache.store.base import Outcome
-from fdasync.errors import PluginError
-from fdasync.pd.transfer.base import Transport
+from fdasync.errors import InvariantBroken, PluginError, RunnerError
+from fdasync.ipc.shared_memory import DEVICE_REGION
+from fdasync.pd.transfer.base import CopySpec, Transport
+from fdasync.pd.transfer.validation import refused
 from fdasync.registry.registry import TRANSPORTS, Registry
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 
     from fdasync.ipc.shared_memory import Part, SharedRegion
     from fdasync.pd.messages import Source
-    from fdasync.pd.transfer.base import CopySpec
+    from fdasync.pd.transfer.device import DeviceTransport
 
 Sources = tuple[tuple[str, "Source"], ...]
 
@@ -39,33 +46,101 @@ class Transports:
 
     Args:
         transports: the transports, in order of preference; this object closes them.
+
+    Attributes:
+        device_problem: why blocks do not go from device to device, though that was asked for; "" if they do.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._unfit: set[bytes] = set()
+        self._device: DeviceTransport | None = None
+        self.device_problem = ""
 
-    async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """See `Transport.open`."""
+    async def open(self, regions: Sequence[SharedRegion], device: DeviceTransport | None = None) -> None:
+        """See `Transport.open`. `device` is closed by this object; where the devices show no memory, blocks go by way
+        of the host, and `device_problem` says why."""
         for transport in self._transports.values():
             await transport.open(regions)
+        if device is None:
+            return
+        self._device = device
+        try:
+            await device.open(())
+        except RunnerError as error:
+            self.device_problem = str(error)
+            self._device = None
+            await device.aclose()
 
     def sources(self) -> Sources:
         """The sources of all transports, for `Hello`."""
-        return tuple([(name, transport.source()) for name, transport in self._transports.items()])
+        every = [*self._transports.items(), *([] if self._device is None else [(self._device.name, self._device)])]
+        return tuple([(name, transport.source()) for name, transport in every])
 
     def offer(self, parts: Sequence[Part]) -> None:
         """See `Transport.offer`."""
+        memory, devices = _apart(parts)
         for transport in self._transports.values():
-            transport.offer(parts)
+            transport.offer(memory)
+        if devices:
+            self._devices.offer(devices)
 
     def withdraw(self, parts: Sequence[Part]) -> None:
         """See `Transport.withdraw`."""
+        memory, devices = _apart(parts)
         for transport in self._transports.values():
-            transport.withdraw(parts)
+            transport.withdraw(memory)
+        if devices:
+            self._devices.withdraw(devices)
+
+    # -- devices ------------------------------------------------------------------------------------
+
+    @property
+    def _devices(self) -> DeviceTransport:
+        if self._device is None:
+            raise InvariantBroken("a part of a device, and no transport between devices")
+        return self._device
+
+    def prepare(self, sources: Sources) -> None:
+        """Find out whether another instance's devices can be read here."""
+        if self._device is not None and self._device.name in dict(sources):
+            self._device.prepare(dict(sources)[self._device.name])
+
+    def reads_device(self, sources: Sources) -> bool | None:
+        """Whether they can; None: that is being found out."""
+        source = dict(sources).get("device")
+        return False if self._device is None or source is None else self._device.reads(source)
+
+    async def prepared(self, sources: Sources, limit_s: float) -> bool:
+        """As `reads_device`, after waiting for it, bounded."""
+        source = dict(sources).get("device")
+        return self._device is not None and source is not None and await self._device.prepared(source, limit_s)
 
     async def receive(self, sources: Sources, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
-        """See `Transport.receive`; all outcomes are "failed" if no transport fits."""
+        """See `Transport.receive`. A copy spec whose first part is of a device is copied from device to device, and its
+        other parts beside that."""
+        if not any(_is_device(copy_spec) for copy_spec in copy_specs):
+            return await self._receive(sources, copy_specs, deadline)
+        source = dict(sources).get("device")
+        if self._device is None or source is None or not all(map(_is_device, copy_specs)):
+            return [refused("blocks of a device come to this device alone")] * len(copy_specs)
+        firsts = [_cut(copy_spec, slice(0, 1)) for copy_spec in copy_specs]
+        others = [_cut(copy_spec, slice(1, None)) for copy_spec in copy_specs]
+        # both end before this returns, whatever becomes of one of them
+        blocks, rows = await asyncio.gather(
+            self._device.receive(source, firsts, deadline),
+            self._receive(sources, others, deadline),
+            return_exceptions=True,
+        )
+        for found in (blocks, rows):
+            if isinstance(found, BaseException):
+                raise found
+        assert isinstance(blocks, list)
+        assert isinstance(rows, list)
+        return [block if block.status != "done" else row for block, row in zip(blocks, rows, strict=True)]
+
+    async def _receive(self, sources: Sources, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
+        """By shared memory or a socket; all outcomes are "failed" if no transport fits."""
         theirs = dict(sources)
         outcomes = [Outcome("failed", f"no transport in common: it has {', '.join(theirs) or 'none'}")] * len(
             copy_specs
@@ -94,7 +169,34 @@ class Transports:
             transport = self._transports.get(name)
             if transport is not None:
                 transport.forget(source)
+            elif self._device is not None and name == self._device.name:
+                self._device.forget(source)
 
     async def aclose(self) -> None:
+        if self._device is not None:
+            await self._device.aclose()
         for transport in self._transports.values():
             await transport.aclose()
+
+
+def _is_device(copy_spec: CopySpec) -> bool:
+    return bool(copy_spec.parts) and copy_spec.parts[0].region == DEVICE_REGION
+
+
+def _apart(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
+    """Parts of shared memory, and parts of devices as the transport between devices numbers them."""
+    memory = [part for part in parts if part.region != DEVICE_REGION]
+    return memory, [_of_devices(part) for part in parts if part.region == DEVICE_REGION]
+
+
+def _of_devices(part: Part) -> Part:
+    # a part of shared memory in the place of a device's is in no region of devices
+    return msgspec.structs.replace(part, region=0 if part.region == DEVICE_REGION else DEVICE_REGION)
+
+
+def _cut(copy_spec: CopySpec, which: slice) -> CopySpec:
+    """Some parts of a copy spec, the first one as that of a device."""
+    theirs, ours = copy_spec.ref_parts[which], copy_spec.parts[which]
+    if which.start == 0:
+        theirs, ours = tuple(map(_of_devices, theirs)), tuple(map(_of_devices, ours))
+    return CopySpec(theirs, ours, copy_spec.checksums[which])

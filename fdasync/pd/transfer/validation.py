@@ -10,7 +10,7 @@ import asyncio
 import os
 from bisect import bisect_left
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -22,7 +22,6 @@ from fdasync.pd.messages import Source
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.transfer.base import CopySpec
 
 #: most regions of a source
@@ -35,6 +34,13 @@ _COPY_SPECS_PER_TURN = 32
 CLOSED = Outcome("failed", "the transport is closed")
 LATE = Outcome("failed", "the sender did not answer in time", transient=True)
 FORGOTTEN = Outcome("failed", "the sender went away", transient=True)
+
+
+class Region(Protocol):
+    """Memory with parts in it."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 def refused(problem: str) -> Outcome:
@@ -83,11 +89,11 @@ def check_source(source: Any) -> str:
 
 
 async def check_copy_specs(
-    source: Source, copy_specs: Sequence[CopySpec], regions: Sequence[SharedRegion]
+    source: Source, copy_specs: Sequence[CopySpec], regions: Sequence[Region], nothing: int = _NOTHING
 ) -> list[Outcome | None]:
     """The outcome of each copy that needs no work (it is malformed, or has no bytes); None for a copy to make.
 
-    Other tasks run in between. The source must have passed `check_source`.
+    Other tasks run in between. The source must have passed `check_source`. `nothing` is the checksum of no bytes.
     """
     sizes = [nbytes for _, nbytes in source.regions]
     ours = [region.nbytes for region in regions]
@@ -95,7 +101,7 @@ async def check_copy_specs(
     found: list[Outcome | None] = []
     for number, copy_spec in enumerate(copy_specs, 1):
         problem = _check_form(copy_spec, sizes, ours) or _claim(copy_spec.parts, taken)
-        found.append(refused(problem) if problem else _without_bytes(copy_spec))
+        found.append(refused(problem) if problem else _without_bytes(copy_spec, nothing))
         if number % _COPY_SPECS_PER_TURN == 0:
             await asyncio.sleep(0)
     return found
@@ -121,15 +127,15 @@ def _check_form(copy_spec: Any, sizes: list[int], ours: list[int]) -> str:
     return ""
 
 
-def _without_bytes(copy_spec: CopySpec) -> Outcome | None:
+def _without_bytes(copy_spec: CopySpec, nothing: int) -> Outcome | None:
     """The outcome, if parts without bytes decide it."""
-    nothing = True
+    empty = True
     for place, part in enumerate(copy_spec.parts):
         if part.nbytes:
-            nothing = False
-        elif copy_spec.checksums[place] != _NOTHING:
+            empty = False
+        elif copy_spec.checksums[place] != nothing:
             return damaged(place)
-    return DONE if nothing else None
+    return DONE if empty else None
 
 
 def _outside(part: Any, sizes: list[int], whose: str) -> str:
@@ -173,7 +179,7 @@ class Offers:
         self._counts: Counter[Part] = Counter()
         self._closed = False
 
-    def open(self, regions: Sequence[SharedRegion]) -> None:
+    def open(self, regions: Sequence[Region]) -> None:
         """Set the regions in which parts lie."""
         self._sizes = [region.nbytes for region in regions]
 

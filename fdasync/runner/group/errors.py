@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 
-from fdasync.errors import FdasyncError, RunnerError
+from fdasync.errors import ConfigError, FdasyncError, RunnerError, UnsupportedModel
 
 # fields that hold an error's words, the first of them that its class has
 _WORDS = ("problem", "reason", "what")
+# of errors about the number of ranks
+_GROUP_FIELDS = ("tensor_parallel", "sum_slices")
 
 
 def rank_name(rank: int, ranks: int) -> str:
@@ -21,8 +23,13 @@ def rank_name(rank: int, ranks: int) -> str:
 def of_rank(error: BaseException, rank: int, ranks: int) -> FdasyncError:
     """The error with its rank in its words; a RunnerError where it is no error of fdasync, or has no words to change.
 
-    An error that names the rank already, as those of a worker process do, stays as it is.
+    An error that names the rank already, as those of a worker process do, stays as it is. So does one that holds for
+    all ranks alike, which each of them finds by itself: a model that is not supported, or not with so many ranks.
     """
+    if isinstance(error, UnsupportedModel):
+        return error
+    if isinstance(error, ConfigError) and error.field.rpartition(".")[2] in _GROUP_FIELDS:
+        return error
     name = rank_name(rank, ranks)
     named: FdasyncError | None = None
     if isinstance(error, FdasyncError):

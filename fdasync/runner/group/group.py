@@ -22,13 +22,15 @@ from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
 from fdasync.runner.group.calls import Call
 from fdasync.runner.group.capacity import agreed
 from fdasync.runner.group.errors import of_rank, rank_name
+from fdasync.runner.group.peer_blocks import GroupPeerBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import TensorMeta
 
@@ -76,6 +78,10 @@ class GroupRunner(Runner):
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `Runner`. Rank 0 samples, so rank 0 is asked."""
         await self._ranks[0].check_grammar(grammar)
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        shown = [peers for runner in self._ranks if (peers := runner.peer_blocks()) is not None]
+        return GroupPeerBlocks(shown, self._named) if len(shown) == len(self._ranks) else None
 
     # -- steps and copies: no await between the ranks -------------------------------------------------
 
@@ -221,11 +227,7 @@ class GroupRunner(Runner):
             call.end()
         self._steps.clear()
         self._copies.clear()
-        named = [self._named(error, rank) for rank, error in enumerate(errors) if error is not None]
-        if named:
-            for later in named[1:]:
-                named[0].add_note(f"and then: {type(later).__name__}: {later}")
-            raise named[0]
+        self._raise_first({rank: error for rank, error in enumerate(errors) if error is not None})
 
     def _named(self, error: BaseException, rank: int) -> FdasyncError:
         return of_rank(error, rank, len(self._ranks))
@@ -243,23 +245,40 @@ class GroupRunner(Runner):
     ) -> list[asyncio.Future[T]]:
         """Begin one call on each rank; returns them done. The caller's deadline bounds the wait.
 
-        Raises the first error at once, without waiting for the other ranks, which may wait for that one; errors of the
-        class `bearable` stay in their futures.
+        Raises the first error at once, without waiting for the other ranks, which may wait for that one; of several
+        at once that of the lowest rank, with notes of the others. Errors of the class `bearable` stay in their futures.
         """
         tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(call) for call in calls]
         self._asked = asked = Call[Any](what, len(tasks))
+        for task in tasks:
+            # counts as read, also where another error or a cancelling ends the wait
+            task.add_done_callback(_read)
         left: set[asyncio.Future[T]] = set(tasks)
         try:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                errors: dict[int, BaseException] = {}
                 for rank in [rank for rank, task in enumerate(tasks) if task in done]:
                     asked.left.discard(rank)
-                    task = tasks[rank]
-                    error = RunnerError("it stopped") if task.cancelled() else task.exception()
+                    error = RunnerError("it stopped") if tasks[rank].cancelled() else tasks[rank].exception()
                     if error is not None and not isinstance(error, bearable):
-                        raise self._named(error, rank)
+                        errors[rank] = error
+                self._raise_first(errors)
         finally:
             for task in left:
                 task.cancel()
-        self._asked = None
         return tasks
+
+    def _raise_first(self, errors: Mapping[int, BaseException]) -> None:
+        """Raise that of the lowest rank, with notes of those that say something else."""
+        named = [self._named(error, rank) for rank, error in sorted(errors.items())]
+        if named:
+            for later in named[1:]:
+                if str(later) != str(named[0]):
+                    named[0].add_note(f"and then: {type(later).__name__}: {later}")
+            raise named[0]
+
+
+def _read(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()

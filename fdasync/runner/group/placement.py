@@ -1,7 +1,8 @@
 """Which GPUs the worker processes of one engine take: found, locked, and told to each worker by its environment.
 
 Rank r of a group sees the GPUs of all ranks, its own one first (`cuda:0`), the others behind it in the order of ranks;
-all of them, so that ranks can open each other's device memory. Loads no driver. `engine/runtime.py` makes it and hands
+all of them, so that ranks can open each other's device memory; and behind these all others that this process sees,
+where instances read each other's devices. Loads no driver. `engine/runtime.py` makes it and hands
 the environments to the workers.
 """
 
@@ -27,15 +28,24 @@ class Placement:
             has no GPU.
         ranks: how many there are.
         shares: other engines that share may have the same GPUs.
+        sees_all: the workers see GPUs of others too, behind their own; they only map memory of these.
 
     Attributes:
         gpus: of the ranks, in order; () before `take`, and where there are none.
     """
 
-    def __init__(self, wanted: Sequence[int | str] | Literal["auto"], ranks: int, *, shares: bool) -> None:
+    def __init__(
+        self,
+        wanted: Sequence[int | str] | Literal["auto"],
+        ranks: int,
+        *,
+        shares: bool,
+        sees_all: bool = False,
+    ) -> None:
         """Raises ConfigError where a GPU is not there, or there are not as many as ranks."""
         self.gpus: tuple[Gpu, ...] = ()
         self._ranks = ranks
+        self._sees_all = sees_all
         self._named = None if wanted == "auto" else find(wanted)
         if self._named is not None and len(self._named) != ranks:
             raise ConfigError(
@@ -74,7 +84,9 @@ class Placement:
 
     def environments(self) -> list[Mapping[str, str]]:
         """What each rank's environment says beside this process's own."""
-        return [environment_of(self.gpus, rank) if self.gpus else {} for rank in range(self._ranks)]
+        own = {gpu.key for gpu in self.gpus}
+        others = [gpu for gpu in (visible() or ()) if gpu.key not in own] if self._sees_all else []
+        return [environment_of([*self.gpus, *others], rank) if self.gpus else {} for rank in range(self._ranks)]
 
     def close(self) -> None:
         """Release the GPUs; idempotent. The workers must have ended."""

@@ -6,14 +6,13 @@ or does not answer is named with its rank. Knows no model. Made by `engine/runti
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.ipc.exchange import Meeting
 from fdasync.runner.group.group import GroupRunner
-from fdasync.runner.worker.messages import EndTensors
 from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
@@ -73,24 +72,13 @@ class WorkerGroup(GroupRunner):
         return await super().open()
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        answers = self._transfer.begin(tensors)
-        try:
-            # an answer proves that the chunks' fds were sent: cancelling must leave it
-            await self._change("checking tensors", [asyncio.shield(answer) for answer in answers])
-        except Exception:
-            self._transfer.close()
-            raise
+        await self._transfer.begin(tensors, partial(self._change, "checking tensors"))
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         await self._transfer.write(number, offset_nbytes, data)
 
     async def end_tensors(self) -> None:
-        try:
-            await self._transfer.flush()
-            answers = [worker.ask_now(EndTensors()) for worker in self._workers]
-            await self._change("ending an update", [asyncio.shield(answer) for answer in answers])
-        finally:
-            self._transfer.close()
+        await self._transfer.end(partial(self._change, "ending an update"))
 
     def _entered(self) -> list[int] | None:
         return None if self._meeting is None else self._meeting.entered()

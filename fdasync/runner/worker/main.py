@@ -15,6 +15,7 @@ from fdasync.errors import FdasyncError, InvariantBroken, RunnerError
 from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.ipc.child import settle
 from fdasync.ipc.exchange import Exchange
+from fdasync.ipc.peer_blocks import BlockPull
 from fdasync.ipc.service import Service, serve
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.messages import (
@@ -22,20 +23,26 @@ from fdasync.runner.worker.messages import (
     BeginTensors,
     Bind,
     CheckGrammar,
+    CloseSource,
     FingerprintWeights,
     Join,
     LoadFolder,
     Open,
+    OpenSource,
     ReadWeightsId,
     Request,
+    ShowPool,
+    SumBlocks,
     WriteChunk,
     error_of,
 )
+from fdasync.runner.worker.peer_blocks import show
 from fdasync.runner.worker.weight_transfer import TensorReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.runner.base import CopyOutput, Runner, StepOutput
 
 
@@ -60,6 +67,12 @@ class _RunnerService(Service):
         if isinstance(message, CheckGrammar):
             # beside the line: steps are in flight, and a step in line would be answered behind a later one
             return self._check(message)
+        if isinstance(message, BlockPull | SumBlocks):
+            # as a copy between device and host: what may meet it is the engine's care
+            peers = self._peers()
+            return peers.pull(message) if isinstance(message, BlockPull) else peers.sums(message.blocks)
+        if isinstance(message, ShowPool | OpenSource | CloseSource):
+            return self._join_peers(message, fds)
         self._in_line += 1
         return self._in_turn(message, fds)
 
@@ -67,6 +80,22 @@ class _RunnerService(Service):
         if self._runner is None:
             raise InvariantBroken("CheckGrammar before a runner was opened")
         await self._runner.check_grammar(message.grammar)
+
+    def _peers(self) -> PeerBlocks:
+        peers = None if self._runner is None else self._runner.peer_blocks()
+        if peers is None:
+            raise RunnerError("this runner shows its blocks to no other process")
+        return peers
+
+    async def _join_peers(self, message: ShowPool | OpenSource | CloseSource, fds: list[int]) -> object:
+        if isinstance(message, ShowPool):
+            shown = None if self._runner is None else self._runner.peer_blocks()
+            return () if shown is None else await show(shown, fds[0])
+        if isinstance(message, OpenSource):
+            await self._peers().open(message.source, message.pools, fds)
+        else:
+            await self._peers().close_source(message.source)
+        return None
 
     async def _in_turn(self, message: Request | RunStep | SwapOut | SwapIn, fds: list[int]) -> object:
         try:

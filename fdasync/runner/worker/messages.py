@@ -15,6 +15,7 @@ import msgspec
 
 from fdasync import errors
 from fdasync.cache.aux import AuxSpec
+from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.rpc import ErrorTable
 from fdasync.request import Grammar
 from fdasync.runner.base import RunnerLimits, TensorMeta
@@ -136,8 +137,33 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
     """Every byte was written."""
 
 
+class ShowPool(msgspec.Struct, frozen=True, array_like=True, tag="show_pool"):
+    """Show the pool's memory to other processes. A socket's fd comes with the message; the pools' fds go through it, in
+    one message of a byte. The answer is the `PoolExport`s, () where the runner shows none."""
+
+
+class OpenSource(msgspec.Struct, frozen=True, array_like=True, tag="open_source"):
+    """Map another instance's pools, whose fds come with the message; as `PeerBlocks.open`."""
+
+    source: bytes
+    pools: tuple[PoolExport, ...]
+
+
+class CloseSource(msgspec.Struct, frozen=True, array_like=True, tag="close_source"):
+    """As `PeerBlocks.close_source`."""
+
+    source: bytes
+
+
+class SumBlocks(msgspec.Struct, frozen=True, array_like=True, tag="sum_blocks"):
+    """As `PeerBlocks.sums`; a `BlockPull` is the message for the other call. The answers are checksums."""
+
+    blocks: tuple[int, ...]
+
+
 _Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors
-Request = Join | Open | Bind | CheckGrammar | _Weights
+PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
+Request = Join | Open | Bind | CheckGrammar | PeerRequest | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

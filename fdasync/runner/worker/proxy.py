@@ -21,7 +21,6 @@ from fdasync.runner.worker.messages import (
     ERRORS,
     Bind,
     CheckGrammar,
-    EndTensors,
     FingerprintWeights,
     Join,
     LoadFolder,
@@ -29,6 +28,7 @@ from fdasync.runner.worker.messages import (
     ReadWeightsId,
     Request,
 )
+from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar
 
 _CHILD = "fdasync.runner.worker.main"
@@ -150,6 +151,10 @@ class WorkerRunner(Runner):
         assert self._child is not None
         return self._child.send(copy, _COPY)
 
+    def peer_blocks(self) -> PeerBlocks | None:
+        """See `Runner`. Whether the worker's runner shows its blocks is told by `PeerBlocks.export`."""
+        return WorkerPeerBlocks(self._send) if self.limits.shows_blocks else None
+
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `Runner`. Cancelling has the worker stop: checks that clients left must not queue up before others."""
         assert self._child is not None
@@ -171,22 +176,13 @@ class WorkerRunner(Runner):
         return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        [answer] = self._transfer.begin(tensors)
-        try:
-            await asyncio.shield(answer)
-        except FdasyncError:
-            self._transfer.close()
-            raise
+        await self._transfer.begin(tensors, _only)
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         await self._transfer.write(number, offset_nbytes, data)
 
     async def end_tensors(self) -> None:
-        try:
-            await self._transfer.flush()
-            await asyncio.shield(self.ask_now(EndTensors()))
-        finally:
-            self._transfer.close()
+        await self._transfer.end(_only)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)
@@ -222,3 +218,8 @@ class WorkerRunner(Runner):
     def _on_gone(self, gone: asyncio.Future[Exception]) -> None:
         if self.on_failure is not None:
             self.on_failure(gone.result())  # of a future that is done
+
+
+async def _only(answers: Sequence[asyncio.Future[None]]) -> None:
+    (answer,) = answers
+    await answer

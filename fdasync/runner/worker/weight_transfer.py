@@ -17,15 +17,17 @@ import numpy as np
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync.ipc.shared_memory import SharedRegion, page_aligned
-from fdasync.runner.worker.messages import BeginTensors, Piece, WriteChunk
+from fdasync.runner.worker.messages import BeginTensors, EndTensors, Piece, WriteChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.runner.base import Runner, TensorMeta
 
     # sends a message to one worker, with fds; the future ends with its answer
-    Send = Callable[[BeginTensors | WriteChunk, Sequence[int]], asyncio.Future[None]]
+    Send = Callable[[BeginTensors | WriteChunk | EndTensors, Sequence[int]], asyncio.Future[None]]
+    # waits for the answers of all workers, and raises the error of any
+    Wait = Callable[[Sequence[asyncio.Future[None]]], Awaitable[object]]
 
 #: most bytes of each of the two chunks
 CHUNK_NBYTES = 256 << 20
@@ -79,9 +81,18 @@ class TensorTransfer:
         """An update has begun and not ended."""
         return self._sender is not None
 
-    def begin(self, tensors: Sequence[TensorMeta]) -> list[asyncio.Future[None]]:
-        """Announce tensors to all workers; the futures are their answers, and must not be cancelled. An earlier update
-        that has not ended is dropped. Raises WeightsRejected."""
+    async def begin(self, tensors: Sequence[TensorMeta], wait: Wait) -> None:
+        """Announce tensors to all workers. An earlier update that has not ended is dropped. Raises WeightsRejected, and
+        as `wait`; then the update has ended."""
+        answers = self._announce(tensors)
+        try:
+            # an answer proves that the chunks' fds were sent: cancelling must leave it
+            await wait([asyncio.shield(answer) for answer in answers])
+        except Exception:
+            self.close()
+            raise
+
+    def _announce(self, tensors: Sequence[TensorMeta]) -> list[asyncio.Future[None]]:
         self.close()
         asks = [partial(_without_fds, send) for send in self._sends]
         sender = self._sender = TensorSender(tensors, asks, self._chunk_nbytes, self._named)
@@ -104,11 +115,15 @@ class TensorTransfer:
             self.close()
             raise
 
-    async def flush(self) -> None:
-        """Wait until all workers have written every byte. Raises as `write` does."""
+    async def end(self, wait: Wait) -> None:
+        """Wait until all workers have written every byte, and have ended the update. Raises as `write` and `wait`."""
         if self._sender is None:
             raise InvariantBroken("end_tensors without begin_tensors")
-        await self._sender.end()
+        try:
+            await self._sender.end()
+            await wait([asyncio.shield(send(EndTensors(), ())) for send in self._sends])
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the update and give its memory back; idempotent."""

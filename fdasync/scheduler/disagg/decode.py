@@ -2,10 +2,11 @@
 
 A lease reserves device blocks for the whole prompt and the first new token of each sample, and pins the prefix that
 this instance has already. Offered blocks are copied to the host (a bounded number at a time: the staging ring), checked
-there, and brought to the device. A sample starts when its first token and all blocks before it are here. A lease is
-dropped if it is not renewed, takes too long, or if its blocks do not arrive as promised; blocks that arrived whole stay
-as cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may
-pass it, and it passes no lease or sample that has aged: so none starves.
+there, and brought to the device; those on a device that this instance reads go straight to its own. A sample starts
+when its first token and all blocks before it are here. A lease is dropped if it is not renewed, takes too long, or if
+its blocks do not arrive as promised; blocks that arrived whole stay as cache. A lease that finds no room waits in line.
+Until it has aged, later leases and samples of this instance may pass it, and it passes no lease or sample that has
+aged: so none starves.
 
 This module knows no bytes, no links and no clock but the time of events. Called by `core.py`; `receiver.py` enters the
 blocks that arrive, `pd/instance/decode_service.py` talks to the prefill instance. The other side is `prefill.py`.
@@ -288,7 +289,7 @@ class DecodeSide:
         if any(not lease.prefix <= index < lease.full for index in event.indices):
             self._drop(lease, f"blocks {event.indices} were offered of {lease.prefix} to {lease.full - 1}")
             return
-        lease.offered += [(event.offer, index, None) for index in event.indices]
+        lease.offered += [(event.offer, index, None, event.on_device) for index in event.indices]
         self._offering[lease] = None
 
     def _on_sample(self, event: SampleOffered) -> None:
@@ -298,7 +299,7 @@ class DecodeSide:
         seq = lease.seqs[event.key]
         lease.hands[event.key] = event
         if event.key in lease.tails:
-            lease.offered.append((event.offer, lease.full, seq))
+            lease.offered.append((event.offer, lease.full, seq, event.on_device))
             self._offering[lease] = None
         self._start_ready(lease)
 

@@ -28,6 +28,7 @@ class HandOff:
         rounds: how often all of `decoders` were asked.
         losses: leases lost so far.
         peer: the instance that was asked last.
+        on_device: the instance that granted the lease reads this one's device.
         refusals: by instance, its last reason to give no lease.
         attempt: number of the last question; -1 before the first.
         ready_at: engine time before which no instance is asked; 0: the hand-off stands in an instance's queue.
@@ -48,8 +49,8 @@ class HandOff:
 
     __slots__ = (
         "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "lost_at",
-        "next_block", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent", "seqs", "state",
-        "stop_at", "tokens",
+        "next_block", "on_device", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent",
+        "seqs", "state", "stop_at", "tokens",
     )  # fmt: skip
 
     def __init__(self, event: RequestPrepared, order: Order, block_tokens: int, stop_at: float, over_at: float) -> None:
@@ -69,7 +70,7 @@ class HandOff:
         self.refusals: dict[str, str] = {}
         self.ready_at = 0.0
         self.next_block = 0
-        self.begun = self.sent = False
+        self.begun = self.sent = self.on_device = False
         self.handed = 0
         self.seqs: list[Sequence] = []
         self.exports: list[tuple[int, Export]] = []

@@ -30,12 +30,12 @@ class Lease:
         queued: the prefill instance knows that it stands in line.
         full: number of full blocks of the prompt.
         prefix: how many of `full` this instance had at the grant.
-        missing: how many of `full` have not arrived on the host.
+        missing: how many of `full` have not arrived.
         keys: identities of the prompt's full blocks.
         blocks: the full blocks, shared by all samples; None until it is offered. The lease has one pin of each.
         open: by sample, the block with the end of its prompt, once it was offered.
         reserved: device blocks that the lease may still take.
-        offered: (offer, index, sample or None) of blocks that can be copied.
+        offered: (offer, index, sample or None, whether it lies on a device) of blocks that can be copied.
         arriving: copies to the device that the lease waits for.
         hands: by sample, the offer with its first token.
         tails: samples whose open block has not arrived yet.
@@ -67,7 +67,7 @@ class Lease:
         self.blocks: list[Block | None] = []
         self.open: dict[int, Block] = {}
         self.reserved = 0
-        self.offered: deque[tuple[int, int, Sequence | None]] = deque()
+        self.offered: deque[tuple[int, int, Sequence | None, bool]] = deque()
         self.arriving: set[int] = set()
         self.hands: dict[int, SampleOffered] = {}
         self.tails: dict[int, None] = {}

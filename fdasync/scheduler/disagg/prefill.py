@@ -299,6 +299,7 @@ class PrefillSide:
         peer.silent = event.silent
         if event.granted:
             hand_off.state = "granted"
+            hand_off.on_device = event.reads_device
             self._granted[hand_off.group] = hand_off
             hand_off.next_block = min(event.prefix_blocks, hand_off.full)
             hand_off.begun = any(seq.state not in (State.WAITING, State.LOADING) for seq in hand_off.seqs)

@@ -1,8 +1,9 @@
 """Decides when a decode instance copies offered blocks, and enters the blocks that arrived into their leases. Pure.
 
 Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
-it at most), and checked there. Each block takes one of the device blocks that were reserved for its lease. This module
-knows no bytes, and decides about no lease. Called by `decode.py`.
+it at most), and checked there. Blocks that lie on a prefill instance's device are copied to this one's, and have no
+place on the host. Each block takes one of the device blocks that were reserved for its lease. This module knows no
+bytes, and decides about no lease. Called by `decode.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ class _Receive:
         blocks: device and host places that are being filled.
         indices: of each block, its number in the prompt.
         samples: of each block, the sample that it is the open block of; None: it is a full block of all samples.
+        on_device: the blocks come from device to device.
     """
 
-    __slots__ = ("blocks", "epoch", "indices", "lease", "samples")
+    __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples")
 
-    def __init__(self, lease: Lease, epoch: int) -> None:
+    def __init__(self, lease: Lease, epoch: int, *, on_device: bool) -> None:
         self.lease = lease
         self.epoch = epoch
+        self.on_device = on_device
         self.blocks: list[Block] = []
         self.indices: list[int] = []
         self.samples: list[Sequence | None] = []
@@ -82,18 +85,22 @@ class BlockReceiver:
         share = max(self._staging // 2, 1)
         problem = ""
         while lease.offered and not problem:
-            receive = _Receive(lease, self.epoch)
+            receive = _Receive(lease, self.epoch, on_device=lease.offered[0][3])
             offers: list[int] = []
             rows: list[int] = []
             while lease.offered and len(offers) < _MAX_RECEIVE_BLOCKS:
-                if self._receiving and (self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share):
+                offer, index, seq, on_device = lease.offered[0]
+                if on_device != receive.on_device:
                     break
-                offer, index, seq = lease.offered[0]
+                full = self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share
+                if not on_device and self._receiving and full:
+                    break
                 if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
                     # offered twice, or a block of the prefix that this instance has
                     problem = f"block {index} was offered twice, or is here"
                     break
-                block = self._index.take_reserved() if self._index.make_host_room(for_fetch=True) else None
+                roomy = on_device or self._index.make_host_room(for_fetch=True)
+                block = self._index.take_reserved() if roomy else None
                 if block is None:
                     break
                 lease.reserved -= 1
@@ -102,16 +109,12 @@ class BlockReceiver:
                 else:
                     lease.open[seq.key] = block
                 lease.offered.popleft()
-                self._index.pool.add_host(block)
-                block.hold("receive")
-                self._index.settle(block)
+                self._place(block, lease, on_device=on_device)
                 offers.append(offer)
                 receive.blocks.append(block)
                 receive.indices.append(index)
                 receive.samples.append(seq)
                 rows.append(self._size if seq is None else seq.prompt_len % self._size)
-                self._receiving += 1
-                self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
             if not offers:
                 break
             number = self._next_receive
@@ -124,14 +127,40 @@ class BlockReceiver:
                     lease.group,
                     tuple(offers),
                     tuple(receive.indices),
-                    tuple([block.host for block in receive.blocks]),
+                    () if receive.on_device else tuple([block.host for block in receive.blocks]),
                     tuple([slot.id for slot in slots]),
                     tuple([slot.generation for slot in slots]),
                     tuple(rows),
                     min(lease.over_by, now + self._rules.receive_s),
+                    tuple([block.id for block in receive.blocks]) if receive.on_device else (),
                 )
             )
         return problem
+
+    def _place(self, block: Block, lease: Lease, *, on_device: bool) -> None:
+        """Hold the place that the copy fills."""
+        if on_device:
+            block.device_moves += 1
+            self._index.lent += 1
+        else:
+            self._index.pool.add_host(block)
+            block.hold("receive")
+            self._receiving += 1
+            self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
+        self._index.settle(block)
+
+    def _leave(self, block: Block, lease: Lease, *, on_device: bool) -> None:
+        """Undo `_place`."""
+        if on_device:
+            block.device_moves -= 1
+            self._index.lent -= 1
+        else:
+            block.unhold("receive")
+            self._receiving -= 1
+            self._by_peer[lease.peer] -= 1
+            if not self._by_peer[lease.peer]:
+                del self._by_peer[lease.peer]
+        self._index.settle(block)
 
     def received(self, event: BlocksReceived, bring: Callable[[Lease, list[Block]], None]) -> Lease:
         """A copy ended; returns its lease. Blocks that arrived are checked, and stay as cache without the lease too.
@@ -143,17 +172,13 @@ class BlockReceiver:
         if receive is None or len(event.arrived) != len(receive.blocks):
             raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
         lease = receive.lease
-        self._receiving -= len(receive.blocks)
-        self._by_peer[lease.peer] -= len(receive.blocks)
-        if not self._by_peer[lease.peer]:
-            del self._by_peer[lease.peer]
         here: list[Block] = []
         for number, (block, came) in enumerate(zip(receive.blocks, event.arrived, strict=True)):
             seq = receive.samples[number]
             if came:
                 self.num_received += 1
-                block.on_host = True
-                if block.ref_count:
+                block.on_host = not receive.on_device
+                if block.ref_count and not receive.on_device:
                     # a block without a pin was of a sample that ended meanwhile
                     here.append(block)
                 if seq is None:
@@ -165,6 +190,5 @@ class BlockReceiver:
                     lease.tails.pop(seq.key, None)
         bring(lease, here)
         for block in receive.blocks:
-            block.unhold("receive")
-            self._index.settle(block)
+            self._leave(block, lease, on_device=receive.on_device)
         return lease

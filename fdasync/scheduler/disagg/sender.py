@@ -1,7 +1,8 @@
 """Offers blocks to decode instances and hands samples over to them. Pure.
 
-Blocks are offered as they seal. They go by way of the host, where a bounded number of them waits for decode instances
-to copy them (the staging ring; one decode instance gets half of it at most). A sample's hand-over closes with its first
+Blocks are offered as they seal. To a decode instance that reads this one's device they are offered where they are, and
+pinned. Else they go by way of the host, where a bounded number of them waits for decode instances to copy them (the
+staging ring; one decode instance gets half of it at most). A sample's hand-over closes with its first
 token and its open block, after all other blocks were offered. Blocks that a decode instance may be reading stay in
 place until it says that it has ended. This module knows no questions for leases. Called by `disagg/prefill.py`.
 """
@@ -84,6 +85,10 @@ class BlockSender:
             block = holder.blocks[hand_off.next_block]
             if not block.sealed or not block.usable:
                 break
+            if hand_off.on_device:
+                hand_off.exports.append((hand_off.next_block, self._swap_planner.pin(block)))
+                hand_off.next_block += 1
+                continue
             if self._exported and (self._exported >= self._staging or self._by_peer.get(hand_off.peer, 0) >= share):
                 break
             hand_off.exports.append((hand_off.next_block, self._swap_planner.export(block)))
@@ -105,7 +110,8 @@ class BlockSender:
             hand = hand_off.hands[seq.key]
             if tail and hand is None:
                 # open blocks go last: before, they could take the room on the host that full blocks wait for
-                hand = hand_off.hands[seq.key] = self._swap_planner.export(seq.blocks[-1])
+                place = self._swap_planner.pin if hand_off.on_device else self._swap_planner.export
+                hand = hand_off.hands[seq.key] = place(seq.blocks[-1])
             # a hand-over closes the lease: until all full blocks were offered, another lease may still be found
             if not hand_off.exports and (hand is None or hand.ready):
                 self._hand_over(hand_off, seq, hand)
@@ -122,9 +128,10 @@ class BlockSender:
                 hand_off.attempt,
                 hand_off.peer,
                 tuple([index for index, _ in batch]),
-                tuple([export.block.host for export in exports]),
+                tuple([export.block.host for export in exports if not export.on_device]),
                 tuple([slot.id for slot in slots]),
                 tuple([slot.generation for slot in slots]),
+                tuple([export.block.id for export in exports if export.on_device]),
             )
         )
 
@@ -135,6 +142,7 @@ class BlockSender:
         self._hand_overs[number] = (hand_off, seq, export)
         block = None if export is None else export.block
         slot = None if block is None else block.slot
+        on_device = export is not None and export.on_device
         self._actions.append(
             HandOver(
                 number,
@@ -146,10 +154,11 @@ class BlockSender:
                 seq.tokens[seq.prompt_len],
                 -1 if block is None else hand_off.full,
                 seq.prompt_len % self._block_tokens,
-                -1 if block is None else block.host,
+                -1 if block is None or on_device else block.host,
                 -1 if slot is None else slot.id,
                 -1 if slot is None else slot.generation,
                 seq.cached_tokens or (0, 0, 0),
+                block.id if block is not None and on_device else -1,
             )
         )
 
@@ -162,11 +171,14 @@ class BlockSender:
         entry = self._offers.pop(event.offer, None)
         if entry is None:
             raise InvariantBroken(f"offer {event.offer} ended, and was not out")
-        for export in entry[1]:
+        # leaves before their parents, as with a sequence's blocks
+        for export in reversed(entry[1]):
             self._unexport(entry[0], export)
 
     def _unexport(self, peer: str, export: Export) -> None:
         self._swap_planner.release(export)
+        if export.on_device:
+            return
         self._exported -= 1
         self._by_peer[peer] -= 1
         if not self._by_peer[peer]:

@@ -60,7 +60,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_running: sequences at a time; max_step_tokens holds max_run_tokens of each.
         max_step_tokens: token budget of a step.
         pipeline_depth: most steps in flight, 1 or 2.
-        max_run_tokens: most tokens that a step yields of one decoding sequence; more than 1 at depth 1 only.
+        max_run_tokens: most tokens that a step yields of one decoding sequence.
         prefix_cache: share sealed and pending blocks by identity.
         capture: every block has an aux slot.
         decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all

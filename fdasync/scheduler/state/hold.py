@@ -1,4 +1,4 @@
-"""`Export`: a hold that keeps a block on the host while another instance reads it. Pure state.
+"""`Export`: a hold that keeps a block in its place while another instance reads it. Pure state.
 
 `swap_planner.py` makes, holds and releases exports; `disagg/sender.py` asks for them.
 """
@@ -12,25 +12,28 @@ if TYPE_CHECKING:
 
 
 class Export:
-    """A block whose KV another instance shall read on the host: it goes there, and stays until `SwapPlanner.release`.
+    """A block whose KV another instance shall read. On the device it is pinned at once. Else it goes to the host, and
+    stays there. It is held until `SwapPlanner.release`.
 
     Attributes:
         block: the block.
-        held: the block has its place on the host, and the hold on it is taken.
+        on_device: the other instance reads the device.
+        held: the block has its place, and the hold on it is taken.
         wanted: False once released.
     """
 
-    __slots__ = ("block", "held", "wanted")
+    __slots__ = ("block", "held", "on_device", "wanted")
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, *, on_device: bool = False) -> None:
         self.block = block
+        self.on_device = on_device
         self.held = False
         self.wanted = True
 
     @property
     def ready(self) -> bool:
         """The other instance may read the block now."""
-        return self.held and self.block.on_host
+        return self.held and (self.on_device or self.block.on_host)
 
     @property
     def gone(self) -> bool:

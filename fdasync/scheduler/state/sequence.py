@@ -113,6 +113,7 @@ class Sequence:
         due: the length from which on more must be done than take its tokens: `near`, or where a block is full.
         idle_step: the last step that left it out since it decodes.
         last_step: the last step that names it, once it is out of the decode set.
+        is_cut: the runner went on behind its last token, in a run that ended it: later tokens are not its own.
         ending: (reason, output tokens to keep, matched id) while a stop answer is awaited.
         checked: output tokens that are known to hold no stop string.
     """
@@ -135,6 +136,7 @@ class Sequence:
         "hit_blocks",
         "idle_step",
         "indexed",
+        "is_cut",
         "key",
         "keys",
         "last_step",
@@ -195,6 +197,7 @@ class Sequence:
         self.near = 0
         self.due = 0
         self.idle_step = -1
+        self.is_cut = False
         self.last_step = -1
         self.rows_have = max(event.start, 0)
         self.hit_blocks = (0, 0)

@@ -69,6 +69,7 @@ class SwapPlanner:
         self._outward = 0
         self._exports: deque[Export] = deque()
         self._held = 0
+        self._pinned: dict[Export, None] = {}
         self._loads: list[SwapIn] = []
         self.dropped = 0
         self.out_blocks = 0
@@ -109,6 +110,21 @@ class SwapPlanner:
             self._exports.append(export)
         return export
 
+    def pin(self, block: Block) -> Export:
+        """Hold a block on the device for another instance, which reads it there. It is there, and sealed, or an open
+        block that no step writes any more."""
+        export = Export(block, on_device=True)
+        export.held = True
+        self._pinned[export] = None
+        self._index.pin([block])
+        self._index.lent += 1
+        return export
+
+    @property
+    def pinned(self) -> list[Block]:
+        """Device blocks that exports keep in place, once for each."""
+        return [export.block for export in self._pinned]
+
     def _hold(self, export: Export) -> None:
         export.held = True
         self._held += 1
@@ -118,7 +134,13 @@ class SwapPlanner:
     def release(self, export: Export) -> None:
         """No instance reads the block any more; idempotent."""
         export.wanted = False
-        if export.held:
+        if export.on_device:
+            if export.held:
+                export.held = False
+                del self._pinned[export]
+                self._index.lent -= 1
+                self._index.release([export.block])
+        elif export.held:
             export.held = False
             self._held -= 1
             export.block.unhold("export")
@@ -126,8 +148,8 @@ class SwapPlanner:
 
     @property
     def num_held(self) -> int:
-        """Host blocks that exports keep in place."""
-        return self._held
+        """Blocks that exports keep in place."""
+        return self._held + len(self._pinned)
 
     def bring(self, blocks: list[Block]) -> list[int]:
         """Copy these from the host to the device places that they have; returns the numbers of the copies."""

@@ -51,6 +51,8 @@ class PassModel:
         weights_id: of the runner at its start.
         stamp_base: of the runner's config. Where several instances run at a time, each has a model and a base of its
             own: then a stamp names the instance.
+        runs: steps may yield runs, so what a decode covers is known when its step is done: every step's `done` is
+            called. False: a decode covers one position, and `done` need not be called.
 
     Attributes:
         stamps: (seed, sample index) -> the stamp of each position that any pass covered, in order. Give every
@@ -64,7 +66,7 @@ class PassModel:
         weights_id: of the runner now.
     """
 
-    def __init__(self, block_tokens: int, weights_id: int = 0, stamp_base: int = 0) -> None:
+    def __init__(self, block_tokens: int, weights_id: int = 0, stamp_base: int = 0, *, runs: bool = False) -> None:
         self.stamps: dict[Owner, list[int]] = {}
         self.cached: dict[Owner, int] = {}
         self.read: dict[Owner, set[Owner]] = {}
@@ -79,8 +81,9 @@ class PassModel:
         self._stored: dict[str, list[Word | None]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._decoding: dict[int, _Lane] = {}
-        # sequences that the last step decodes
-        self._decoded: list[_Lane] = []
+        self._runs = runs
+        # by step in flight, the sequences that it decodes
+        self._decoded: dict[int, list[_Lane]] = {}
 
     def owner_of(self, start: SeqStart) -> Owner:
         """The name of a sequence in this model; a subclass may use other names."""
@@ -114,22 +117,26 @@ class PassModel:
         for append in step.appends:
             self._lanes[append.key].blocks.append(append.block)
         skips = frozenset(step.skips)
-        self._decoded = [lane for key, lane in self._decoding.items() if key not in skips]
-        for lane in self._decoded:
-            self._forward(lane, 1, step.step_id)
+        decoded = [lane for key, lane in self._decoding.items() if key not in skips]
+        if self._runs:
+            self._decoded[step.step_id] = decoded
+        else:
+            for lane in decoded:
+                self._forward(lane, 1, step.step_id)
         for chunk in step.chunks:
             self._forward(self._lanes[chunk.key], chunk.count, step.step_id)
             if chunk.last:
                 self._decoding[chunk.key] = self._lanes[chunk.key]
 
     def done(self, step_id: int, counts: tuple[int, ...] | None) -> None:
-        """The last step yielded runs of so many tokens, and covered as many positions of each sequence."""
-        for lane, count in zip(self._decoded, counts or (), strict=False):
-            self._forward(lane, count - 1, step_id)
+        """The oldest step in flight yielded runs of so many tokens, and covered as many positions of each sequence."""
+        decoded = self._decoded.pop(step_id, [])
+        for lane, count in zip(decoded, (1,) * len(decoded) if counts is None else counts, strict=False):
+            self._forward(lane, count, step_id)
 
     def next_life(self, weights_id: int) -> PassModel:
         """The model of another engine on the same store."""
-        model = PassModel(self._size, weights_id, self.base)
+        model = PassModel(self._size, weights_id, self.base, runs=self._runs)
         model._stored = self._stored
         return model
 

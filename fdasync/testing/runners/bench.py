@@ -204,7 +204,9 @@ class Bench:
     def launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
         """Launch the next step with these parts of `RunStep`."""
         self._step_id += 1
-        return self.runner.launch(RunStep(self._step_id, **{name: tuple(part) for name, part in parts.items()}))
+        drafts = parts.pop("drafts", None)
+        columns = {name: tuple(part) for name, part in parts.items()}
+        return self.runner.launch(RunStep(self._step_id, **columns, drafts=drafts))
 
     async def step(self, **parts: Any) -> tuple[int, ...]:
         """Launch the next step and wait for its tokens."""

@@ -10,7 +10,7 @@ Adopt it beside `RunnerTests`, which tests the same runner where a step yields o
             return MyRunner(MyConfig(drafts=0), limits)
 
 Whatever runs a step yields, tokens, log-probs and rows must be those of one token a step, and only positions that were
-forwarded with tokens of a run have rows.
+forwarded with tokens of a run have rows. A sequence whose block table has no room left yields none.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _TABLES = ([0, 5, 2, 7], [1, 8, 3, 9], [4, 10, 6, 11])
 class RunTests(RunnerSuite):
     """Subclass it, name the subclass Test..., define `make` and `make_plain`; more in `RunnerSuite`."""
 
-    limits = msgspec.structs.replace(RunnerSuite.limits, pipeline_depth=1)
-
     def make_plain(self, limits: RunnerLimits) -> Runner:
         """A new runner, not opened, that answers like those of `make` with one token a step."""
         raise NotImplementedError
@@ -60,7 +58,7 @@ class RunTests(RunnerSuite):
                     prompt = on.prompt(length)
                     wanted = await plain.answer(key, prompt, 2 * size, _TABLES[0], sampler=sampler)
                     outputs = await _decode(on, key, prompt, _TABLES[1], 2 * size, sampler)
-                    runs = [run for output in outputs for run in _runs_of(output)]
+                    runs = [run for output in outputs for run in runs_of(output)]
                     tokens = [token for run in runs for token in run][: 2 * size]
                     rows = on.rows(_TABLES[1], 0, length + 2 * size - 1)
                     self.assert_same(wanted, Answer(tokens, rows))
@@ -79,8 +77,54 @@ class RunTests(RunnerSuite):
             for key, (blocks, room) in enumerate(ends):
                 prompt = on.prompt(blocks * size - room, salt=room)
                 await on.launch_prefill(on.start(key, prompt, _TABLES[0][:blocks]))
-                (run,) = _runs_of(await on.launch())
-                check(len(run) <= room, f"a run where there is room for {room}", run)
+                (run,) = runs_of(await on.launch())
+                check(1 <= len(run) <= room, f"a run where there is room for {room}", run)
+                while len(run) < room:
+                    run += runs_of(await on.launch())[0]
+                equal(len(run), room, "tokens of runs that fill the block table")
+                equal(runs_of(await on.launch()), [[]], "the run of a sequence whose block table is full")
+                await on.leave(key)
+
+    @on_loop
+    async def test_steps_that_overlap_go_on_where_the_run_before_ended(self) -> None:
+        if not self.overlaps:
+            return
+        async with on_bench(self.make_plain(self.limits)) as plain, on_bench(self.make(self.limits)) as on:
+            size, count = on.size, 2 * on.size
+            key = 0
+            for length in (3, size - 1, size):
+                for sampler in (GREEDY, noisy(length, 1)):
+                    key += 1
+                    prompt = on.prompt(length)
+                    wanted = await plain.answer(key, prompt, count, _TABLES[0], sampler=sampler)
+                    outputs = await _decode_two_at_a_time(on, key, prompt, _TABLES[1], count, sampler)
+                    tokens = [token for output in outputs for token in output.tokens][:count]
+                    equal(tokens, wanted.tokens, "tokens of steps that overlap")
+                    self.assert_same(wanted, Answer(tokens, on.rows(_TABLES[1], 0, length + count - 1)))
+                    await on.leave(key)
+
+    @on_loop
+    async def test_a_step_that_overlaps_yields_nothing_where_the_one_before_filled_the_table(self) -> None:
+        if not self.overlaps:
+            return
+        async with on_bench(self.make_plain(self.limits)) as plain, on_bench(self.make(self.limits)) as on:
+            size = on.size
+            for key, room in enumerate((1, 2, 3)):
+                prompt = on.prompt(size - room, salt=room)
+                wanted = (await plain.answer(key, prompt, size, _TABLES[0])).tokens
+                await on.launch_prefill(on.start(key, prompt, _TABLES[1][:1]))
+                # more steps than the table has room for, two in flight at a time
+                outputs, flying = [], [on.launch()]
+                for _ in range(room + 1):
+                    flying.append(on.launch())
+                    outputs.append(await flying.pop(0))
+                flying.append(on.launch(appends=[on.append(key, _TABLES[1][1])]))
+                outputs += [await step for step in flying]
+                runs = [run for output in outputs for run in runs_of(output)]
+                equal(runs[-2], [], "the run of a step behind a full block table")
+                check(runs[-1], "the block that was appended has room for a run", runs)
+                tokens = [token for run in runs for token in run]
+                equal(tokens, wanted[1 : 1 + len(tokens)], "tokens around a step that had no room")
                 await on.leave(key)
 
     @on_loop
@@ -91,7 +135,7 @@ class RunTests(RunnerSuite):
             for salt in range(6):
                 prompt = on.prompt(3, salt=salt)
                 await on.launch_prefill(on.start(salt, prompt, [0]))
-                (run,) = _runs_of(await on.launch())
+                (run,) = runs_of(await on.launch())
                 stop = len(prompt) + len(run)
                 on.rows([0], 0, stop)
                 try:
@@ -109,7 +153,7 @@ class RunTests(RunnerSuite):
             alone = []
             for key, prompt in enumerate(prompts):
                 outputs = await _decode(on, key, prompt, _TABLES[key], 8, GREEDY)
-                alone.append([run for output in outputs for run in _runs_of(output)])
+                alone.append([run for output in outputs for run in runs_of(output)])
                 await on.leave(key)
             first = await on.launch_prefill(on.start(10, prompts[0], _TABLES[0]), on.start(11, prompts[1], _TABLES[1]))
             appends = [on.append(11, _TABLES[1][1])]
@@ -117,7 +161,7 @@ class RunTests(RunnerSuite):
             # one decodes, one sits out, one samples its first token
             mixed = await on.launch(starts=[start], appends=appends, skips=[11], chunks=[Chunk(12, 5, True)])
             last = await on.launch()
-            runs = [_runs_of(output) for output in (first, mixed, last)]
+            runs = [runs_of(output) for output in (first, mixed, last)]
             equal(runs[0], [alone[0][0], alone[1][0]], "first tokens of two, which are one each")
             equal(runs[1], [alone[0][1], alone[2][0]], "a run, and the first token of a sequence that joins")
             equal(runs[2], [alone[0][2], alone[1][1], alone[2][1]], "runs of three, in the order in which they joined")
@@ -132,7 +176,7 @@ class RunTests(RunnerSuite):
             columns = []
             for bench in (plain, on):
                 outputs = await _decode(bench, 0, prompt, _TABLES[0], 12, sampler)
-                columns.append([entry for output in outputs for entry in _columns(output)][:12])
+                columns.append([entry for output in outputs for entry in columns_of(output)][:12])
             tokens = [[entry[0] for entry in column] for column in columns]
             equal(tokens[1], tokens[0], "tokens of a sequence with log-probs")
             for name, number in (("raw", 1), ("processed", 2)):
@@ -173,7 +217,27 @@ async def _decode(
     return outputs
 
 
-def _runs_of(output: StepOutput) -> list[list[int]]:
+async def _decode_two_at_a_time(
+    on: Bench, key: int, prompt: Sequence[int], blocks: Sequence[int], count: int, sampler: SamplerSpec
+) -> list[StepOutput]:
+    """As `_decode`, with each step launched before the one before it has ended; each has room for the longest runs."""
+    outputs: list[StepOutput] = []
+    flying = [on.launch_prefill(on.start(key, prompt, blocks, sampler=sampler))]
+    have, num_blocks = len(prompt), -(-len(prompt) // on.size)
+    tokens = 0
+    while tokens < count:
+        appends = []
+        while num_blocks < len(blocks) and num_blocks * on.size < have + 2 * on.capacity.max_run_tokens:
+            appends.append(on.append(key, blocks[num_blocks]))
+            num_blocks += 1
+        flying.append(on.launch(appends=appends))
+        outputs.append(await flying.pop(0))
+        tokens += len(outputs[-1].tokens)
+        have = len(prompt) + tokens - 1
+    return outputs + [await step for step in flying]
+
+
+def runs_of(output: StepOutput) -> list[list[int]]:
     """The tokens of each sequence that a step sampled for."""
     counts = (1,) * len(output.tokens) if output.counts is None else output.counts
     equal(sum(counts), len(output.tokens), f"sum of the counts {counts}, beside the number of tokens")
@@ -181,7 +245,7 @@ def _runs_of(output: StepOutput) -> list[list[int]]:
     return [list(output.tokens[stop - count : stop]) for stop, count in zip(stops, counts, strict=True)]
 
 
-def _columns(output: StepOutput) -> Iterator[tuple[Any, ...]]:
+def columns_of(output: StepOutput) -> Iterator[tuple[Any, ...]]:
     """Token, raw and processed log-prob and alternatives of each entry of a step, none of which may be missing."""
     assert output.raw is not None, f"raw log-probs of a sequence with log-probs: {output}"
     assert output.processed is not None, f"processed log-probs of a sequence with log-probs: {output}"

@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
-import xxhash
-
 from fdasync.errors import FdasyncError, InvariantBroken
 from fdasync.pd.transfer.base import CopySpec
 from fdasync.testing.harness.bounded import LoopHooks
@@ -110,7 +108,7 @@ class Side(GuardedMemory):
         for place, part in enumerate(parts):
             self.write(part, value((tag, place), part.nbytes))
         self.transport.offer(parts)
-        return parts, tuple([xxhash.xxh3_64_intdigest(self.read(part)) for part in parts])
+        return parts, tuple([self.transport.checksum(self.read(part)) for part in parts])
 
     def copy_spec(self, theirs: Sequence[Part], checksums: Sequence[int]) -> CopySpec:
         """Parts here, and the order to copy a sender's block into them."""

@@ -57,7 +57,10 @@ class SenderProcess:
         self._command += [",".join(map(str, sizes)), str(int(overwrites))]
 
     def __enter__(self) -> Announcement:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # the factory may stand in a test's module: the process imports it from where this process found it
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, env=environment)
         try:
             out = self._process.stdout
             assert out is not None, f"the sender's process has no stdout: {self._command}"
@@ -66,7 +69,7 @@ class SenderProcess:
                 ready, _, _ = select.select([out], [], [], _START_S)
                 found = os.read(out.fileno(), 1 << 16) if ready else b""
                 if not found:
-                    status = self._process.poll()
+                    status = self._process.wait(_START_S) if ready else None  # its stdout closes before its end
                     how = f"ended with status {status}" if status is not None else f"said nothing for {_START_S:g} s"
                     raise AssertionError(f"the sender's process did not start: it {how}: {self._command}")
                 line += found

@@ -94,3 +94,27 @@ def test_blocks_are_what_they_were(patches: _Patches) -> None:
 
 def test_only_an_assertion_that_is_left_out_anyhow_is_not_worked_out() -> None:
     assert not interpreter.InterpreterOptions().debug
+
+
+@triton.jit
+def _mixed(x_ptr: Any, out_ptr: Any, WIDTH: tl.constexpr) -> None:  # noqa: N803
+    columns = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + columns)
+    # one shape and two types; another shape; a number; both scalars
+    pairs = x.to(tl.float16) + x
+    table = pairs[:, None] * x[None, :] + columns[None, :]
+    tl.store(out_ptr + columns, tl.sum(table, axis=0) / (tl.program_id(0) + 3))
+
+
+def test_values_of_other_types_and_shapes_are_still_brought_together(patches: _Patches) -> None:
+    x = torch.arange(8, dtype=torch.float32) / 8
+    out = torch.empty(8)
+    _mixed[(1,)](x, out, 8)
+    assert torch.equal(out, ((x * 2)[:, None] * x + torch.arange(8)).sum(0) / 3)
+    with pytest.raises(interpreter.InterpreterError, match="incompatible dimensions"):
+        _unequal[(1,)](out)
+
+
+@triton.jit
+def _unequal(out_ptr: Any) -> None:
+    tl.store(out_ptr + tl.arange(0, 8), tl.arange(0, 8) + tl.arange(0, 4))

@@ -11,6 +11,7 @@ from fdasync.pd.transfer.shm import ShmTransport
 from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.testing import SimLoop, TransportTests
 from fdasync.testing.sim.transport import SimFabric, SimTransport
+from tests.support.device_transport import RegionTransport
 
 
 class TestShm(TransportTests):
@@ -41,6 +42,25 @@ class TestTcp(TransportTests):
 
 @pytest.mark.slow
 class TestTcpOnTheStdlibLoop(TestTcp):
+    def new_loop(self):
+        return asyncio.SelectorEventLoop()
+
+
+class TestDevice(TransportTests):
+    keeps_offers = False
+    factory = "tests.support.device_transport:RegionTransport"
+
+    def make(self):
+        return RegionTransport()
+
+    def silence(self, transport):
+        # who dials gets into the kernel's queue, and that is all
+        transport._door.pause()
+        return True
+
+
+@pytest.mark.slow
+class TestDeviceOnTheStdlibLoop(TestDevice):
     def new_loop(self):
         return asyncio.SelectorEventLoop()
 

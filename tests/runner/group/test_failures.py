@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fdasync.errors import (
     DeadlineExceeded,
     InvariantBroken,
     RunnerError,
+    UnsupportedModel,
     WeightsBroken,
     WeightsDiffer,
     WeightsRejected,
@@ -86,6 +88,16 @@ class ByHand(Runner):
             raise self.error
 
 
+class Late(ByHand):
+    """Fails as it is cancelled."""
+
+    async def open(self):
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise RunnerError("torn down")
+
+
 async def opened(count: int = 2) -> tuple[GroupRunner, list[ByHand]]:
     group = group_of(ByHand, LIMITS, count)
     await group.open()
@@ -115,13 +127,14 @@ def in_virtual_time(test):
 @in_virtual_time
 async def test_a_step_is_with_all_ranks_before_any_answers_and_its_output_is_rank_0_s():
     group, ranks = await opened(3)
-    done = group.launch(RunStep(0))
-    assert [rank.calls for rank in ranks] == [["step 0"]] * 3
-    for token, rank in reversed(list(enumerate(ranks))):
-        assert not done.done()
-        rank.say(0, token)
-        await turns()
-    assert (await done).tokens == (0,)
+    for step, order in enumerate(((2, 1, 0), (0, 1, 2))):
+        done = group.launch(RunStep(step))
+        assert [rank.calls[step:] for rank in ranks] == [[f"step {step}"]] * 3
+        for rank in order:
+            assert not done.done()
+            ranks[rank].say(step, rank)
+            await turns()
+        assert (await done).tokens == (0,)
     await group.aclose()
 
 
@@ -176,6 +189,20 @@ async def test_a_failed_step_fails_at_once_and_those_before_it_have_a_second():
 
 
 @in_virtual_time
+async def test_a_close_ends_the_second_that_steps_before_a_failed_one_have():
+    group, ranks = await opened()
+    steps = [group.launch(RunStep(number)) for number in range(2)]
+    ranks[1].futures["step 1"].set_exception(RunnerError("no memory", 1))
+    await turns()
+    assert group._grace._next is not None
+    await group.aclose()
+    assert group._grace._next is None
+    for step, words in zip(steps, ("it stopped|is closed", "no memory"), strict=True):
+        with pytest.raises(RunnerError, match=words):
+            await step
+
+
+@in_virtual_time
 async def test_a_copy_out_has_one_writer_for_each_byte():
     for moved, problem in (((100, 100), ""), ((200, 200), "wrote 400 bytes"), ((100, 0), "wrote 100 bytes")):
         group, ranks = await opened()
@@ -197,6 +224,8 @@ async def test_a_copy_in_moves_whole_blocks_and_fails_with_any_rank():
     for rank in ranks:
         rank.futures["copy 0"].set_result(CopyOutput(0, 60, 0))
     assert await good == CopyOutput(0, 100, 0)
+    # what has ended is no more among what may be late
+    assert list(group._copies) == [1]
     ranks[1].futures["copy 1"].set_exception(RunnerError("no such block"))
     assert str(await failure_of(bad)) == str(RunnerError("rank 1 of 2: no such block"))
     await group.aclose()
@@ -237,6 +266,54 @@ async def test_an_opening_that_fails_on_one_rank_does_not_wait_for_the_others():
     with pytest.raises(CheckpointError):
         await group.aclose()
     assert [rank.closed for rank in ranks] == [1, 1, 1]
+
+
+@in_virtual_time
+async def test_of_ranks_that_fail_at_once_the_first_is_told_and_every_error_is_read():
+    loop = asyncio.get_running_loop()
+    unread = []
+    loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
+    group = group_of(ByHand, LIMITS, 5)
+    for rank, problem in enumerate(("no room", "no GPU", "no room", None, None)):
+        ranked = group._ranks[rank]
+        ranked.error = None if problem is None else RunnerError(problem)
+        ranked.opens = loop.create_future()
+        if rank < 3:
+            ranked.opens.set_result(None)
+    with pytest.raises(RunnerError) as caught:
+        await group.open()
+    assert caught.value.problem == "rank 0 of 5: no room"
+    assert caught.value.__notes__ == [
+        f"and then: RunnerError: {RunnerError('rank 1 of 5: no GPU')}",
+        f"and then: RunnerError: {RunnerError('rank 2 of 5: no room')}",
+    ]
+    # its frames hold the tasks
+    del caught, group
+    # one that fails as it is cancelled is read, too
+    group = GroupRunner([ByHand(), Late()])
+    group._ranks[0].error = RunnerError("no room")
+    with pytest.raises(RunnerError, match="no room"):
+        await group.open()
+    await turns()
+    del ranked, group
+    gc.collect()
+    assert unread == []
+
+
+@in_virtual_time
+async def test_an_error_that_holds_for_all_ranks_blames_none():
+    for error in (
+        ConfigError("tensor_parallel", "3 ranks cannot part the 2 KV heads", hint="works with 1, 2"),
+        ConfigError("sum_slices", "is odd"),
+        UnsupportedModel("gpt_oss", "there is no plan"),
+    ):
+        group = group_of(ByHand, LIMITS, 2)
+        for ranked in group._ranks:
+            ranked.error = error
+        with pytest.raises(type(error)) as caught:
+            await group.open()
+        assert caught.value is error
+        assert not hasattr(error, "__notes__")
 
 
 @in_virtual_time

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from fdasync.errors import ConfigError
+from fdasync.errors import ConfigError, InvariantBroken
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing import FaultRunner, RunTests
+from fdasync.testing import DraftTests, FaultRunner, RunTests
 from tests.runner import test_synthetic
 from tests.support.groups import group_of
 
@@ -57,6 +57,11 @@ class TestRunsOfAGroup(RunTests):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
 
 
+class TestDraftsOfAGroup(DraftTests):
+    def make(self, limits):
+        return group_of(lambda own: SyntheticRunner(SyntheticConfig(pass_stamp=True), own), limits, 2)
+
+
 @pytest.mark.slow
 class TestWorkers(test_synthetic.TestSynthetic):
     """Two processes that compare each step. What can go wrong with such processes: `test_workers.py`."""
@@ -91,5 +96,15 @@ def test_each_share_has_one_writer(shares, ranks, parts):
 
 @pytest.mark.parametrize(("shares", "ranks"), [(3, 2), (2, 3), (4, 6)])
 def test_shares_and_ranks_that_do_not_divide_are_refused(shares, ranks):
-    with pytest.raises(ConfigError, match=f"{ranks} ranks cannot divide the {shares} shares"):
+    with pytest.raises(ConfigError, match=f"{ranks} ranks cannot divide the {shares} shares.*works with 1") as caught:
         part_of(shares, ranks, 0)
+    works = [int(width) for width in caught.value.hint.split("with ")[1].split(", ")]
+    assert works == {2: [1, 2, 4, 6, 8], 3: [1, 3, 6], 4: [1, 2, 4, 8]}[shares]
+    for width in works:
+        part_of(shares, width, width - 1)
+
+
+@pytest.mark.parametrize(("shares", "ranks", "rank"), [(4, 2, 2), (4, 2, -1), (4, 0, 0), (4, -2, 0), (0, 1, 0)])
+def test_ranks_and_shares_that_there_are_not_have_no_part(shares, ranks, rank):
+    with pytest.raises(InvariantBroken, match=f"rank {rank} of {ranks} in {shares} shares"):
+        part_of(shares, ranks, rank)

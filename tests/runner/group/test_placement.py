@@ -164,3 +164,15 @@ def test_a_runner_object_takes_no_gpus(tmp_path: Path, monkeypatch: pytest.Monke
     runner = make_runner(config.runner, config.runner_config, config.runner_limits())
     with pytest.raises(ConfigError, match="a runner object was given"):
         Engine(config, runner=runner)
+
+
+@pytest.mark.parametrize("gpus", [(4, "3,1,0")], indirect=True)
+@pytest.mark.usefixtures("gpus")
+def test_workers_that_read_others_devices_see_them_behind_their_own() -> None:
+    placement = Placement((1, 0), 2, shares=False, sees_all=True)
+    placement.take()
+    try:
+        told = [environment["CUDA_VISIBLE_DEVICES"] for environment in placement.environments()]
+        assert told == [f"{uuid_of(1)},{uuid_of(3)},{uuid_of(0)}", f"{uuid_of(3)},{uuid_of(1)},{uuid_of(0)}"]
+    finally:
+        placement.close()

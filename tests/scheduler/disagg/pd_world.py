@@ -57,11 +57,15 @@ class World:
 
     Attributes:
         whole: what each group's requests are where they are decoded.
+        readers: sides that read the prefill side's device.
         started: by side, its samples that were handed over, and whose they are; `handed`: the opposite.
     """
 
-    def __init__(self, config: SchedulerConfig, decode_configs: list[SchedulerConfig]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, decode_configs: list[SchedulerConfig], readers: tuple[str, ...] = ()
+    ) -> None:
         self.now = 1.0
+        self.readers = readers
         self.started: dict[str, dict[int, int]] = {}
         self.prefill = Side("p", config, self)
         self.decodes = {f"d{number}": Side(f"d{number}", each, self) for number, each in enumerate(decode_configs)}
@@ -112,19 +116,30 @@ class World:
     def offer(self, lease: Lease, action: SendBlocks | HandOver) -> None:
         runner, size = self.prefill.runner, self.prefill.config.block_tokens
         if isinstance(action, SendBlocks):
-            slots = action.slots or (-1,) * len(action.host)
-            assert len(slots) == len(action.host) == len(action.indices) > 0
+            on_device = bool(action.device)
+            assert on_device == (lease.side.name in self.readers)
+            assert not (action.device and action.host)
+            blocks = action.device or action.host
+            slots = action.slots or (-1,) * len(blocks)
+            assert len(slots) == len(blocks) == len(action.indices) > 0
             if lease.over:
                 self.prefill.queue.append(BlocksSent(offer=action.offer, taken=False))
                 return
-            held = [(host, runner.export(host, slot, size)) for host, slot in zip(action.host, slots, strict=True)]
-            lease.offers[action.offer] = held
+            lease.offers[action.offer] = [
+                (block, runner.export(block, slot, size, on_device=on_device))
+                for block, slot in zip(blocks, slots, strict=True)
+            ]
         else:
             if lease.over:
                 self.prefill.queue.append(HandedOver(offer=action.offer, taken=False))
                 return
-            assert (action.tail >= 0) == (action.host >= 0) == (action.tail_rows > 0)
-            out = [(action.host, runner.export(action.host, action.slot, action.tail_rows))] if action.tail >= 0 else []
+            on_device = lease.side.name in self.readers
+            block, other = (action.device, action.host) if on_device else (action.host, action.device)
+            assert (action.tail >= 0) == (block >= 0) == (action.tail_rows > 0)
+            assert other == -1
+            out = []
+            if action.tail >= 0:
+                out = [(block, runner.export(block, action.slot, action.tail_rows, on_device=on_device))]
             lease.offers[action.offer] = out
             lease.hands[action.offer] = action.index
         self.send(self.prefill, lease.side, "offer", lease, action)
@@ -155,8 +170,8 @@ class World:
             self.send(self.prefill, lease.side, "give up", lease)
 
     def end_offer(self, lease: Lease, offer: int, *, taken: bool) -> None:
-        for host, content in lease.offers.pop(offer):
-            self.prefill.runner.end_export(host, content)
+        for block, content in lease.offers.pop(offer):
+            self.prefill.runner.end_export(block, content, on_device=lease.side.name in self.readers)
         if offer in lease.hands:
             del lease.hands[offer]
             self.prefill.queue.append(HandedOver(offer=offer, taken=taken))
@@ -178,7 +193,10 @@ class World:
         group, attempt = lease.ask.group, lease.ask.attempt
         if kind == "answer" and words.verdict == "granted":
             lease.granted = True
-            answer = LeaseAnswered(group=group, attempt=attempt, granted=True, prefix_blocks=words.prefix_blocks)
+            answer = LeaseAnswered(
+                group=group, attempt=attempt, granted=True, prefix_blocks=words.prefix_blocks,
+                reads_device=lease.side.name in self.readers,
+            )  # fmt: skip
             self.prefill.queue.append(answer)
         elif kind == "answer" and words.verdict == "denied":
             lease.over = True
@@ -214,13 +232,15 @@ class World:
             side.queue.append(LeaseGivenUp(groups=(lease.group,), reason="given up"))
         elif isinstance(words, SendBlocks):
             lease.unread[words.offer] = len(words.indices)
-            side.queue.append(BlocksOffered(group=lease.group, offer=words.offer, indices=words.indices))
+            side.queue.append(
+                BlocksOffered(group=lease.group, offer=words.offer, indices=words.indices, on_device=bool(words.device))
+            )
         else:
             key = lease.keys[words.index]
             side.queue.append(
                 SampleOffered(
                     group=lease.group, key=key, offer=words.offer, token=words.token, tail_rows=words.tail_rows,
-                    cached=words.cached,
+                    cached=words.cached, on_device=words.device >= 0,
                 )
             )  # fmt: skip
 

@@ -47,10 +47,11 @@ class PdMachine(RuleBasedStateMachine):
         num_host=st.sampled_from([1, 2, 3, 5, 20]), staging=st.sampled_from([0, 1, 2, 4]),
         cache=st.sampled_from([True, True, True, False]), reserve=st.integers(0, 2), lanes=st.integers(0, 3),
         policies=st.lists(POLICIES, min_size=2, max_size=2),
+        readers=st.sampled_from([(), ("d0",), ("d1",), ("d0", "d1")]),
     )  # fmt: skip
     def begin(
         self, depth, num_blocks, decode_blocks, size, max_running, extra, capture, two, num_host, staging, ahead,
-        cache, reserve, lanes, policies,
+        cache, reserve, lanes, policies, readers,
     ):  # fmt: skip
         rules = LeaseRules(**RULES, staging_blocks=staging, ahead_tokens=ahead, beyond_running=lanes)
 
@@ -62,7 +63,8 @@ class PdMachine(RuleBasedStateMachine):
                 policy=policy[0], policy_config=policy[1],
             )  # fmt: skip
 
-        self.world = World(config(num_blocks, policies[0]), [config(decode_blocks, policies[1])] * (2 if two else 1))
+        decoders = [config(decode_blocks, policies[1])] * (2 if two else 1)
+        self.world = World(config(num_blocks, policies[0]), decoders, readers)
         self.cache, self.size, self.capture = cache, size, capture
 
     # -- requests
@@ -366,7 +368,7 @@ class PdMachine(RuleBasedStateMachine):
         assert (stats.running, stats.waiting, stats.leased, stats.hand_offs) == (0, 0, 0, 0)
         assert stats.free_blocks + stats.idle_blocks == side.config.num_blocks
         assert (stats.moving, stats.writing, scheduler.swap_planner.num_held, scheduler.index.reserved) == (0, 0, 0, 0)
-        assert scheduler.prefill_side.num_held == 0
+        assert scheduler.prefill_side.num_held == scheduler.index.lent == 0
         assert (
             scheduler.prefill_side.num_asked,
             scheduler.decode_side.num_leases,

@@ -157,7 +157,9 @@ class _Simulation:
         self.work = work
         self.grace_s = grace_s
         weights_id = work.runner.weights_id
-        self.passes = before.next_life(weights_id) if before else PassModel(work.runner.block_tokens, weights_id)
+        self.passes = (
+            before.next_life(weights_id) if before else PassModel(work.runner.block_tokens, weights_id, runs=True)
+        )
         # of all ranks; what may go wrong does so on one of them
         self.ranks: list[FaultRunner] = []
         self.synthetic: list[SyntheticRunner] = []

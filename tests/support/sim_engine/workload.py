@@ -189,8 +189,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             trace_turns=1 << 20,
         )
         runs = Random(f"runs {seed}")
-        if config.pipeline_depth == 1 and runs.random() < 0.5:
-            # depth 2 is refused: how far a sequence is must be known when the next step begins
+        if runs.random() < 0.5:
             most = runs.choice((2, 3, 4))
             runner = msgspec.structs.replace(runner, max_run_tokens=most)
             config = msgspec.structs.replace(config, max_step_tokens=max_step_tokens + (most - 1) * max_running)

@@ -99,7 +99,7 @@ class Machine:
         self.expected: dict[int, int] = {}
         config = msgspec.structs.replace(plan.config, weight_version=version)
         runner = msgspec.structs.replace(plan.runner, weights_id=weights_id)
-        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base)
+        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base, runs=True)
         inner = SyntheticRunner(runner, config.runner_limits())
         self.oracle = inner.oracle
         self.runner = FaultRunner(
@@ -229,6 +229,7 @@ class Machine:
             "hand-offs": len(prefill_side.hand_offs) + prefill_side.num_asked,
             "leased tokens, blocks in the ring, offers and hand-overs": prefill_side.num_held,
             "blocks on their way here": decode_side.num_receiving,
+            "device blocks that others read, or fill": scheduler.index.lent,
             "blocks that exports hold": scheduler.swap_planner.num_held + len(scheduler.swap_planner._exports),
             "holds of host blocks": sum(len(block.host_holds) for block in scheduler.index.pool.live()),
             "blocks on their way to the store": int(scheduler.tiers.is_writing),

@@ -242,9 +242,9 @@ class _Draw:
         return self._resized(plan) if self.unequal else plan
 
     def _with_runs(self, plan: InstancePlan) -> InstancePlan:
-        """Half of those with one step in flight yield runs of tokens; from a stream of their own."""
+        """Half of them yield runs of tokens; from a stream of their own."""
         random, config = Random(f"runs {self.seed} {plan.name}"), plan.config
-        if config.pipeline_depth > 1 or random.random() < 0.5:
+        if random.random() < 0.5:
             return plan
         most = random.choice((2, 3, 4))
         budget = config.max_step_tokens + (most - 1) * config.max_running

@@ -37,6 +37,7 @@ from fdasync_transformers.execution.graphs import ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync_transformers.execution.shown_pool import ShownPool
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
@@ -53,7 +54,6 @@ from fdasync_transformers.start.runner_config import (
     check_config,
     check_device,
     check_numerics,
-    check_ranks,
     device_of,
     graph_tokens,
     memory_share,
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
+    from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
@@ -100,6 +101,7 @@ class TransformersRunner(Runner):
         self._capacity: Capacity | None = None
         self._aux: AuxData | None = None
         self._executor: Executor | None = None
+        self._shown: ShownPool | None = None
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
@@ -116,7 +118,6 @@ class TransformersRunner(Runner):
         device = device_of(self.config, self.limits)
         check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
-        check_ranks(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
     def join(self, exchange: Exchange) -> None:
@@ -154,7 +155,6 @@ class TransformersRunner(Runner):
         device = device_of(config, self.limits)
         check_device(config, device)
         check_numerics(config, self.limits, device)
-        check_ranks(config, self.limits, device)
         if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
             raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")
         with _current(device):
@@ -255,9 +255,11 @@ class TransformersRunner(Runner):
         host: HostArena | None,
     ) -> Executor:
         device, limits = step_model.model.device, self.limits
+        shown = self._shown = ShownPool(device) if limits.shows_blocks else None
+        allocate = None if shown is None else shown.allocate
         try:
-            pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device)
-        except (RuntimeError, MemoryError) as error:
+            pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device, allocate)
+        except (RuntimeError, MemoryError, OSError, RunnerError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
         self._aux = step_model.aux = make_aux(
             step_model.model,
@@ -280,6 +282,8 @@ class TransformersRunner(Runner):
             part=replace(pool.part, writes=not limits.rank) if self._shares_blocks else pool.part,
             collectives=self._collectives,
         )
+        if shown is not None:
+            shown.bind(bound, services)
         if services is None or not isinstance(step_model, DeviceStepModel):
             return HostExecutor(step_model, bound)
         return DeviceExecutor(step_model, bound, services)
@@ -297,6 +301,9 @@ class TransformersRunner(Runner):
         if self._executor is None:
             return _failed(RunnerError("the runner is closed, or not bound yet"))
         return self._executor.copy(copy)
+
+    def peer_blocks(self) -> PeerBlocks | None:
+        return None if self._shown is None else self._shown.rows
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Has a child process check it first: compiling it may take minutes."""
@@ -362,14 +369,21 @@ class TransformersRunner(Runner):
         try:
             if self._checks is not None:
                 await self._checks.aclose()
-            if executor is not None:
-                await executor.aclose()
+            try:
+                if self._shown is not None:
+                    await self._shown.aclose()
+            finally:
+                if executor is not None:
+                    await executor.aclose()
         finally:
             dead = isinstance(executor, DeviceExecutor) and executor.device_failed
             if self._aux is not None:
                 self._aux.close()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
             self._aux = self._routers = self._step_model = self._weights = executor = None
+            shown, self._shown = self._shown, None
+            if shown is not None and not dead:
+                shown.free()
             if on_gpu and not dead:
                 # models are reference cycles: collect them, then give their memory back to the device
                 gc.collect()

@@ -375,6 +375,22 @@ def test_fsdp_gathers_the_heads_weight(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+def test_a_head_with_adapters_is_refused() -> None:
+    # as a LoRA layer is: a module around the head, which shows the head's own weight
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(8, 20)
+            self.lora_a = torch.nn.Linear(8, 2)
+
+        @property
+        def weight(self) -> torch.Tensor:
+            return self.base_layer.weight
+
+    with pytest.raises(BadInput, match=r"Adapted has parts \(base_layer, lora_a\)"):
+        logprobs(torch.randn(3, 8), Adapted(), torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_large_vocabulary_needs_no_table_in_float32(dtype: torch.dtype) -> None:

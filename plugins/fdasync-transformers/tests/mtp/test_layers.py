@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fdasync_transformers import TransformersRunner
 from fdasync_transformers.mtp.head import head_of
-from fdasync_transformers.start.runner_config import TransformersConfig, check_device, check_ranks
+from fdasync_transformers.start.runner_config import TransformersConfig, check_device
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.tiny.mtp import make_mtp_checkpoint
 from fdasync_transformers.weights import identity, loading
@@ -124,12 +125,27 @@ def test_a_family_of_mixed_attention_is_refused(tmp_path: Path) -> None:
         open_mtp(tmp_path)
 
 
-@pytest.mark.parametrize("limits", [{"tensor_parallel": 2}, {"sum_slices": 2}])
-def test_ranks_and_kernels_have_none_yet(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"runner_config\.mtp"):
-        check_ranks(
-            TransformersConfig(mtp=True), RunnerLimits(model="", max_running=1, max_step_tokens=8, **limits), CPU
-        )
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"tensor_parallel": 2}, "are not cut for 2 ranks yet; leave it out, or use tensor_parallel=1"),
+        ({"sum_slices": 2}, "have no sums of 2 slices yet; leave it out, or use sum_slices=1"),
+    ],
+)
+async def test_ranks_and_slices_have_none_yet(tmp_path: Path, limits: dict[str, int], words: str) -> None:
+    """Refused where a report is asked for, and where a rank starts, before anything is loaded."""
+    make_mtp_checkpoint(tmp_path, "glm4_moe")
+    asked = RunnerLimits(model=str(tmp_path), max_running=1, max_step_tokens=8, **limits)
+    runner = TransformersRunner(TransformersConfig(mtp=True, device="cpu"), asked)
+    said = f"runner_config.mtp: multi-token prediction layers {words}"
+    with pytest.raises(ConfigError) as examined:
+        runner.examine()
+    with pytest.raises(ConfigError) as opened:
+        await runner.open()
+    assert [str(examined.value), str(opened.value)] == [said, said]
+
+
+def test_kernels_have_none_yet() -> None:
     with pytest.raises(ConfigError, match=r"runner_config\.mtp"):
         check_device(TransformersConfig(mtp=True, kernels="triton"), CPU)
 

@@ -46,6 +46,17 @@ def test_tensors_and_messages_come_in_the_order_of_ranks() -> None:
     assert returned(as_ranks(2, work, slot_nbytes=512)) == [([[0.0], [1.0]], [b"\0\0", b"\1\1"])] * 2
 
 
+def test_tensors_of_other_sizes_are_no_sum() -> None:
+    def work(exchange: Exchange) -> None:
+        HostCollectives(exchange).all_reduce(torch.zeros(2 + exchange.rank), "a sum")
+
+    said = [str(error) for error in as_ranks(2, work)]
+    assert said == [
+        "12 bytes of a sum from one rank, 8 from another",
+        "8 bytes of a sum from one rank, 12 from another",
+    ]
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     meeting = Meeting(2)
     exchange = Exchange(0, 2, [os.dup(fd) for fd in meeting.fds(0)], deadline_s=1)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from device_path import make_small_checkpoint
 from fdasync_transformers import make_random_checkpoint
+from fdasync_transformers.parallel.collectives import HostCollectives
+from fdasync_transformers.parallel.on_device import StepEnds, message_nbytes
 from ranks import as_ranks, returned
 from step_driver import Driver
 
@@ -119,6 +121,46 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
     assert said[0] == said[1]
     assert "step 2" in said[0]
     assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
+
+
+def test_the_largest_message_of_a_step_fits_the_memory_for_messages() -> None:
+    class Alone(HostCollectives):
+        def __init__(self) -> None:
+            self.rank, self.ranks = 0, 1
+
+        def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
+            return message[None]
+
+    rows = {str(number): torch.zeros(5, 2, dtype=torch.uint8) for number in range(4)}
+    tokens = torch.arange(7)
+    told = StepEnds(Alone(), torch.device("cpu")).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
+    assert told.nbytes <= message_nbytes(7)
+    assert StepEnds.read(told.numpy(), 3, 7) == tuple(range(7))
+
+
+def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_dense")
+
+    async def work(exchange: Exchange) -> str:
+        driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange)
+        collectives = driver.runner._collectives
+        own = collectives._sum
+        try:
+            sequence = driver.sequence([1, 2, 3], 3)
+            output = await driver.step(starts=[driver.start(sequence)], chunks=[Chunk(sequence.key, 3, True)])
+            sequence.tokens.append(output.tokens[0])
+            if exchange.rank == 1:
+                collectives._sum = lambda tensor, label: own(tensor, label) * (1 + 1e-6)
+            await driver.step(appends=driver.append(sequence))
+        except RunnerError as error:
+            return str(error)
+        finally:
+            await driver.close()
+        return "no error"
+
+    said = returned(as_ranks(2, lambda exchange: asyncio.run(work(exchange))))
+    assert said[0] == said[1]
+    assert "rank 1 of 2 computed other logits than rank 0" in said[0]
 
 
 def test_steps_that_wait_for_a_grammar_or_score_prompts_keep_the_order_of_sums(tmp_path: Path) -> None:

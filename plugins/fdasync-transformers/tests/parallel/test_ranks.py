@@ -101,6 +101,18 @@ def test_a_rank_that_sums_in_another_order_is_caught(tmp_path: Path, monkeypatch
             # experts that differ by little more than rounding: other bits of a hidden state choose others
             state[name] = tensor[:1] * (1 + 2e-7 * torch.arange(len(tensor)).view(-1, 1))
     save_file(state, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    assert "rank 2 of 4 chose other experts than rank 0" in of_another_order(tmp_path, monkeypatch)
+
+
+def test_a_rank_of_a_dense_model_that_sums_in_another_order_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_dense")
+    assert "rank 2 of 4 computed other hidden states than rank 0" in of_another_order(tmp_path, monkeypatch)
+
+
+def of_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of all ranks where rank 2 of 4 adds up backwards; without that they play to the end."""
     gather = HostCollectives._gather
 
     def backwards(collectives: HostCollectives, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
@@ -108,12 +120,12 @@ def test_a_rank_that_sums_in_another_order_is_caught(tmp_path: Path, monkeypatch
         return parts[::-1] if collectives.rank == 2 else parts
 
     settings: dict[str, Any] = {"config": {"dtype": "float32", "self_check": False}}
-    assert len(play(tmp_path, 4, **settings)) == 4
+    assert len(play(folder, 4, **settings)) == 4
     monkeypatch.setattr(HostCollectives, "_gather", backwards)
-    outcomes = as_ranks(4, lambda exchange: play_one(tmp_path, exchange, **settings))
+    outcomes = as_ranks(4, lambda exchange: play_one(folder, exchange, **settings))
     assert [str(error) for error in outcomes] == [str(outcomes[0])] * 4
-    assert "rank 2 of 4 chose other experts than rank 0" in str(outcomes[0])
     assert isinstance(outcomes[0], RunnerError)
+    return str(outcomes[0])
 
 
 def test_a_rank_that_does_not_come_to_a_step_fails_the_others_in_time(tmp_path: Path) -> None:

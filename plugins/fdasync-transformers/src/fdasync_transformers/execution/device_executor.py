@@ -184,7 +184,7 @@ class DeviceExecutor(Executor):
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
             if self._ends is not None:
                 rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
-                self._ends.queue(0, rows, None, 0)
+                self._ends.queue(0, rows, None, None, 0)
             if self.on_gpu and self._leads:
                 logits = torch.empty((0, self._bound.vocab_size), dtype=self.model.model.dtype)
                 warm_up(self._bound.vocab_size, self._bound.trim(logits).dtype, self._lanes.tokens)
@@ -347,7 +347,7 @@ class DeviceExecutor(Executor):
                     results.update({SAMPLER + name: tensor for name, tensor in sampled.items()})
                 if self._ends is not None and len(batch.positions):
                     count = len(batch.sampled)
-                    told = self._ends.queue(batch.step_id, own(results, AUX), tokens, count)
+                    told = self._ends.queue(batch.step_id, own(results, AUX), begun.logits, tokens, count)
                     tokens = self._ends.tokens(told, count) if count else None
                     if not self._leads:
                         results.clear()

@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, r
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -46,6 +48,7 @@ class HostExecutor(Executor):
         self._model = model
         self._bound = bound
         self._drafter = None if head_of(model.model) is None else MtpDrafter(model)
+        self._compares = bound.collectives is not None and model.head.is_apart
         self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
         self._failure = ""
 
@@ -90,23 +93,21 @@ class HostExecutor(Executor):
             return self._follow(batch)
         plan = plan_scores(scored_runs(batch, bound.table))
         scores: tuple[PromptScores, ...] = ()
-        if plan is None and self._drafter is None:
+        with self._keeping(plan):
             logits = self._model.run(batch, bound.table, bound.pool, rows)
-        else:
-            with self._model.head.keeping():
-                logits = self._model.run(batch, bound.table, bound.pool, rows)
-                if self._drafter is not None:
-                    # its KV alone: no step verifies drafts yet
-                    none = np.zeros_like(batch.counts)
-                    self._drafter.step(self._model.head.hidden, batch, batch.counts, none, bound.table, bound.pool)
-                if plan is not None:
-                    scores = self._score(plan)
+            hidden = self._compared()
+            if self._drafter is not None:
+                # its KV alone: no step verifies drafts yet
+                none = np.zeros_like(batch.counts)
+                self._drafter.step(self._model.head.hidden, batch, batch.counts, none, bound.table, bound.pool)
+            if plan is not None:
+                scores = self._score(plan)
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
         if values is not None and bound.arena is not None:
             bound.arena.scatter(batch.aux_index, batch.generations, values)
         output = self._sample(batch, logits) if len(rows) else StepOutput(step.step_id, ())
         if bound.collectives is not None:
-            share_step(bound.collectives, step.step_id, values, np.array(output.tokens, np.int32))
+            share_step(bound.collectives, step.step_id, values, hidden, np.array(output.tokens, np.int32))
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
     def _follow(self, batch: Batch) -> StepOutput:
@@ -114,11 +115,23 @@ class HostExecutor(Executor):
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
-        self._model.run(batch, bound.table, bound.pool, np.zeros(0, np.int64))
+        with self._keeping(None):
+            self._model.run(batch, bound.table, bound.pool, np.zeros(0, np.int64))
+            hidden = self._compared()
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
-        tokens = share_step(collectives, batch.step_id, values, np.zeros(0, np.int32))
+        tokens = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
         self._keep(batch, tokens)
         return StepOutput(batch.step_id, tuple(tokens.tolist()))
+
+    def _keeping(self, plan: ScorePlan | None) -> AbstractContextManager[None]:
+        """Keep the hidden states of the pass inside where prompts are scored, ranks compare them, or a drafter takes
+        them."""
+        keeps = plan is not None or self._compares or self._drafter is not None
+        return self._model.head.keeping() if keeps else nullcontext()
+
+    def _compared(self) -> torch.Tensor | None:
+        """Of the pass, what the ranks of a group compare."""
+        return self._model.head.hidden if self._compares else None
 
     def _score(self, plan: ScorePlan) -> tuple[PromptScores, ...]:
         device = self._model.model.device

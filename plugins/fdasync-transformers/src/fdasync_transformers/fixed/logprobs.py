@@ -77,7 +77,7 @@ def logprobs(
 
     Raises:
         BadInput: shapes, dtypes or devices that do not go together; no vocabulary; a head whose weight is sharded while
-            it is called.
+            it is called, or that has parts, such as adapters.
         RunnerError: `finish` has an operation without a fixed form.
     """
     if chunk_tokens < 1:
@@ -85,6 +85,11 @@ def logprobs(
     how = How(_checked(temperature), return_entropy, finish, chunk_tokens)
     if isinstance(head, torch.Tensor):
         return _shaped(_scored(hidden, head, None, targets, vocab_size, how), targets)
+
+    parts = [name for name, _ in head.named_children()]
+    if parts:
+        problem = f"{type(head).__name__} has parts ({', '.join(parts)}), and only its weight and bias would be used"
+        raise BadInput("head", problem, hint="merge adapters into it, or give logprobs_of_logits the model's logits")
 
     def forward(given: torch.Tensor) -> Scored:
         weight = head.weight

@@ -3,7 +3,8 @@
 A step computes the logits of the tokens that it samples from alone: those of all tokens of a prompt would not fit into
 memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
 is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
-steps and no sampling. Called by the step models for the executors, where prompts are scored.
+steps and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a
+group compare their hidden states, and by `mtp/drafter.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ class Head:
         self._decoder = decoder_of(model)
         self._kept: Any = None
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether there is a decoder apart from the rest of the model, so that its hidden states can be kept."""
+        return self._decoder is not None
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The last hidden states [tokens, hidden size] of the pass, in the model's dtype; inside `keeping` alone."""
+        if self._kept is None:
+            raise InvariantBroken("hidden states of a pass that was not kept")
+        states: torch.Tensor = self._kept.last_hidden_state[0]
+        return states
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Keep what the decoder returns in the forward pass inside, until the end of the block."""
@@ -62,14 +76,6 @@ class Head:
         """Logits [n, V] of these rows (int64 [n], on the model's device) of the pass, in the model's dtype. Queued on
         the current stream; inside `keeping` alone."""
         return self.logits_of(self.hidden[rows])
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        """Last hidden states [T, D] of the pass; inside `keeping` alone."""
-        if self._kept is None:
-            raise InvariantBroken("hidden states of a pass that was not kept")
-        states: torch.Tensor = self._kept.last_hidden_state[0]
-        return states
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of hidden states [n, D], as those that the decoder returns; else as `logits`."""

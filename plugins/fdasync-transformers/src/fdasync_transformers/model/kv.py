@@ -19,7 +19,7 @@ from fdasync.cache.host_arena import HostPart
 from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -95,8 +95,10 @@ class KVLayout:
         if not 0 <= self.rank < self.ranks:
             raise ConfigError("tensor_parallel", f"rank {self.rank} of {self.ranks}")
         if self.shares % self.ranks and self.ranks % self.shares:
-            problem = f"{self.ranks} neither divides the {self.shares} shares of the KV heads nor is a multiple of them"
-            raise ConfigError("tensor_parallel", problem, limit=self.shares)
+            counts = " and ".join(str(count) for count in sorted({layer.kv_heads for layer in self.layers}))
+            problem = f"{self.ranks} ranks cannot part the {counts} KV heads of the model's layers"
+            rule = f"a divisor or a multiple of {self.shares}"
+            raise ConfigError("tensor_parallel", problem, limit=rule)
         for layer in self.layers:
             heads = layer.kv_heads // self.shares
             if heads % self.sharers and self.sharers % heads:
@@ -187,9 +189,18 @@ class KVPool:
         keys: by layer index, a view [num_blocks, block_tokens, shares, heads of a share, key_dim].
         values: likewise with value_dim; no entry for latent layers.
         attended_keys, attended_values: the same views, of the heads that this rank's queries attend to.
+
+    `allocate` makes the memory, uint8 [nbytes] on the device with any content; None: torch does.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        block_tokens: int,
+        device: torch.device,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self.block_tokens = block_tokens
         self.shares = layout.held_shares
         share = block_tokens * sum(layer.token_elements for layer in layout.layers) // layout.shares
@@ -199,7 +210,11 @@ class KVPool:
             writes=layout.writes,
         )
         self._per_block = {layer.index for layer in layout.layers if layer.per_block}
-        self.blocks = torch.zeros(num_blocks, self.shares * share, dtype=layout.dtype, device=device)
+        if allocate is None:
+            self.blocks = torch.zeros(num_blocks, self.shares * share, dtype=layout.dtype, device=device)
+        else:
+            memory = allocate(num_blocks * self.shares * share * layout.dtype.itemsize)
+            self.blocks = memory.view(layout.dtype).view(num_blocks, self.shares * share).zero_()
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.attended_keys: dict[int, torch.Tensor] = {}

@@ -1,7 +1,8 @@
-"""What the ranks tell each other at the end of each step: the tokens that rank 0 sampled, and that their rows agree.
+"""What the ranks tell each other at the end of each step: the tokens that rank 0 sampled, and that they computed alike.
 
-Routers are whole on every rank and see the same sums, so all ranks choose the same experts. Each step proves it: a
-digest of the rows of every rank is compared. Knows rows and tokens; knows no models. Called by the executors.
+Every rank sees the same sums, so all have the same hidden states, bit by bit, and choose the same experts. Each step
+proves it: digests of the rows and of the last hidden states of every rank are compared. Knows rows, hidden states and
+tokens; knows no models. Called by the executors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import xxhash
 
 from fdasync.errors import RunnerError
@@ -21,31 +23,36 @@ if TYPE_CHECKING:
     from fdasync_transformers.parallel.collectives import Collectives
 
 _DIGEST_NBYTES = 16
+# in the order of the digests
+_DIFFERENCES = ("chose other experts than rank 0: their rows differ", "computed other hidden states than rank 0")
 
 
 def share_step(
     collectives: Collectives,
     step_id: int,
     rows: Mapping[str, NDArray[np.generic]] | None,
+    hidden: torch.Tensor | None,
     tokens: NDArray[np.int32],
 ) -> NDArray[np.int32]:
     """The tokens that rank 0 gives; those of other ranks are not looked at.
 
     Args:
         rows: of the step, by the name of their spec; None: none are recorded.
+        hidden: the last hidden states of the step's tokens, in host memory; None: the model does not show them.
         tokens: sampled, int32 [n].
 
-    Raises RunnerError naming the ranks whose rows differ from rank 0's; and as `Collectives`.
+    Raises RunnerError naming the ranks whose rows, or else hidden states, differ from rank 0's; and as `Collectives`.
     """
-    digest = xxhash.xxh3_128()
+    chosen, computed = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name, values in sorted((rows or {}).items()):
-        digest.update(f"{name}:{values.dtype}:{values.shape};".encode())
-        digest.update(np.ascontiguousarray(values).view(np.uint8).data)
-    told = collectives.tell(digest.digest() + tokens.astype("<i4").tobytes(), f"end of step {step_id}")
-    first = told[0][:_DIGEST_NBYTES]
-    if others := [rank for rank, one in enumerate(told) if one[:_DIGEST_NBYTES] != first]:
-        names = ", ".join(str(rank) for rank in others)
-        raise RunnerError(
-            f"rank {names} of {collectives.ranks} chose other experts than rank 0: their rows differ", step_id
-        )
-    return np.frombuffer(told[0], "<i4", offset=_DIGEST_NBYTES).astype(np.int32)
+        chosen.update(f"{name}:{values.dtype}:{values.shape};".encode())
+        chosen.update(np.ascontiguousarray(values).view(np.uint8).data)
+    if hidden is not None:
+        computed.update(hidden.contiguous().view(torch.uint8).numpy().data)
+    message = chosen.digest() + computed.digest() + tokens.astype("<i4").tobytes()
+    told = collectives.tell(message, f"end of step {step_id}")
+    for at, what in enumerate(_DIFFERENCES):
+        digests = [one[at * _DIGEST_NBYTES : (at + 1) * _DIGEST_NBYTES] for one in told]
+        if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
+            raise RunnerError(f"rank {', '.join(others)} of {collectives.ranks} {what}", step_id)
+    return np.frombuffer(told[0], "<i4", offset=2 * _DIGEST_NBYTES).astype(np.int32)

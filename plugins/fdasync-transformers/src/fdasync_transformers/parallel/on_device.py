@@ -1,9 +1,10 @@
-"""What the ranks tell each other on the device at the end of each step: rank 0's tokens, and that their rows agree.
+"""What the ranks tell each other on the device at the end of each step: rank 0's tokens, and that they computed alike.
 
-As `in_step.py` does on the host. All of it is queued behind the step, so two steps stay in flight. A digest of each
-rank's rows goes to all ranks with the tokens; the host compares the digests when the step has ended. Every step that
-computes anything ends with exactly one exchange, on all ranks. Knows rows and tokens; knows no models. Called by
-`device_executor.py`.
+As `in_step.py` does on the host. All of it is queued behind the step, so two steps stay in flight. Digests of each
+rank's rows, and of the first logits of the tokens that are sampled, go to all ranks with the tokens; the host compares
+the digests when the step has ended. Heads are whole on every rank, so logits have the same bits where hidden states
+have. Every step that computes anything ends with exactly one exchange, on all ranks. Knows rows, logits and tokens;
+knows no models. Called by `device_executor.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # kinds of rows that a runner has at most (`capture/aux_data.py`)
 _MOST_SPECS = 4
+# of a token's logits that are compared: all of them would take as long to read as the head's weights
+_LOGITS = 1024
 
 
 class StepEnds:
@@ -41,19 +44,26 @@ class StepEnds:
         self._device = device
 
     def queue(
-        self, step_id: int, rows: Mapping[str, torch.Tensor], tokens: torch.Tensor | None, count: int
+        self,
+        step_id: int,
+        rows: Mapping[str, torch.Tensor],
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        count: int,
     ) -> torch.Tensor:
         """Queue the exchange on the current stream.
 
         Args:
             rows: of the step, by the name of their spec; on the device, contiguous.
+            logits: of the tokens that are sampled from; None: of none.
             tokens: integers [count], sampled; None on ranks that sample nothing.
             count: how many tokens the step samples.
 
         Returns:
             int32 [ranks, n] on the device: of each rank its digests and tokens. `read` takes it from the host.
         """
-        given: list[torch.Tensor | None] = [rows[name] for name in sorted(rows)] or [None]
+        given: list[torch.Tensor | None] = [rows[name] for name in sorted(rows)]
+        given.append(None if logits is None else logits[:, :_LOGITS].contiguous())
         message = torch.empty(PARTS * len(given) + count, dtype=torch.int32, device=self._device)
         for number, each in enumerate(given):
             digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id + number)
@@ -68,15 +78,17 @@ class StepEnds:
 
     @staticmethod
     def read(told: NDArray[np.int32], step_id: int, count: int) -> tuple[int, ...]:
-        """Rank 0's tokens. Raises RunnerError naming the ranks whose rows differ from rank 0's."""
-        digests = told[:, : told.shape[1] - count]
-        if others := [rank for rank in range(len(told)) if (digests[rank] != digests[0]).any()]:
-            names = ", ".join(map(str, others))
-            problem = f"rank {names} of {len(told)} chose other experts than rank 0: their rows differ"
-            raise RunnerError(problem, step_id)
+        """Rank 0's tokens. Raises RunnerError naming the ranks whose rows, or else logits, differ from rank 0's."""
+        behind = told.shape[1] - count - PARTS
+        for digests, what in (
+            (told[:, :behind], "chose other experts than rank 0: their rows differ"),
+            (told[:, behind : behind + PARTS], "computed other logits than rank 0"),
+        ):
+            if others := [str(rank) for rank in range(len(told)) if (digests[rank] != digests[0]).any()]:
+                raise RunnerError(f"rank {', '.join(others)} of {len(told)} {what}", step_id)
         return tuple(told[0, told.shape[1] - count :].tolist())
 
 
 def message_nbytes(max_running: int) -> int:
     """Of the largest message of steps with so many sequences."""
-    return 4 * (PARTS * _MOST_SPECS + max_running)
+    return 4 * (PARTS * (_MOST_SPECS + 1) + max_running)

@@ -98,15 +98,12 @@ def read_plan(
             continue
         owner, _, last = name.rpartition(".")[0].rpartition(".")
         if layout is not None and owner in layers and last in _KEYS_VALUES:
-            stored = layout.stored_heads(layers[owner])
-            count = layers[owner].kv_heads // (stored.stop - stored.start)
-            found = Cut(found.dim, count, stored.start * count // layers[owner].kv_heads)
+            count = min(ranks, layout.shares)
+            found = Cut(found.dim, count, rank * count // ranks)
         size = tensor.shape[found.dim]
         if size % (found.pieces * found.count):
             each = size // found.pieces
-            raise ConfigError(
-                "tensor_parallel", f"{ranks} ranks cannot part the {each} of {name}", limit=f"a divisor of {each}"
-            )
+            raise ConfigError("tensor_parallel", f"{ranks} ranks cannot part the {each} of {name}")
         if _generic(name) in table and style.endswith("rowwise") and not _is_summed(name, summed, rows):
             raise UnsupportedModel(kind, f"tensor parallel: its plan cuts {name}, and sums nothing behind it")
         cuts[name] = found
@@ -141,7 +138,7 @@ def _cut(name: str, style: str, tensor: torch.Tensor, rank: int, ranks: int, *, 
     if style == "rowwise":
         return None if in_module and name.endswith("bias") else Cut(last, ranks, rank)
     if style == "packed_rowwise":
-        return Cut(last, ranks, rank, 2) if last else None
+        return Cut(last, ranks, rank, 2)
     return Cut(max(0, last - 1), ranks, rank, 2 if style == "packed_colwise" else 1)
 
 

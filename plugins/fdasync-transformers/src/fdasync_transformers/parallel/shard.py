@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.runner.shares import MOST_RANKS, works_with
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import without_experts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.parallel.cuts import Cut
+    from fdasync_transformers.parallel.plan import Plan
 
 
 class Sharded:
@@ -37,6 +39,7 @@ class Sharded:
         model: whole, on the meta device; its tensors are replaced.
         rank, ranks: of the group.
         latent: whether the latents of MLA layers are paged.
+        widths: numbers of ranks that are named where `ranks` does not fit the model, if they do.
 
     Attributes:
         plan: that it is cut by.
@@ -44,23 +47,27 @@ class Sharded:
         shares_blocks: every rank holds whole KV blocks, since its attention is whole.
     """
 
-    def __init__(self, model: PreTrainedModel, rank: int, ranks: int, *, latent: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rank: int,
+        ranks: int,
+        *,
+        latent: bool,
+        widths: Sequence[int] = range(1, MOST_RANKS + 1),
+    ) -> None:
         """Raises UnsupportedModel and ConfigError as `read_plan`, before anything is changed."""
-        self._kind = kind = str(model.config.model_type)
+        self._kind = str(model.config.model_type)
         self._rank, self._ranks, self._dtype = rank, ranks, model.dtype
         self._layers, names, queries = _attention_of(model, latent)
         by_name = {name: self._layers[index] for index, name in names.items()}
-        self.plan = read_plan(model, by_name, rank, ranks, model.dtype)
+        try:
+            self.plan = _plan(model, by_name, queries, rank, ranks)
+        except ConfigError as error:
+            works = [width for width in widths if _fits(model, by_name, queries, width)]
+            raise ConfigError(error.field, error.problem, hint=works_with(works)) from error
         self.cuts: Mapping[str, Cut] = self.plan.cuts
         self.shares_blocks = not self.plan.heads
-        tied = set(model.get_expanded_tied_weights_keys(all_submodels=True).items())
-        if both := sorted({name for pair in tied for name in pair} & self.cuts.keys()):
-            raise UnsupportedModel(kind, f"tensor parallel: {both[0]} is tied to another tensor, and cut")
-        for index, count in queries.items():
-            if self.plan.heads and count % ranks:
-                problem = f"{ranks} ranks cannot part the {count} query heads of layer {index}"
-                raise ConfigError("tensor_parallel", problem, limit=f"a divisor of {count}")
-        self._check_heads(model, names)
         self._cut(model)
         if self.plan.heads:
             self._set_groups(model, names, queries)
@@ -107,17 +114,6 @@ class Sharded:
         rank, ranks = (0, 1) if self.shares_blocks else (self._rank, self._ranks)
         return KVLayout(layers, self._dtype, rank, ranks)
 
-    def _check_heads(self, model: PreTrainedModel, names: Mapping[int, str]) -> None:
-        """Raise UnsupportedModel where a rank's queries attend to some of the heads that it stores: the library's own
-        attention cannot."""
-        if self.shares_blocks:
-            return
-        layout = self._layout(tuple(self._layers.values()))
-        for layer in layout.layers:
-            if layout.attended_heads(layer) != layout.stored_heads(layer):
-                problem = f"tensor parallel: ranks share several KV heads of {names[layer.index]}"
-                raise UnsupportedModel(str(model.config.model_type), f"{problem}: layers differ in their heads")
-
     def _cut(self, model: PreTrainedModel) -> None:
         for name, cut in self.cuts.items():
             path, _, last = name.rpartition(".")
@@ -137,6 +133,41 @@ class Sharded:
             if not layer.latent_rank and hasattr(module, "num_key_value_groups"):
                 stored = layout.stored_heads(layer)
                 module.num_key_value_groups = queries[layer.index] // self._ranks // (stored.stop - stored.start)
+
+
+def _plan(
+    model: PreTrainedModel, layers: Mapping[str, LayerSpec], queries: Mapping[int, int], rank: int, ranks: int
+) -> Plan:
+    """As `read_plan`, of a model whose attention the library's own code can compute in parts.
+
+    Args:
+        layers: by the name of their module. queries: query heads by layer index.
+    """
+    kind = str(model.config.model_type)
+    plan = read_plan(model, layers, rank, ranks, model.dtype)
+    tied = set(model.get_expanded_tied_weights_keys(all_submodels=True).items())
+    if both := sorted({name for pair in tied for name in pair} & plan.cuts.keys()):
+        raise UnsupportedModel(kind, f"tensor parallel: {both[0]} is tied to another tensor, and cut")
+    if not plan.heads:
+        return plan
+    layout = KVLayout(tuple(layers.values()), model.dtype, rank, ranks)
+    for name, layer in layers.items():
+        if queries[layer.index] % ranks:
+            problem = f"{ranks} ranks cannot part the {queries[layer.index]} query heads of layer {layer.index}"
+            raise ConfigError("tensor_parallel", problem)
+        # a rank's queries would attend to some of the heads that it stores: the library's own attention cannot
+        if layout.attended_heads(layer) != layout.stored_heads(layer):
+            problem = f"tensor parallel: ranks share several KV heads of {name}: layers differ in their heads"
+            raise UnsupportedModel(kind, problem)
+    return plan
+
+
+def _fits(model: PreTrainedModel, layers: Mapping[str, LayerSpec], queries: Mapping[int, int], ranks: int) -> bool:
+    try:
+        _plan(model, layers, queries, 0, ranks)
+    except (ConfigError, UnsupportedModel):
+        return False
+    return True
 
 
 def _attention_of(model: PreTrainedModel, latent: bool) -> tuple[dict[int, LayerSpec], dict[int, str], dict[int, int]]:

@@ -55,9 +55,9 @@ class Slices:
         self._kind = str(model.config.model_type)
         self._count = count
         try:
-            self._plan = Sharded(model, 0, count, latent=latent).plan
+            self._plan = Sharded(model, 0, count, latent=latent, widths=COUNTS).plan
         except ConfigError as error:
-            raise ConfigError("sum_slices", f"cut as for {count} ranks, {error.problem}", limit=error.limit) from error
+            raise ConfigError("sum_slices", f"cut as for {count} ranks, {error.problem}", hint=error.hint) from error
 
     def attach(self, model: PreTrainedModel, collectives: Collectives | None) -> None:
         """Compute in slices in every forward pass from now on; errors as `forwards`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fdasync.errors import UnsupportedModel
+from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync.runner.report import ModelReport
 from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families, probe
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
     """The report of a checkpoint folder. Blocks while it reads headers and builds the model without memory.
 
-    Raises CheckpointError for a folder that is broken or not whole; ConfigError for a dtype that is not served, for
-    routing or other data that this model has not, and for a number of ranks that its sizes do not allow.
+    Raises CheckpointError for a folder that is broken or not whole; ConfigError for a dtype that is not served, and for
+    routing or other data that this model has not.
     """
     facts: dict[str, Any] = {"model": limits.model, "device": str(device), "device_nbytes": _memory_nbytes(device)}
     try:
@@ -68,13 +68,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
         facts |= _shapes(model, checkpoint.model_type, config, limits, notes)
-        if limits.sum_slices > 1:
-            with library_code(checkpoint.model_type, "cutting its sums into slices"):
-                Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
-        if limits.tensor_parallel > 1:
-            with library_code(checkpoint.model_type, "cutting it for ranks"):
-                sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
-            facts |= {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}
+        facts |= _parts(model, checkpoint.model_type, config, limits)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
     return ModelReport(
@@ -117,6 +111,22 @@ def _shapes(
         }
     found["aux_token_nbytes"] = sum(spec.token_nbytes for spec in aux_specs(model, experts, config.aux))
     return found
+
+
+def _parts(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
+    """The sizes of one rank's parts, where there are several. Raises UnsupportedModel, also for sizes that do not
+    divide: they are the model's."""
+    try:
+        if limits.sum_slices > 1:
+            with library_code(kind, "cutting its sums into slices"):
+                Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
+        if limits.tensor_parallel == 1:
+            return {}
+        with library_code(kind, "cutting it for ranks"):
+            sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
+    except ConfigError as error:
+        raise UnsupportedModel(kind, str(error)) from error
+    return {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}
 
 
 def _stored_nbytes(checkpoint: loading.Checkpoint) -> int:

@@ -141,8 +141,6 @@ def open_model(
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     if mtp_layers:
         notes.append(mtp_note(model, layout))
-    if mtp_layers:
-        notes.append(mtp_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))

@@ -46,7 +46,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         experts: their implementation. "fused": kernels of our own, where a family's experts are proven to be what
             they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
             "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
-            no multiples of 16 bytes, which the default does not take: "batched_mm" on GPUs, "eager" on CPUs.
+            no multiples of 16 bytes, and float64, which the default does not take: "batched_mm" on GPUs, "eager" on
+            CPUs.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
@@ -61,7 +62,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV, so that they can draft tokens. On
-            CPUs with one rank.
+            CPUs, with one rank and whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -116,6 +117,12 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         raise ConfigError(
             "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
         )
+    if config.mtp and limits.tensor_parallel > 1:
+        problem = f"multi-token prediction layers are not cut for {limits.tensor_parallel} ranks yet"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use tensor_parallel=1")
+    if config.mtp and limits.sum_slices > 1:
+        problem = f"multi-token prediction layers have no sums of {limits.sum_slices} slices yet"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use sum_slices=1")
 
 
 def device_of(config: TransformersConfig, limits: RunnerLimits) -> torch.device:
@@ -151,6 +158,8 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
     fuses_layers(config, device)
     if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
         raise ConfigError("runner_config.mtp", f"not with kernels on {device} yet", hint="leave it out")
+    if config.dtype == "float64" and uses_kernels(config, device):
+        raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32", or the CPU')
 
 
 def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
@@ -160,6 +169,9 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
     refuse_settings(device, ConfigError)
     if limits.sum_slices > 1 and device.type != "cpu":
         raise ConfigError("sum_slices", f"kernels on {device} compute sums whole", limit=1, hint='use device="cpu"')
+    if limits.sum_slices % limits.tensor_parallel:
+        problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
+        raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")
     if not config.self_check:
         raise ConfigError(
             "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"
@@ -183,21 +195,6 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
         )
 
 
-def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
-    """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
-    if limits.tensor_parallel == 1 and limits.sum_slices == 1:
-        return
-    if config.mtp:
-        raise ConfigError("runner_config.mtp", "not with ranks or slices of sums yet", hint="leave it out")
-    if limits.tensor_parallel == 1:
-        return
-    if config.dtype == "float64" and uses_kernels(config, device):
-        raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32"')
-    if limits.numerics == "fixed" and limits.sum_slices % limits.tensor_parallel:
-        problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
-        raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")
-
-
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
     """Whether steps run by kernels: on GPUs, or where the configuration says so."""
     return device.type == "cuda" if config.kernels == "auto" else config.kernels == "triton"
@@ -219,7 +216,9 @@ def fuses_layers(config: TransformersConfig, device: torch.device) -> bool:
 
 def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, max_step_tokens: int) -> None:
     """Choose the library's implementation of the experts in `layers`. Raises ConfigError."""
-    fits = fits_grouped(model, layers)
+    if experts == "grouped_mm" and model.dtype == torch.float64:
+        raise ConfigError("runner_config.experts", "'grouped_mm' has no float64", hint='use "eager"')
+    fits = fits_grouped(model, layers) and model.dtype != torch.float64
     if experts == "grouped_mm" and not fits:
         raise ConfigError(
             "runner_config.experts",

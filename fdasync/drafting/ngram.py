@@ -1,0 +1,337 @@
+"""The drafter `ngram`: what followed the last tokens of a sequence when they came before.
+
+It looks in the sequence's own prompt and answer, and in the answers of all sequences of the same prompt and salt. The
+longest suffix that came before wins, of the lengths in `orders`; of equally long ones, the occurrence entered last. An
+occurrence is entered once a whole path follows it, so every path that is found has its full length.
+
+All tokens lie in one array (`token_pages.py`). For each order, a table maps the hash of an n-gram to the position of
+its last token. An entry that another n-gram, or another prompt, has overwritten is found out by comparing the tokens
+themselves and the owner of their page. So the table needs no keys, entries need no removal, and a step of any number of
+sequences is some thirty array operations. Memory is fixed when the drafter is made; a table that is too full forgets
+old n-grams, and pages that run out are taken from the oldest text.
+
+Called by `planning.py` through the contract in `base.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fdasync.drafting.base import Counts, Drafter, DrafterLimits, DrafterStats, Tokens
+from fdasync.drafting.token_pages import BLANK, PAGE_TOKENS, TokenPages
+from fdasync.errors import ConfigError
+
+# window of an n-gram: as many bytes as a flag for each token fill one word
+_WINDOW = 8
+_BACK = np.arange(1 - _WINDOW, 1)
+# odd, fixed multipliers: one for each place in the window, and one for the prompt's number
+_MULTIPLIERS = np.random.Generator(np.random.PCG64(20)).integers(1, 1 << 63, _WINDOW + 1, np.uint64) * 2 + 1
+
+
+# bytes of a page besides its tokens: its entries in arrays and lists, and a prompt's and a sequence's own
+_PAGE_NBYTES = 1024
+_ROW_NBYTES = 256
+
+
+class NgramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of `NgramDrafter`.
+
+    Attributes:
+        orders: lengths of the suffixes that are looked for, falling.
+        limit_nbytes: the most bytes that it holds. 64 MiB hold about 2 million tokens.
+        keep_s: how long the tokens of a prompt's sequences are kept after the last of them ended; 0: no longer. What is
+            over is dropped when a sequence begins or ends.
+    """
+
+    orders: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=_WINDOW)], ...], msgspec.Meta(min_length=1)] = (
+        8,
+        4,
+        2,
+    )
+    limit_nbytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 34)] = 64 << 20
+    keep_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+
+
+class _Prompt:
+    """What the sequences of a prompt share: the number that owns their pages."""
+
+    __slots__ = ("digest", "live", "number", "over_at")
+
+    def __init__(self, digest: bytes, number: int) -> None:
+        self.digest = digest
+        self.number = number
+        self.live = 0
+        self.over_at = 0.0
+
+
+class NgramDrafter(Drafter):
+    """See the module."""
+
+    config_type = NgramConfig
+    config: NgramConfig
+
+    def __init__(self, config: NgramConfig, limits: DrafterLimits) -> None:
+        super().__init__(config, limits)
+        if list(config.orders) != sorted(set(config.orders), reverse=True):
+            raise ConfigError("drafter_config.orders", f"is {config.orders}, and must fall")
+        self._path = limits.path_tokens
+        # what a page repeats of the one before: the tokens whose n-grams are not entered yet, and a window
+        self._overlap = self._path + _WINDOW - 1
+        self._orders = np.array(config.orders, np.int64)
+        pages, bits = _sizes(config.limit_nbytes, len(config.orders))
+        if self._overlap > PAGE_TOKENS // 2:
+            raise ConfigError("drafter_config", f"paths of {self._path} tokens are too long", limit=PAGE_TOKENS // 2)
+        self._pages = TokenPages(pages, self._overlap)
+        self._shift = np.uint64(64 - bits)
+        self._table = np.zeros(len(config.orders) << bits, np.int32)
+        self._sections = np.arange(len(config.orders), dtype=np.int64) << bits
+        # [window, order]: the multipliers of an order's last tokens, 0 before them
+        inside = np.arange(_WINDOW, 0, -1)[:, None] <= self._orders
+        self._weights = np.where(inside, _MULTIPLIERS[:_WINDOW, None], np.uint64(0))
+        # the flags of an order's tokens as one word
+        self._words = np.ascontiguousarray(inside.T).view(np.uint64).ravel()
+        self._ahead = np.arange(1, self._path + 1)
+        self._prompts: dict[bytes, _Prompt] = {}
+        self._kept: OrderedDict[bytes, _Prompt] = OrderedDict()
+        self._numbers = 0
+        # sequences that were given no page are not here, and get no paths
+        self._rows: dict[int, int] = {}
+        self._of_row: list[_Prompt] = []
+        self._free: list[int] = []
+        self._cached: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
+        self._all_held = True
+        self._now = 0.0
+        # by row: position of the next token, end of its page, number of its prompt
+        self._tails = np.zeros(0, np.int64)
+        self._stops = np.zeros(0, np.int64)
+        self._owners = np.zeros(0, np.int64)
+
+    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:  # noqa: ARG002
+        self._expire(now)
+        marks = salt.encode()
+        digest = blake2b(len(marks).to_bytes(8, "little") + marks + prompt, digest_size=16).digest()
+        asked = np.frombuffer(prompt, "<i4")
+        owner = self._prompts.get(digest)
+        if owner is None:
+            owner = self._kept.pop(digest, None) or self._new_prompt(digest, asked)
+            self._prompts[digest] = owner
+        owner.live += 1
+        page = self._pages.take(owner.number)
+        if page < 0:
+            self._let_go(owner, now)
+            return
+        head = np.full(self._overlap, BLANK, np.int32)
+        known = asked[-self._overlap :]
+        head[self._overlap - len(known) :] = known
+        tail, stop = self._write(owner.number, page, head, np.frombuffer(answer, "<i4"))
+        if not tail:
+            self._let_go(owner, now)
+            return
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._rows[key], self._of_row[row], self._cached = row, owner, None
+        self._tails[row], self._stops[row], self._owners[row] = tail, stop, owner.number
+
+    def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
+        rows = self._rows_of(keys)
+        if not self._all_held:
+            held = rows >= 0
+            tokens, rows, counts = tokens[np.repeat(held, counts)], rows[held], counts[held]
+        turning = self._tails[rows] + counts > self._stops[rows]
+        if turning.any():
+            firsts = np.cumsum(counts) - counts
+            stays = np.ones(len(rows), bool)
+            for number in np.flatnonzero(turning).tolist():
+                first, count = int(firsts[number]), int(counts[number])
+                stays[number] = self._turn(int(rows[number]), tokens[first : first + count])
+            tokens, rows, counts = tokens[np.repeat(stays, counts)], rows[stays], counts[stays]
+        tails = self._tails[rows]
+        if len(tokens) == len(rows) and (not len(rows) or counts.min() == 1):
+            places = tails
+        else:
+            places = np.repeat(tails - np.cumsum(counts) + counts, counts) + np.arange(len(tokens))
+        self._pages.tokens[places] = tokens
+        self._tails[rows] = tails + counts
+        owners = self._owners[rows]
+        self._enter(places - self._path, owners if places is tails else np.repeat(owners, counts))
+
+    def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
+        rows = self._rows_of(keys)
+        wants = (rows >= 0) & (most > 0)
+        lengths = np.zeros(len(keys), np.int64)
+        is_all = bool(wants.all())
+        if not is_all:
+            rows, most = rows[wants], most[wants]
+        if not len(rows):
+            return lengths, np.zeros(0, np.int32)
+        text, owners = self._pages.tokens, self._owners[rows]
+        windows = text[(self._tails[rows] - 1)[:, None] + _BACK]
+        found = self._table[self._slots(windows, owners)]
+        # [row, order] flags of the window's tokens that are equal, as one word
+        equal = (text[found[:, :, None] + _BACK] == windows[:, None, :]).view(np.uint64)[:, :, 0]
+        good = (equal & self._words) == self._words
+        good &= self._pages.owners[found // PAGE_TOKENS] == owners[:, None]
+        every = np.arange(len(rows))
+        first = good.argmax(1)
+        paths = text[found[every, first][:, None] + self._ahead]
+        # the page may have been blanked since, for the same prompt
+        has = good[every, first] & (paths[:, -1] != BLANK)
+        counts = np.where(has, np.minimum(most, self._path), 0)
+        tokens = paths[self._ahead <= counts[:, None]]
+        if is_all:
+            return counts, tokens
+        lengths[wants] = counts
+        return lengths, tokens
+
+    def end(self, key: int, *, now: float = 0.0) -> None:
+        row = self._rows.get(key)
+        if row is not None:
+            self._pages.close((int(self._stops[row]) - 1) // PAGE_TOKENS)
+            self._forget(key, row, now)
+        self._expire(now)
+
+    def stats(self) -> DrafterStats:
+        return DrafterStats(
+            sequences=len(self._rows),
+            prompts=len(self._prompts) + len(self._kept),
+            nbytes=self._table.nbytes + self._pages.nbytes + len(self._tails) * _ROW_NBYTES,
+            limit_nbytes=self.config.limit_nbytes,
+        )
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def _new_prompt(self, digest: bytes, asked: Tokens) -> _Prompt:
+        self._numbers += 1
+        owner = _Prompt(digest, self._numbers)
+        page = self._pages.take(owner.number)
+        if page >= 0:
+            _, stop = self._write(owner.number, page, np.full(self._overlap, BLANK, np.int32), asked)
+            if stop:
+                self._pages.close((stop - 1) // PAGE_TOKENS)
+        return owner
+
+    def _write(self, owner: int, page: int, head: Tokens, tokens: Tokens) -> tuple[int, int]:
+        """Begin a page with `head`, a page's overlap, and write the tokens behind it, over as many pages as it takes.
+
+        Returns:
+            Position of the next token, and end of its page; both 0: there was no page for all of it.
+        """
+        text, room, at = self._pages.tokens, PAGE_TOKENS - self._overlap, 0
+        while True:
+            base = page * PAGE_TOKENS
+            text[base : base + self._overlap] = head
+            some = tokens[at : at + room]
+            first = base + self._overlap
+            text[first : first + len(some)] = some
+            # page by page: an entry of the next page must win
+            self._enter(np.arange(first, first + len(some)) - self._path, np.full(len(some), owner))
+            at += len(some)
+            if at >= len(tokens):
+                return first + len(some), base + PAGE_TOKENS
+            head = text[base + PAGE_TOKENS - self._overlap : base + PAGE_TOKENS].copy()
+            self._pages.close(page)
+            page = self._pages.take(owner)
+            if page < 0:
+                return 0, 0
+
+    def _turn(self, row: int, tokens: Tokens) -> bool:
+        """The page of a row lacks room for these tokens: begin the next one. False: the tokens are written, or the
+        sequence is given up."""
+        tail = int(self._tails[row])
+        owner = int(self._owners[row])
+        head = self._pages.tokens[tail - self._overlap : tail].copy()
+        self._pages.close((int(self._stops[row]) - 1) // PAGE_TOKENS)
+        page = self._pages.take(owner)
+        fits = len(tokens) <= PAGE_TOKENS - self._overlap
+        tail = stop = 0
+        if page >= 0:
+            tail, stop = self._write(owner, page, head, tokens[:0] if fits else tokens)
+        if not tail:
+            (key,) = [key for key, other in self._rows.items() if other == row]
+            self._forget(key, row, self._now)
+            return False
+        self._tails[row], self._stops[row] = tail, stop
+        return fits
+
+    def _slots(self, windows: Tokens, owners: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[n, window] tokens -> [n, order] places in the table. The high bits of a sum of products spread evenly."""
+        sums = windows.astype(np.uint64) @ self._weights
+        sums += (owners.astype(np.uint64) * _MULTIPLIERS[_WINDOW])[:, None]
+        sums >>= self._shift
+        return sums.view(np.int64) + self._sections
+
+    def _enter(self, ends: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
+        """Enter the n-grams that end at these positions; of equal ones, the last."""
+        if len(ends):
+            windows = self._pages.tokens[ends[:, None] + _BACK]
+            self._table[self._slots(windows, owners)] = ends[:, None]
+
+    # -- sequences and prompts --------------------------------------------------------------------
+
+    def _rows_of(self, keys: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """The row of each key; -1: it has no page."""
+        cached = self._cached
+        if cached is not None and (cached[0] is keys or cached[0] == keys):
+            return cached[1]
+        find = self._rows.get
+        rows = np.array([find(key, -1) for key in keys], np.int64)
+        self._cached = (keys, rows)
+        self._all_held = bool((rows >= 0).all())
+        return rows
+
+    def _forget(self, key: int, row: int, now: float) -> None:
+        """The sequence has no page any more."""
+        del self._rows[key]
+        self._free.append(row)
+        self._cached = None
+        self._let_go(self._of_row[row], now)
+
+    def _let_go(self, owner: _Prompt, now: float) -> None:
+        """One sequence less; the prompt is over with its last."""
+        owner.live -= 1
+        if owner.live:
+            return
+        del self._prompts[owner.digest]
+        if not self.config.keep_s:
+            self._pages.give_back(owner.number)
+            return
+        owner.over_at = now + self.config.keep_s
+        self._kept[owner.digest] = owner
+
+    def _expire(self, now: float) -> None:
+        """Drop what was kept long enough, and the oldest where more prompts are kept than there are pages."""
+        self._now = now
+        while self._kept:
+            owner = next(iter(self._kept.values()))
+            if owner.over_at > now and len(self._kept) <= self._pages.most:
+                return
+            del self._kept[owner.digest]
+            self._pages.give_back(owner.number)
+
+    def _grow(self) -> None:
+        old = len(self._tails)
+        # each row writes to a page
+        more = min(max(old, 64), self._pages.most - old)
+        for name in ("_tails", "_stops", "_owners"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more, np.int64))))
+        self._of_row.extend([_NOBODY] * more)
+        self._free.extend(range(old + more - 1, old - 1, -1))
+
+
+_NOBODY = _Prompt(b"", 0)
+
+
+def _sizes(limit_nbytes: int, orders: int) -> tuple[int, int]:
+    """Pages, and bits of the size of each order's table: as many tokens as have entries."""
+    best = (0, 0, 0)
+    for bits in range(8, 31):
+        pages = (limit_nbytes - (orders * 4 << bits)) // (PAGE_TOKENS * 4 + _PAGE_NBYTES)
+        best = max(best, (min(pages * PAGE_TOKENS, 1 << bits), bits, pages))
+    return best[2], best[1]

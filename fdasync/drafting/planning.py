@@ -1,0 +1,358 @@
+"""Drafts for the steps of an engine: asks the drafter for paths, and learns from the tokens which drafts were accepted.
+
+One `plan` belongs to each planned step and one `done` to each completed one, in the same order; up to `depth` steps are
+in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head, or
+leave it. So what was drafted and accepted is counted exactly as the runner sees it.
+
+Pure: the same calls give the same drafts. It knows no queue, no block and no step's layout. Called by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fdasync.drafting.budget import StepPrices, choose_drafts
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from fdasync.drafting.base import Drafter
+
+# of each verified draft, the weight of its verdict in the running acceptance of its sequence, and of all
+_OWN_WEIGHT = 0.1
+_COMMON_WEIGHT = 0.005
+_FIRST_ACCEPTANCE = 0.5
+# a step in which every sequence drafts, whatever the budget says: the interval doubles while it shows no gain
+_TRY_EVERY, _TRY_EVERY_AT_MOST = 32, 512
+# a step in which none does, so that the plain step's price stays known
+_PLAIN_EVERY = 64
+
+
+class DraftColumns(NamedTuple):
+    """The drafts of one step, in columns: the fields of `RunStep.drafts`.
+
+    Attributes:
+        keys: sequences that have a path.
+        starts: position of the path's first token: the length of the sequence known at the plan.
+        counts: tokens of the path, at least 1.
+        most: how many drafts the step may forward of it, at least 1.
+        tokens: int32 little-endian, path after path.
+    """
+
+    keys: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    most: tuple[int, ...]
+    tokens: bytes
+
+
+class DraftCounters(NamedTuple):
+    """Since the start.
+
+    Attributes:
+        drafter: name of the drafter.
+        drafted: drafts that were forwarded, as far as the tokens tell.
+        accepted: drafts that equalled the token in their place.
+        steps: completed steps that had a path.
+    """
+
+    drafter: str
+    drafted: int
+    accepted: int
+    steps: int
+
+
+class _Flight(NamedTuple):
+    """A planned step: its decodes, and its rows if all paths are followed."""
+
+    keys: tuple[int, ...]
+    rows: int
+    has_paths: bool
+
+
+class DraftPlanner:
+    """See the module. Not thread-safe.
+
+    Args:
+        name: of the drafter, for the counters.
+        max_drafts: the most drafts that a step verifies of a sequence.
+        depth: the most steps in flight. The drafter's `limits.path_tokens` is `path_tokens(max_drafts, depth)`.
+        drops_left_paths: the runner forwards nothing of a path that differs from the tokens sampled since its plan.
+            False: it forwards the drafts behind them all the same; a path may be wrong in one place alone.
+    """
+
+    def __init__(
+        self, drafter: Drafter, *, name: str, max_drafts: int, depth: int, drops_left_paths: bool = True
+    ) -> None:
+        self._drafter = drafter
+        self._name = name
+        self._most = max_drafts
+        self._depth = depth
+        self._drops = drops_left_paths
+        self._prices = StepPrices()
+        self._flights: deque[_Flight] = deque()
+        self._rows: dict[int, int] = {}
+        self._free: list[int] = []
+        self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
+        # by row: tokens known, the chance that a draft is accepted, and that a path fits when its step begins
+        self._lengths = np.zeros(0, np.int64)
+        self._acceptance = np.zeros(0)
+        self._reach = np.zeros(0)
+        # by turn (the step's number modulo `depth`) and row: the path's tokens, how many, how many of them are known
+        # by now, and how many drafts the step may forward
+        self._paths = np.zeros((depth, 0, path_tokens(max_drafts, depth)), np.int32)
+        self._ends = np.zeros((depth, 0), np.int64)
+        self._heads = np.zeros((depth, 0), np.int64)
+        self._forward = np.zeros((depth, 0), np.int64)
+        self._common = _FIRST_ACCEPTANCE
+        self._common_reach = 1.0
+        self._planned = 0
+        self._done = 0
+        # whether drafts paid when paths were last there
+        self._pays = True
+        self._try_at, self._try_every = _TRY_EVERY, _TRY_EVERY
+        self._drafted = self._accepted = self._drafting_steps = 0
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:
+        """A sequence has its first tokens, or came from elsewhere with some; arguments as of `Drafter.begin`. A
+        sequence that is preempted goes on after that, and begins no second time. Raises InvariantBroken for a live
+        key."""
+        if key in self._rows:
+            raise InvariantBroken(f"sequence {key} began to draft twice")
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._rows[key] = row
+        self._keys_of_rows = None
+        self._lengths[row] = (len(prompt) + len(answer)) // 4
+        self._acceptance[row] = self._common
+        self._reach[row] = self._common_reach
+        self._ends[:, row] = self._forward[:, row] = 0
+        self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
+
+    def end(self, key: int, *, now: float = 0.0) -> None:
+        """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live."""
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._free.append(row)
+            self._keys_of_rows = None
+            self._drafter.end(key, now=now)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def plan(self, keys: tuple[int, ...]) -> DraftColumns | None:
+        """Drafts for the next step, which decodes these sequences; None: there are none. Sequences that have not begun
+        get none. Called once for each planned step, also where `keys` is empty. Raises InvariantBroken where `depth`
+        steps are in flight."""
+        ahead = len(self._flights)
+        if ahead >= self._depth:
+            raise InvariantBroken(f"{ahead} steps are in flight")
+        turn = self._planned % self._depth
+        self._planned += 1
+        rows = self._rows_of(keys)
+        live = rows >= 0
+        if not live.all():
+            rows = rows[live]
+            known = tuple([key for key in keys if key in self._rows])
+        else:
+            known = keys
+        self._ends[turn, rows] = self._forward[turn, rows] = 0
+        if not self._asks(len(keys)) or not len(rows):
+            self._flights.append(_Flight(keys, len(keys), False))
+            return None
+        counts, tokens = self._drafter.propose(known, np.full(len(rows), self._paths.shape[2]))
+        drafts = self._budget(rows, counts, len(keys))
+        ends = np.where(drafts > 0, np.minimum(counts, drafts + ahead * (self._most + 1)), 0)
+        has = ends > 0
+        if not has.any():
+            self._flights.append(_Flight(keys, len(keys), False))
+            return None
+        place = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        kept = within < ends[place]
+        place, within, tokens = place[kept], within[kept], tokens[kept]
+        self._paths[turn, rows[place], within] = tokens
+        mine, ends, forward = rows[has], ends[has], drafts[has]
+        self._ends[turn, mine], self._heads[turn, mine], self._forward[turn, mine] = ends, 0, forward
+        self._flights.append(_Flight(keys, len(keys) + int(forward.sum()), True))
+        return DraftColumns(
+            known if has.all() else tuple([known[number] for number in np.flatnonzero(has).tolist()]),
+            tuple(self._lengths[mine].tolist()),
+            tuple(ends.tolist()),
+            tuple(forward.tolist()),
+            tokens.astype("<i4", copy=False).tobytes(),
+        )
+
+    def done(
+        self,
+        keys: tuple[int, ...],
+        counts: Sequence[int] | None,
+        tokens: Sequence[int],
+        *,
+        seconds: float | None = None,
+    ) -> None:
+        """The oldest step in flight completed.
+
+        Args:
+            keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed. Those
+                that have not begun, or have ended, are passed over: `begin` is called afterwards, with all tokens.
+            counts: tokens of each; None: one each.
+            tokens: all of them.
+            seconds: what the step took, if it did nothing but decode.
+        """
+        if not self._flights:
+            raise InvariantBroken("a step is done, and none was planned")
+        flight = self._flights.popleft()
+        turn = self._done % self._depth
+        self._done += 1
+        if seconds is not None and flight.rows:
+            self._prices.measure(flight.rows, seconds)
+        rows = self._rows_of(keys)
+        given = np.asarray(tokens, np.int32)
+        many = np.ones(len(keys), np.int64) if counts is None else np.asarray(counts, np.int64)
+        if len(many) != len(keys) or int(many.sum()) != len(given):
+            raise InvariantBroken(f"{len(given)} tokens and {len(many)} counts for {len(keys)} sequences")
+        live = rows >= 0
+        if not live.all():
+            given, rows, many = given[np.repeat(live, many)], rows[live], many[live]
+            keys = tuple([key for key in keys if key in self._rows])
+        if not len(rows):
+            return
+        if flight.has_paths:
+            self._judge(turn, rows, many, given)
+        for number, other in enumerate(self._flights):
+            if other.has_paths:
+                self._follow((self._done + number) % self._depth, rows, many, given)
+        self._lengths[rows] += many
+        self._drafter.take(keys, many, given)
+
+    @property
+    def counters(self) -> DraftCounters:
+        """See `DraftCounters`."""
+        return DraftCounters(self._name, self._drafted, self._accepted, self._drafting_steps)
+
+    def acceptance(self, key: int) -> float:
+        """The running acceptance of a live sequence, from 0 to 1."""
+        return float(self._acceptance[self._rows[key]])
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _asks(self, running: int) -> bool:
+        """Whether the next step asks the drafter at all."""
+        if self._planned % _PLAIN_EVERY == 0 or not running or not self._prices.knows(running):
+            return False
+        return self._pays or self._planned >= self._try_at
+
+    def _budget(
+        self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], running: int
+    ) -> npt.NDArray[np.int64]:
+        """Drafts for each sequence, for those with paths of so many tokens; every one of these in a try."""
+        drafts = np.zeros(len(rows), np.int64)
+        has = np.flatnonzero(counts)
+        if not len(has):
+            return drafts
+        mine = rows[has]
+        drafts[has] = choose_drafts(self._acceptance[mine], self._reach[mine], self._most, self._prices, running)
+        self._pays = bool(drafts.any())
+        if self._planned >= self._try_at:
+            self._try_every = _TRY_EVERY if self._pays else min(2 * self._try_every, _TRY_EVERY_AT_MOST)
+            self._try_at = self._planned + self._try_every
+            drafts[has] = self._most
+        return np.minimum(drafts, counts)
+
+    def _judge(
+        self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
+    ) -> None:
+        """What became of the drafts of the step that completed."""
+        heads = self._heads[turn, rows]
+        drafted = np.minimum(self._forward[turn, rows], self._ends[turn, rows] - heads)
+        used = np.flatnonzero((drafted > 0) & (many > 0))
+        if self._depth > 1:
+            self._learn_reach(rows[self._forward[turn, rows] > 0], rows[used])
+        self._drafting_steps += 1
+        if not len(used):
+            return
+        rows, heads, drafted, accepted = rows[used], heads[used], drafted[used], many[used] - 1
+        last = given[(np.cumsum(many) - 1)[used]]
+        # a run that ends with a token of the path ended for want of room, and no draft was rejected
+        width = self._paths.shape[2]
+        rejected = (accepted < drafted) & (last != self._paths[turn, rows, np.minimum(heads + accepted, width - 1)])
+        self._drafted += int(np.where(rejected, drafted, np.minimum(accepted, drafted)).sum())
+        self._accepted += int(np.minimum(accepted, drafted).sum())
+        self._learn(rows, accepted, rejected)
+
+    def _follow(
+        self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
+    ) -> None:
+        """Move the heads of a later step's paths over these tokens; empty the paths that the tokens leave, if those are
+        dropped."""
+        if not self._drops:
+            self._heads[turn, rows] += many
+            return
+        heads, ends = self._heads[turn, rows], self._ends[turn, rows]
+        width = self._paths.shape[2]
+        place = np.repeat(np.arange(len(rows)), many)
+        within = np.arange(len(given)) - np.repeat(np.cumsum(many) - many, many) + heads[place]
+        is_in = within < ends[place]
+        same = is_in & (self._paths[turn, rows[place], np.minimum(within, width - 1)] == given)
+        left = np.zeros(len(rows), bool)
+        left[place[is_in & ~same]] = True
+        self._learn(rows, np.bincount(place[same], minlength=len(rows)), left)
+        ends[place[~same]] = 0
+        self._ends[turn, rows] = ends
+        self._heads[turn, rows] = heads + many
+
+    def _learn(self, rows: npt.NDArray[np.int64], right: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]) -> None:
+        """So many tokens of each path were right, and then one was wrong or none."""
+        verdicts = right + wrong
+        keep = (1 - _OWN_WEIGHT) ** verdicts
+        share = right / np.maximum(verdicts, 1)
+        self._acceptance[rows] = self._acceptance[rows] * keep + share * (1 - keep)
+        total = int(verdicts.sum())
+        if total:
+            keep_all = (1 - _COMMON_WEIGHT) ** total
+            self._common = self._common * keep_all + int(right.sum()) / total * (1 - keep_all)
+
+    def _learn_reach(self, planned: npt.NDArray[np.int64], reached: npt.NDArray[np.int64]) -> None:
+        """Of the sequences for which drafts were planned, these had a path that still fitted at their step."""
+        if len(planned):
+            self._reach[planned] *= 1 - _OWN_WEIGHT
+            self._reach[reached] += _OWN_WEIGHT
+            keep_all = (1 - _COMMON_WEIGHT) ** len(planned)
+            self._common_reach = self._common_reach * keep_all + len(reached) / len(planned) * (1 - keep_all)
+
+    def _rows_of(self, keys: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """The row of each key; -1: it is not live."""
+        cached = self._keys_of_rows
+        if cached is not None and (cached[0] is keys or cached[0] == keys):
+            return cached[1]
+        find = self._rows.get
+        rows = np.array([find(key, -1) for key in keys], np.int64)
+        self._keys_of_rows = (keys, rows)
+        return rows
+
+    def _grow(self) -> None:
+        old = len(self._lengths)
+        more = max(old, 64)
+        self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int64)))
+        self._acceptance = np.concatenate((self._acceptance, np.zeros(more)))
+        self._reach = np.concatenate((self._reach, np.zeros(more)))
+        self._paths = np.concatenate((self._paths, np.zeros((self._depth, more, self._paths.shape[2]), np.int32)), 1)
+        blank = np.zeros((self._depth, more), np.int64)
+        self._ends = np.concatenate((self._ends, blank), 1)
+        self._heads = np.concatenate((self._heads, blank), 1)
+        self._forward = np.concatenate((self._forward, blank), 1)
+        self._free.extend(range(old + more - 1, old - 1, -1))
+
+
+def path_tokens(max_drafts: int, depth: int) -> int:
+    """The most tokens of a path: the runs of the steps in flight before it, and its drafts."""
+    return depth * (max_drafts + 1) - 1

@@ -1,0 +1,182 @@
+"""A pool in device memory that other processes map: copies over NVLink or PCIe, and checksums by a kernel.
+
+Copies and the checksums behind them run on a stream of their own, so neither steps nor copies to the host wait for
+them, and end in one event. Knows bytes, and no blocks; see `ipc/peer_pool.py`. Made by runners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+
+import numpy as np
+import torch
+
+from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.gpu.kernels.block_sums import run_sums
+from fdasync.gpu.mapped_memory import MappedMemory
+from fdasync.gpu.packed_copy import fetch, send
+from fdasync.ipc.block_sums import WORD_NBYTES, added
+from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.peer_pool import PeerPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from fdasync.gpu.completion import CompletionPort
+    from fdasync.gpu.cudart import Driver
+    from fdasync.gpu.pools import EventPool, PinnedPool
+    from fdasync.gpu.streams import Streams
+    from fdasync.ipc.peer_pool import Copies, Sums
+
+_LANE: Final = "peers"
+# runs of one call of the driver
+_AT_ONCE = 256
+_CLOSE_S = 10.0
+
+
+class Memory(Protocol):
+    """What is mapped; `MappedMemory` has it."""
+
+    address: int
+    nbytes: int
+
+    def tensor(self) -> torch.Tensor: ...
+
+    def export(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class DevicePool(PeerPool[Memory]):
+    """See the module. Used from the loop of `port`.
+
+    Args:
+        memory: the pool's, the caller's, and open until `aclose` has returned. A whole number of words long.
+        tensor: uint8 [nbytes], the same memory.
+        opener: maps a peer's memory of so many bytes, by its descriptor.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    def __init__(
+        self,
+        memory: Memory,
+        tensor: torch.Tensor,
+        driver: Driver,
+        streams: Streams,
+        events: EventPool[Any],
+        pinned: PinnedPool,
+        port: CompletionPort,
+        opener: Callable[[int, int], Memory] | None = None,
+    ) -> None:
+        self.nbytes = memory.nbytes
+        self._memory = memory
+        self._words = tensor.view(torch.int64)
+        self._driver = driver
+        self._streams = streams
+        self._events = events
+        self._pinned = pinned
+        self._port = port
+        self._opener = opener or partial(MappedMemory.open, driver, tensor.device)
+        self._work: dict[asyncio.Future[list[int]], None] = {}
+        self._closed = False
+        # compiled here, at start-up: later it would make the process deaf for seconds
+        run_sums(self._words, torch.zeros(1, dtype=torch.int64, device=tensor.device), WORD_NBYTES, 0)
+        # the pool's first contents were written on another stream
+        streams.follow()
+
+    def export(self) -> int:
+        return self._memory.export()
+
+    def open(self, fd: int, nbytes: int) -> Memory:
+        return self._opener(fd, nbytes)
+
+    def close_peer(self, opened: Memory) -> None:
+        opened.close()
+
+    def launch(self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
+        if self._closed:
+            raise InvariantBroken("copies after the close of a pool")
+        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        try:
+            with self._streams.on(_LANE):
+                for batch in copies:
+                    self._copy(batch)
+                found, holds = self._sum(sums)
+            event = self._events.take(_LANE)
+            self._streams.record(_LANE, event.event)
+            runs = sum([len(wanted.places) for wanted in sums])
+            ended = self._port.completion(
+                event.event,
+                lane=_LANE,
+                kind=(_LANE, len(copies) > 0, runs.bit_length()),
+                holds=(event, *holds),
+                on_done=partial(_read, found),
+            )
+        except Exception as error:
+            done.set_exception(RunnerError(f"copies from a peer could not be launched: {error}"))
+            # counts as read: the caller may have left
+            done.exception()
+            return done
+        self._work[ended] = None
+        ended.add_done_callback(partial(self._ended, done))
+        return done
+
+    def _ended(self, done: asyncio.Future[list[int]], ended: asyncio.Future[list[int]]) -> None:
+        del self._work[ended]
+        error = RunnerError("the pool was closed") if ended.cancelled() else ended.exception()
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+            # counts as read: the caller may have left
+            done.exception()
+        else:
+            done.set_result(ended.result())  # it is done
+
+    def _copy(self, batch: Copies[Memory]) -> None:
+        stream = self._streams.handle(_LANE)
+        targets = (batch.targets + self._memory.address).astype(np.uint64)
+        sources = (batch.sources + batch.peer.address).astype(np.uint64)
+        sizes = batch.nbytes.astype(np.uint64)
+        if not self._driver.has_batch:
+            for run in range(len(sizes)):
+                self._driver.copy(int(targets[run]), int(sources[run]), int(sizes[run]), stream)
+            return
+        for first in range(0, len(sizes), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            self._driver.copy_batch(targets[part], sources[part], sizes[part], stream)
+
+    def _sum(self, sums: Sequence[Sums]) -> tuple[dict[str, NDArray[Any]], list[Any]]:
+        """Launch the checksums; their chunks, to be read when all is done, and what the device uses until then."""
+        if not sums:
+            return {}, []
+        names = [str(number) for number in range(len(sums))]
+        given = {name: wanted.places // WORD_NBYTES for name, wanted in zip(names, sums, strict=True)}
+        places, sent = send(given, self._pinned, self._words.device)
+        try:
+            chunks = {
+                name: run_sums(self._words, places[name], wanted.nbytes, wanted.first_nbytes)
+                for name, wanted in zip(names, sums, strict=True)
+            }
+            found, fetched = fetch(chunks, self._pinned)
+        except BaseException:
+            sent.release()
+            raise
+        return found, [sent, fetched]
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._work:
+            await wait_within(list(self._work), _CLOSE_S)
+        if self._work:
+            raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)
+
+
+def _read(found: dict[str, NDArray[Any]]) -> list[int]:
+    """The checksum of each run, from those of its chunks."""
+    return [added(chunks) for array in found.values() for chunks in array.tolist()]

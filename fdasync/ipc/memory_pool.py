@@ -1,0 +1,131 @@
+"""A pool in host memory (a memfd) that other processes map: the device of runners that compute on a CPU.
+
+Peers map it read-only. Copies run on the caller's loop, in slices between which other work runs, so a sender can be
+killed in mid-copy here as it can on a device. Knows no blocks. Made by runners; see `ipc/peer_pool.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.ipc.block_sums import block_sums
+from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.peer_pool import PeerPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fdasync.ipc.peer_pool import Copies, Sums
+    from fdasync.ipc.shared_memory import SharedRegion
+
+# copied between two turns of the loop: about 0.2 ms
+_SLICE_NBYTES = 1 << 20
+_CLOSE_S = 10.0
+
+
+class PeerMemory:
+    """A peer's memory, mapped read-only.
+
+    Attributes:
+        view: uint8 [nbytes].
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Raises RunnerError for a descriptor that is no memfd which cannot shrink, or is too small."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            size = os.fstat(fd).st_size
+            if not seals & fcntl.F_SEAL_SHRINK or size < nbytes:
+                raise RunnerError(f"a peer's memory has {size} bytes, {nbytes} are needed, or may shrink")
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise RunnerError(f"a peer's memory cannot be mapped: {error}") from error
+        self.view: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmap it; idempotent."""
+        self.view = np.empty(0, np.uint8)
+        self._map.close()
+
+
+class MemoryPool(PeerPool[PeerMemory]):
+    """See the module. `region` is the caller's, and stays mapped until `aclose` has returned."""
+
+    kind: ClassVar[str] = "memory"
+
+    def __init__(self, region: SharedRegion) -> None:
+        self._region = region
+        self.nbytes = region.nbytes
+        self._view: NDArray[np.uint8] = np.frombuffer(region.map, np.uint8)
+        self._work: dict[asyncio.Task[list[int]], None] = {}
+        self._closed = False
+
+    def export(self) -> int:
+        try:
+            return os.dup(self._region.fd)
+        except OSError as error:
+            raise RunnerError(f"the pool cannot be exported: {error}") from error
+
+    def open(self, fd: int, nbytes: int) -> PeerMemory:
+        return PeerMemory(fd, nbytes)
+
+    def close_peer(self, opened: PeerMemory) -> None:
+        opened.close()
+
+    def launch(self, copies: Sequence[Copies[PeerMemory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise InvariantBroken("copies after the close of a pool")
+        task = loop.create_task(self._perform(copies, sums), name="fdasync copies from a peer")
+        self._work[task] = None
+        task.add_done_callback(self._work.pop)
+        done: asyncio.Future[list[int]] = loop.create_future()
+
+        def end(task: asyncio.Task[list[int]]) -> None:
+            error = RunnerError("the pool was closed") if task.cancelled() else task.exception()
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+                # counts as read: the caller may have left
+                done.exception()
+            else:
+                done.set_result(task.result())  # it is done
+
+        task.add_done_callback(end)
+        return done
+
+    async def _perform(self, copies: Sequence[Copies[PeerMemory]], sums: Sequence[Sums]) -> list[int]:
+        for batch in copies:
+            for source, target, nbytes in zip(
+                batch.sources.tolist(), batch.targets.tolist(), batch.nbytes.tolist(), strict=True
+            ):
+                for at in range(0, nbytes, _SLICE_NBYTES):
+                    count = min(_SLICE_NBYTES, nbytes - at)
+                    self._view[target + at : target + at + count] = batch.peer.view[source + at : source + at + count]
+                    # not for its own sake: steps and other peers' copies take their turns
+                    await asyncio.sleep(0)
+        found: list[int] = []
+        for wanted in sums:
+            for place in wanted.places.tolist():
+                run = self._view[place : place + wanted.nbytes]
+                found += block_sums(run[None], wanted.first_nbytes).tolist()
+                await asyncio.sleep(0)
+        return found
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._work:
+            await wait_within(list(self._work), _CLOSE_S)
+        if self._work:
+            raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)
+        self._view = np.empty(0, np.uint8)

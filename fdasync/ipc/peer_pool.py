@@ -1,0 +1,100 @@
+"""Memory with rows of KV blocks that other processes of one machine read by mappings of their own: a contract.
+
+A process exports its pool as a file descriptor, which others get by SCM_RIGHTS. Each maps the memory once and copies
+out of it; the exporting process takes no part in a copy. **A mapping keeps the memory alive**: after the exporting
+process closed, or was killed in mid-copy, mappings stay valid, and copies out of them end as ever. So a reader cannot
+fail by the death of a process that it reads from. No reader ever names a peer's memory as the target of a copy.
+
+`ipc/memory_pool.py` is the kind for host memory, `gpu/peer_pool.py` that for devices of CUDA. A pool knows bytes, and
+neither blocks nor ranks; `ipc/peer_rows.py` knows those, and calls it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+#: what a pool makes of a peer's descriptor
+Opened = TypeVar("Opened")
+
+
+@dataclass(frozen=True)
+class Copies(Generic[Opened]):
+    """Runs of bytes to copy out of a peer's memory.
+
+    Attributes:
+        peer: the memory, as `open` returned it.
+        sources: int64 [runs], places in the peer's memory.
+        targets: int64 [runs], places in this pool's memory; the runs of a call do not overlap there.
+        nbytes: int64 [runs].
+    """
+
+    peer: Opened
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Runs of bytes of this pool's memory to check.
+
+    Attributes:
+        places: int64 [runs], of the first byte.
+        nbytes: of each run, whole words.
+        first_nbytes: where in its block each run begins (`ipc/block_sums.py`).
+    """
+
+    places: NDArray[np.int64]
+    nbytes: int
+    first_nbytes: int
+
+
+class PeerPool(ABC, Generic[Opened]):
+    """See the module. Used from one loop. Places are bytes from the beginning of a memory.
+
+    Attributes:
+        kind: pools of one kind can open each other's memory.
+        nbytes: of this pool's memory.
+    """
+
+    kind: ClassVar[str]
+    nbytes: int
+
+    @abstractmethod
+    def export(self) -> int:
+        """A new descriptor of this pool's memory, the caller's to close. Raises RunnerError."""
+
+    @abstractmethod
+    def open(self, fd: int, nbytes: int) -> Opened:
+        """Map a peer's memory, of which `nbytes` bytes are used. The descriptor stays the caller's, who may close it.
+
+        Raises RunnerError where the descriptor is none of this kind, the memory is smaller, or this device does not
+        reach it."""
+
+    @abstractmethod
+    def close_peer(self, opened: Opened) -> None:
+        """Undo `open`. No copy out of it may be in flight."""
+
+    @abstractmethod
+    def launch(self, copies: Sequence[Copies[Opened]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
+        """Copy, and then compute checksums of this pool's memory, those of the copied bytes among them; the future has
+        the sum of each run, run after run, when all is done.
+
+        Cancelling the future stops the waiting, and not the copies: only a future that was not cancelled tells when
+        they have ended. The caller has checked all places. The future fails with RunnerError or DeviceFailed, and then
+        some of the copies may still run.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Wait, bounded, for what is in flight; idempotent. The owner frees the memory after it; peers that have mapped
+        it keep it. Raises DeadlineExceeded."""

@@ -1,0 +1,80 @@
+"""What a runner takes of the paths that a host drafts: checks `Drafts`, and follows a path to where its sequence is.
+
+The host drafts before it knows the tokens of steps in flight, so a path begins at a token that the runner may have
+sampled already. Of the path, the tokens that the sequence has are compared, and those behind are drafts. Knows no model
+and no lanes. Called by runners that verify drafts; those that keep tokens on a device do the same there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import Drafts
+
+_NONE = np.zeros(0, np.int32)
+
+
+class Path(NamedTuple):
+    """Drafted tokens of one sequence, side by side.
+
+    Attributes:
+        start: position of the first one.
+        most: how many the step may forward.
+        tokens: int32 [count]; any bits.
+    """
+
+    start: int
+    most: int
+    tokens: NDArray[np.int32]
+
+
+def path_tokens(speculation: int, depth: int) -> int:
+    """The most tokens of a path: the runs of the steps in flight before it, and its drafts."""
+    return depth * (speculation + 1) - 1
+
+
+def read_paths(drafts: Drafts, speculation: int, depth: int) -> dict[int, Path]:
+    """The paths by sequence. Raises InvariantBroken where columns, counts or bytes do not fit each other or the limits:
+    what comes through is safe to index with, whatever its tokens are."""
+    columns = (drafts.keys, drafts.starts, drafts.counts, drafts.most)
+    if len(set(map(len, columns))) != 1 or len(set(drafts.keys)) != len(drafts.keys):
+        raise InvariantBroken(f"drafts in columns of {', '.join(str(len(column)) for column in columns)} entries")
+    limit = path_tokens(speculation, depth)
+    if not all(1 <= count <= limit for count in drafts.counts):
+        raise InvariantBroken(f"paths of {drafts.counts} tokens, from 1 to {limit} are taken")
+    if not all(1 <= most <= speculation for most in drafts.most):
+        raise InvariantBroken(f"up to {drafts.most} drafts are to be verified, from 1 to {speculation} can be")
+    if min(drafts.starts, default=1) < 1:
+        raise InvariantBroken(f"paths begin at positions {drafts.starts}")
+    if len(drafts.tokens) != 4 * sum(drafts.counts):
+        raise InvariantBroken(f"{len(drafts.tokens)} bytes are not the tokens of paths of {drafts.counts} tokens")
+    tokens = np.frombuffer(drafts.tokens, "<i4").astype(np.int32, copy=False)
+    paths = {}
+    at = 0
+    for key, start, count, most in zip(*columns, strict=True):
+        paths[key] = Path(start, most, tokens[at : at + count])
+        at += count
+    return paths
+
+
+def follow(path: Path, known: NDArray[np.integer], last: int, vocab_size: int) -> NDArray[np.int32]:
+    """The drafts for positions `last` + 1 and on: none where the path left the sequence, or ended, before that.
+
+    Args:
+        known: tokens of the sequence by position, at least up to `last`.
+        last: position of the last sampled token.
+        vocab_size: a token that is no id of the vocabulary ends the path.
+    """
+    passed = last + 1 - path.start
+    if not 0 <= passed < len(path.tokens) or not np.array_equal(path.tokens[:passed], known[path.start : last + 1]):
+        return _NONE
+    drafts = path.tokens[passed : passed + path.most]
+    bad = np.flatnonzero((drafts < 0) | (drafts >= vocab_size))
+    return drafts[: bad[0]] if len(bad) else drafts

@@ -1,0 +1,76 @@
+"""The synthetic runner's KV in memory that other processes map: its "device", where instances copy from each other.
+
+Every rank holds whole blocks, and shows its own shares alone: a share that is taken from another rank, or from none,
+shows in tokens. Knows no steps. Made by `synthetic.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from fdasync.ipc.memory_pool import MemoryPool
+from fdasync.ipc.peer_blocks import BlockPull, PoolExport
+from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.shared_memory import SharedRegion
+from fdasync.runner.oracle import U64
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fdasync.runner.shares import Part
+
+_WORD_NBYTES = 8
+
+
+class Owner(Protocol):
+    """What a runner does about blocks that come from other instances."""
+
+    def check_pull(self, pull: BlockPull) -> None:
+        """Raise InvariantBroken for a pull that may not begin now."""
+
+    def pulled(self, pull: BlockPull) -> None:
+        """Its blocks are here."""
+
+
+class SyntheticPeers:
+    """See the module.
+
+    Args:
+        words: of the KV, one for each token.
+        block_tokens: tokens of a block.
+        shares, part: how blocks are cut, and what this rank shows.
+
+    Attributes:
+        words: uint64 [words], the KV.
+        rows: the blocks, for other instances.
+    """
+
+    def __init__(self, words: int, block_tokens: int, shares: int, part: Part, owner: Owner) -> None:
+        block = block_tokens * _WORD_NBYTES
+        share = block // shares
+        offset, nbytes = part.first * share, part.num_shares * share
+        self._region = SharedRegion.create("synthetic-kv", words * _WORD_NBYTES)
+        self.words: NDArray[U64] = np.frombuffer(self._region.map, U64)
+        self._pool = MemoryPool(self._region)
+        own = PoolExport(
+            kind=self._pool.kind,
+            nbytes=words * _WORD_NBYTES,
+            num_blocks=words // block_tokens,
+            first=offset,
+            stride=block,
+            block=block,
+            offset=offset,
+            part=nbytes,
+            held_offset=0,
+            held=block,
+            writes=part.writes,
+        )
+        self.rows = PeerRows(self._pool, own, owner.pulled, owner.check_pull)
+
+    async def aclose(self) -> None:
+        """Free the memory once no copy is in flight. Raises DeadlineExceeded."""
+        await self.rows.aclose()
+        self.words = np.zeros(0, U64)
+        self._region.close()

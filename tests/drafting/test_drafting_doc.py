@@ -1,0 +1,35 @@
+"""docs/drafting.md as a distribution: its drafter, its entry point and its tests, as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "drafting.md"
+
+
+def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -> None:
+    text = PAGE.read_text()
+    drafter, tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (project,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "counting.py").write_text(drafter)
+    (tmp_path / "test_counting.py").write_text(tests)
+    info = tmp_path / "counting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
+    ((group, points),) = tomllib.loads(project)["project"]["entry-points"].items()
+    lines = [f"{name} = {target}" for name, target in points.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = "-m pytest -q -W error -p no:cacheprovider -p no:asyncio test_counting.py"
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 passed" in done.stdout

@@ -1,0 +1,263 @@
+"""Drafts of steps at several depths, against a runner that verifies them as `RunStep.drafts` says (`planning.py`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import numpy as np
+import pytest
+
+from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, DraftPlanner, path_tokens
+from fdasync.drafting.ngram import NgramConfig, NgramDrafter
+from fdasync.errors import InvariantBroken
+from tests.drafting.naive import packed
+
+
+def truth(key, position):
+    return (key * 7919 + position * 31) % 1000
+
+
+class Seer(Drafter):
+    """Knows the answers; each token of a path is wrong with a chance."""
+
+    def __init__(self, wrong, seed=0, prompt=2):
+        super().__init__(None, DrafterLimits(path_tokens=255, max_running=1))
+        self.random, self.wrong, self.prompt = Random(seed), wrong, prompt
+        self.known = {}
+        self.asked = []
+
+    def begin(self, key, group, prompt, answer, *, salt="", now=0.0):
+        assert key not in self.known
+        self.known[key] = (len(prompt) + len(answer)) // 4
+
+    def take(self, keys, counts, tokens):
+        tokens = deque(tokens.tolist())
+        for key, count in zip(keys, counts.tolist(), strict=True):
+            for _ in range(count):
+                assert tokens.popleft() == truth(key, self.known[key])
+                self.known[key] += 1
+        assert not tokens
+
+    def propose(self, keys, most):
+        self.asked.append((keys, most.tolist()))
+        tokens = []
+        for key, count in zip(keys, most.tolist(), strict=True):
+            positions = range(self.known[key], self.known[key] + count)
+            tokens += [truth(key, at) if self.random.random() >= self.wrong else 5000 for at in positions]
+        return most.copy(), np.array(tokens, np.int32)
+
+    def end(self, key, *, now=0.0):
+        del self.known[key]
+
+    def stats(self):
+        return DrafterStats(sequences=len(self.known), prompts=0, nbytes=0, limit_nbytes=0)
+
+
+class Runner:
+    """Launches steps in order, and verifies drafts; its tokens are told when a step is done."""
+
+    def __init__(self, random, cuts=0.0, drops=True):
+        self.random, self.cuts, self.drops = random, cuts, drops
+        self.lengths = {}
+        self.launched = deque()
+        self.drafted = self.accepted = 0
+
+    def launch(self, keys, drafts):
+        paths = {}
+        if drafts is not None:
+            tokens, at = np.frombuffer(drafts.tokens, "<i4").tolist(), 0
+            for key, start, count, most in zip(*drafts[:4], strict=True):
+                assert 1 <= most <= count
+                paths[key] = (start, tokens[at : at + count], most)
+                at += count
+            assert at == len(tokens)
+        counts, answer = [], []
+        for key in keys:
+            length = self.lengths[key]
+            start, path, most = paths.get(key, (length, [], 0))
+            assert start <= length
+            gone = length - start
+            follows = path[:gone] == [truth(key, position) for position in range(start, length)]
+            forwarded = path[gone : gone + most] if follows or not self.drops else []
+            if self.random.random() < self.cuts:
+                # the block table has no room for more
+                forwarded = forwarded[: self.random.randrange(4)]
+            count = 0
+            while count < len(forwarded) and forwarded[count] == truth(key, length + count):
+                count += 1
+            self.drafted += len(forwarded)
+            self.accepted += count
+            counts.append(count + 1)
+            answer += [truth(key, position) for position in range(length, length + count + 1)]
+            self.lengths[key] += count + 1
+        self.launched.append((keys, counts, answer))
+
+
+def seconds(rows):
+    return 0.01 + rows * 1e-6
+
+
+def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn=0.2, drops=True):
+    """Returns the planner and the runner after some steps with sequences that come and go."""
+    random = Random(seed)
+    seer = Seer(wrong, seed)
+    planner = DraftPlanner(seer, name="seer", max_drafts=most, depth=depth, drops_left_paths=drops)
+    runner = Runner(random, cuts, drops)
+    fresh = iter(range(10**6))
+    planned = deque()
+    live = []
+    for _ in range(steps):
+        if len(live) < 4 or (len(live) < 10 and random.random() < churn):
+            key = next(fresh)
+            live.append(key)
+            runner.lengths[key] = 3
+            planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+        keys = tuple(live)
+        columns = planner.plan(keys)
+        rows = len(keys) + (sum(columns.most) if columns else 0)
+        runner.launch(keys, columns)
+        planned.append(rows)
+        if random.random() < churn / 2:
+            # ends while steps are in flight
+            planner.end(live.pop(random.randrange(len(live))))
+        if len(planned) == depth:
+            keys, counts, tokens = runner.launched.popleft()
+            planner.done(keys, tuple(counts), tuple(tokens), seconds=price(planned.popleft()))
+    return planner, runner
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_counts_are_the_runners(depth, wrong):
+    """No sequence ends, so all that the runner did is told."""
+    planner, runner = play(wrong, depth, churn=0.0)
+    while runner.launched:
+        planner.done(*runner.launched.popleft())
+    counters = planner.counters
+    assert (counters.drafted, counters.accepted) == (runner.drafted, runner.accepted)
+    assert counters.steps > 0
+    if wrong == 0.0:
+        assert counters.accepted == counters.drafted > 1000
+    if wrong == 1.0:
+        assert counters.accepted == 0
+        # at a greater depth the tokens of the steps before leave the path, and nothing of it is forwarded
+        assert (counters.drafted > 0) == (depth == 1)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_counts_are_the_runners_where_left_paths_are_kept(depth):
+    planner, runner = play(0.3, depth, churn=0.0, drops=False)
+    while runner.launched:
+        planner.done(*runner.launched.popleft())
+    assert (planner.counters.drafted, planner.counters.accepted) == (runner.drafted, runner.accepted)
+    dropping, _ = play(0.3, depth, churn=0.0)
+    assert planner.counters.accepted > dropping.counters.accepted
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_runs_that_room_cuts_are_no_rejections(depth):
+    planner, runner = play(0.0, depth, churn=0.0, cuts=0.5)
+    while runner.launched:
+        planner.done(*runner.launched.popleft())
+    assert planner.counters.accepted == runner.accepted
+    assert planner.acceptance(0) > 0.99
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_that_come_and_go_keep_their_tokens(seed):
+    """The drafter that plays checks every token that it is given."""
+    planner, runner = play(0.3, seed % 3 + 1, seed=seed, churn=0.5, cuts=0.2)
+    assert planner.counters.accepted > 100
+    assert planner.counters.accepted <= runner.accepted
+
+
+def test_nothing_is_drafted_in_vain():
+    """Drafts that are never right stop, but for a try now and then, less and less often."""
+    planner, _ = play(1.0, 2, steps=5000, churn=0.0)
+    counters = planner.counters
+    assert planner.acceptance(0) < 0.1
+    assert counters.steps < 80
+
+
+def test_a_sequence_that_becomes_predictable_drafts_again():
+    planner, runner = play(1.0, 1, steps=600, churn=0.0)
+    seer = planner._drafter
+    seer.wrong = 0.0
+    before = planner.counters.accepted
+    for _ in range(3000):
+        keys = tuple(runner.lengths)
+        columns = planner.plan(keys)
+        runner.launch(keys, columns)
+        rows = len(keys) + (sum(columns.most) if columns else 0)
+        planner.done(*runner.launched.popleft(), seconds=seconds(rows))
+    assert planner.counters.accepted - before > 3 * 2000
+
+
+def test_dear_rows_are_not_used():
+    planner, _ = play(0.3, 2, steps=2000, churn=0.0, price=lambda rows: rows * 1e-3)
+    assert planner.counters.steps < 60
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_paths_reach_over_the_steps_in_flight(depth):
+    planner, _ = play(0.0, depth, churn=0.0)
+    asked = [count for _, most in planner._drafter.asked for count in most]
+    assert max(asked) == path_tokens(3, depth) == depth * 4 - 1
+
+
+def test_no_drafts_before_a_step_was_measured():
+    planner, _ = play(0.0, 2, price=lambda _rows: None)
+    assert planner.counters == ("seer", 0, 0, 0)
+
+
+def test_sequences_that_have_not_begun_are_passed_over():
+    seer = Seer(0.0)
+    planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=1)
+    planner.begin(1, 1, packed([1, 2]), packed([truth(1, 2)]))
+    for _ in range(200):
+        columns = planner.plan((9, 1, 8))
+        assert columns is None or columns.keys == (1,)
+        length = seer.known[1]
+        run = [truth(1, position) for position in range(length, length + (1 if columns is None else 4))]
+        # the last chunk of sequence 7 was computed
+        planner.done((9, 1, 8, 7), (1, len(run), 0, 1), (0, *run, 5), seconds=0.01)
+    assert planner.counters.accepted > 100
+    planner.end(1)
+    planner.end(1)
+    assert planner.plan((1,)) is None
+    planner.done((1,), None, (3,))
+
+
+def test_calls_out_of_turn_are_told():
+    planner = DraftPlanner(Seer(0.0), name="seer", max_drafts=3, depth=2)
+    with pytest.raises(InvariantBroken, match="none was planned"):
+        planner.done((), None, ())
+    planner.begin(1, 1, packed([1]), b"")
+    with pytest.raises(InvariantBroken, match="twice"):
+        planner.begin(1, 1, packed([1]), b"")
+    planner.plan((1,))
+    planner.plan((1,))
+    with pytest.raises(InvariantBroken, match="in flight"):
+        planner.plan((1,))
+    with pytest.raises(InvariantBroken, match="2 tokens"):
+        planner.done((1,), None, (1, 2))
+
+
+def test_equal_calls_give_equal_drafts():
+    def drafts():
+        drafter = NgramDrafter(NgramConfig(), DrafterLimits(path_tokens=path_tokens(3, 1), max_running=8))
+        planner = DraftPlanner(drafter, name="ngram", max_drafts=3, depth=1)
+        random = Random(1)
+        keys = tuple(range(8))
+        for key in keys:
+            planner.begin(key, 0, packed([1, 2]), b"")
+        out = []
+        for _ in range(300):
+            out.append(planner.plan(keys))
+            planner.done(keys, None, tuple([random.randrange(2) for _ in keys]), seconds=random.random())
+        return out
+
+    first = drafts()
+    assert any(first)
+    assert first == drafts()
