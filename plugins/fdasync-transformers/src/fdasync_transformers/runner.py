@@ -269,7 +269,8 @@ class TransformersRunner(Runner):
             debug=limits.routing_debug,
             routers=self._routers,
         )
-        table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
+        run = capacity.max_run_tokens
+        table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks, run)
         bound = Bound(
             pool=pool,
             table=table,
@@ -281,6 +282,8 @@ class TransformersRunner(Runner):
             logits_dtype=self.config.logits_dtype,
             part=replace(pool.part, writes=not limits.rank) if self._shares_blocks else pool.part,
             collectives=self._collectives,
+            speculation=run - 1,
+            pipeline_depth=limits.pipeline_depth,
         )
         if shown is not None:
             shown.bind(bound, services)
@@ -410,6 +413,7 @@ class TransformersRunner(Runner):
     ) -> Capacity:
         model, layout, moe = opened.step_model.model, opened.step_model.layout, self._moe
         max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
+        device_path = isinstance(opened.step_model, DeviceStepModel)
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
@@ -440,6 +444,8 @@ class TransformersRunner(Runner):
             numerics=self.limits.numerics,
             sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
+            # kernels and ranks verify no drafts
+            max_run_tokens=1 if device_path or self.limits.tensor_parallel > 1 else 1 + self.limits.speculation,
             notes=notes,
         )
 

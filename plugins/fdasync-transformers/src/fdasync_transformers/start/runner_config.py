@@ -61,8 +61,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
-        mtp: load the checkpoint's multi-token prediction layers, and keep their KV, so that they can draft tokens. On
-            CPUs, with one rank and whole sums.
+        mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
+            without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with one rank and whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
