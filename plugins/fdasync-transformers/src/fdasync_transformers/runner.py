@@ -413,7 +413,6 @@ class TransformersRunner(Runner):
     ) -> Capacity:
         model, layout, moe = opened.step_model.model, opened.step_model.layout, self._moe
         max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
-        device_path = isinstance(opened.step_model, DeviceStepModel)
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
@@ -444,8 +443,8 @@ class TransformersRunner(Runner):
             numerics=self.limits.numerics,
             sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
-            # kernels and ranks verify no drafts
-            max_run_tokens=1 if device_path or self.limits.tensor_parallel > 1 else 1 + self.limits.speculation,
+            # kernels verify no drafts
+            max_run_tokens=1 if isinstance(opened.step_model, DeviceStepModel) else 1 + self.limits.speculation,
             notes=notes,
         )
 

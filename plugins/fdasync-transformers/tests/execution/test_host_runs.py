@@ -114,7 +114,7 @@ class TestHostRuns(DraftTests):
                 await on.launch(drafts=drafts_of({0: (4, [1], 1)}))
 
 
-async def test_groups_and_kernels_verify_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kernels_verify_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their capacity says so, and an engine that wants drafts does not start."""
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     limits = msgspec.structs.replace(TestHostRuns.limits, model=str(tmp_path), max_context_tokens=64)

@@ -90,11 +90,11 @@ class HostExecutor(Executor):
             if offset:
                 # another instance computed the first tokens of this block, and the block was copied whole
                 bound.pool.clear_past(start.blocks[column], offset)
-        if not leads:
-            return self._follow(batch) if len(batch.positions) else StepOutput(step.step_id, ())
         runs = StepRuns(batch, bound.table)
         if not len(batch.positions):
-            return StepOutput(step.step_id, (), counts=(0,) * len(batch.sampled) if bound.speculation else None)
+            return self._taken(batch, runs, StepOutput(step.step_id, ()))
+        if not leads:
+            return self._follow(batch, runs)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
@@ -107,29 +107,36 @@ class HostExecutor(Executor):
             if self._drafter is not None:
                 self._draft(self._drafter, part, runs)
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
-        if bound.speculation:
-            bound.table.take_runs(batch, runs.stood[: batch.num_decodes])
-            output = msgspec.structs.replace(output, counts=tuple(runs.counts.tolist()))
+        output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands
             kept = values if stands.all() else {name: rows[stands] for name, rows in values.items()}
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         if bound.collectives is not None:
-            share_step(bound.collectives, step.step_id, values, hidden, np.array(output.tokens, np.int32))
+            told = np.concatenate([runs.counts, np.array(output.tokens, np.int64)]).astype(np.int32)
+            share_step(bound.collectives, step.step_id, values, hidden, told)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
-    def _follow(self, batch: Batch) -> StepOutput:
+    def _follow(self, batch: Batch, runs: StepRuns) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
         with self._keeping(None):
-            self._model.run(batch, bound.table, bound.pool, np.zeros(0, np.int64))
+            self._model.run(forwarded(batch), bound.table, bound.pool, np.zeros(0, np.int64))
             hidden = self._compared()
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
-        tokens = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
-        self._keep(batch, tokens)
-        return StepOutput(batch.step_id, tuple(tokens.tolist()))
+        told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
+        counts, tokens = np.split(told, [len(batch.sampled)])
+        runs.follow(counts, tokens)
+        return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
+
+    def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
+        """The next step goes on behind the positions that stand, where steps have drafts; the output says how many."""
+        if not self._bound.speculation:
+            return output
+        self._bound.table.take_runs(batch, runs.stood[: batch.num_decodes])
+        return msgspec.structs.replace(output, counts=tuple(runs.counts.tolist()))
 
     def _keeping(self, plan: ScorePlan | None) -> AbstractContextManager[None]:
         """Keep the hidden states of the pass inside where prompts are scored, ranks compare them, or a drafter takes
@@ -204,15 +211,6 @@ class HostExecutor(Executor):
         sent = {name: torch.from_numpy(values) for name, values in plan.arrays.items()}
         results = compute_samples(self._bound.trim(logits), plan, sent, torch.from_numpy(table.tokens))
         return results["tokens"].numpy().astype(np.int32)
-
-    def _keep(self, batch: Batch, tokens: NDArray[np.int32]) -> None:
-        """Write sampled tokens to where the next step reads them."""
-        table = self._bound.table
-        lanes = batch.lanes[batch.sampled]
-        positions = table.length[lanes]
-        # a sequence at the end of its context samples a token that no step will read
-        kept = positions < table.tokens.shape[1]
-        table.tokens[lanes[kept], positions[kept]] = tokens[kept]
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
         blocks, table, arena = self._blocks, self._bound.table, self._bound.arena

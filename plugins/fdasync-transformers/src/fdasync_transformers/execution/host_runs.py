@@ -147,6 +147,22 @@ class StepRuns:
         self._sampled.append(going)
         self._going = going[agrees & (self.counts[going] < self._widths[going])]
 
+    def follow(self, counts: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Take all rounds as another rank sampled them: tokens in the order of `output`, so many of each sequence.
+
+        Raises InvariantBroken where they are not runs of this step.
+        """
+        places = np.cumsum(counts) - counts
+        while len(going := self._going):
+            at = places[going] + self.counts[going]
+            if int(at.max()) >= len(tokens):
+                raise InvariantBroken(f"{len(tokens)} tokens of another rank, and the runs of this one go on")
+            self.take(tokens[at])
+        if not np.array_equal(self.counts, counts):
+            raise InvariantBroken(
+                f"runs of {counts.tolist()} tokens on another rank, {self.counts.tolist()} on this one"
+            )
+
     @property
     def stood(self) -> Ints:
         """int64 [S], how many positions of each sequence of the step stand: the first ones."""
