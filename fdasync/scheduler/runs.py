@@ -77,7 +77,8 @@ def take_runs(
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:
     """Append the tokens up to the one that ends the sequence; returns how many."""
-    if seq.is_cut:
+    # at its length limit it may await a stop answer, while a step that was in flight went on behind its last token
+    if seq.is_cut or len(seq.tokens) >= seq.max_len:
         return 0
     known, stop_ids = seq.tokens, seq.stop_ids
     for number, token in enumerate(run, 1):

@@ -119,7 +119,8 @@ def play(seed: int, depth: int) -> tuple[Machine, Counter[str]]:
         wanted = machine.wanted(key, most, stops)
         assert end.token_ids == (wanted if end.reason != "abort" else wanted[: len(end.token_ids)])
         assert end.reason == "abort" or end.num_rows == length + len(wanted) - 1
-        assert table.num_rows(key) >= end.num_rows
+        # a result has room for the rows of all tokens but the last one
+        assert end.num_rows <= table.num_rows(key) <= length + most - 1
     true = {key for stream in machine.streams.values() for key in block_keys(table.root(b""), stream, machine.size)}
     assert {block.key for block in table.scheduler.index.pool.live() if block.key is not None} <= true
     assert table.is_empty()
@@ -187,6 +188,20 @@ def test_a_run_that_is_empty_for_no_reason_fails_the_engine():
     table.turn(table.runs([100]))
     with pytest.raises(InvariantBroken, match="returned 0 tokens of sequence 1"):
         table.turn(table.runs([]))
+
+
+def test_what_follows_on_the_length_limit_is_dropped_while_a_stop_answer_is_awaited():
+    table = deep_table()
+    table.turn(table.request(1, range(6), 5, emits=True, checks_stops=True))
+    table.turn(table.runs([100]))
+    # all five tokens, and a step in flight that went on behind the last one
+    assert table.turn(table.runs([101, 102, 103, 104])).finishes == []
+    table.turn(table.runs([105, 106]))
+    table.turn(table.checked(1, 5))
+    assert table.finished[1].token_ids == (100, 101, 102, 103, 104)
+    assert table.num_rows(1) == table.finished[1].num_rows == 10
+    assert table.stats.dropped_tokens == 2
+    assert table.is_empty()
 
 
 def test_what_follows_on_a_run_that_was_cut_is_dropped():
