@@ -143,6 +143,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync_transformers.mtp": ("fdasync.runner.input_batch", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
@@ -164,7 +165,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.weights": (
-            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.parallel.*",
+            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
         ),
     },
     {
@@ -173,7 +174,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.parallel.*", "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
             "fdasync_transformers.weights.*",
         ),
-        "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
+        "fdasync_transformers.tiny": ("fdasync_transformers.mtp.*", "fdasync_transformers.weights.*"),
     },
     {
         "fdasync_transformers.verification": (
@@ -183,16 +184,17 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
             "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
-            "fdasync_transformers.capture.*",
+            "fdasync.runner.drafts", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
+            "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
     },
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
             "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
+            "fdasync_transformers.weights.*",
         ),
     },
     {

@@ -269,7 +269,8 @@ class TransformersRunner(Runner):
             debug=limits.routing_debug,
             routers=self._routers,
         )
-        table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
+        run = capacity.max_run_tokens
+        table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks, run)
         bound = Bound(
             pool=pool,
             table=table,
@@ -281,6 +282,8 @@ class TransformersRunner(Runner):
             logits_dtype=self.config.logits_dtype,
             part=replace(pool.part, writes=not limits.rank) if self._shares_blocks else pool.part,
             collectives=self._collectives,
+            speculation=run - 1,
+            pipeline_depth=limits.pipeline_depth,
         )
         if shown is not None:
             shown.bind(bound, services)
@@ -440,6 +443,8 @@ class TransformersRunner(Runner):
             numerics=self.limits.numerics,
             sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
+            # kernels verify no drafts
+            max_run_tokens=1 if isinstance(opened.step_model, DeviceStepModel) else 1 + self.limits.speculation,
             notes=notes,
         )
 

@@ -158,10 +158,19 @@ class Driver:
         if leaves:
             await self.step(leaves=leaves)
 
-    def launch(self, *, leaves: Any = (), starts: Any = (), appends: Any = (), chunks: Any = (), skips: Any = ()):
+    def launch(
+        self,
+        *,
+        leaves: Any = (),
+        starts: Any = (),
+        appends: Any = (),
+        chunks: Any = (),
+        skips: Any = (),
+        drafts: Any = None,
+    ):
         self.step_id += 1
-        step = RunStep(self.step_id, tuple(leaves), tuple(starts), tuple(appends), tuple(skips), tuple(chunks))
-        return self.runner.launch(step)
+        parts = (tuple(part) for part in (leaves, starts, appends, skips, chunks))
+        return self.runner.launch(RunStep(self.step_id, *parts, drafts=drafts))
 
     async def step(self, **parts: Any):
         return await self.launch(**parts)
@@ -187,13 +196,14 @@ class Driver:
             seq.spec,
         )
 
-    def append(self, seq: Sequence) -> list[BlockAppend]:
-        position = len(seq.prompt) + len(seq.tokens) - 1
-        if position < len(seq.blocks) * self.capacity.block_tokens:
-            return []
-        self._grow(seq)
-        slot, generation = seq.slots[-1] if seq.slots else (-1, 0)
-        return [BlockAppend(seq.key, seq.blocks[-1], slot, generation)]
+    def append(self, seq: Sequence, ahead: int = 0) -> list[BlockAppend]:
+        """Blocks for the next token of a sequence, and so many drafts behind it."""
+        appends = []
+        while len(seq.blocks) * self.capacity.block_tokens < len(seq.prompt) + len(seq.tokens) + ahead:
+            self._grow(seq)
+            slot, generation = seq.slots[-1] if seq.slots else (-1, 0)
+            appends.append(BlockAppend(seq.key, seq.blocks[-1], slot, generation))
+        return appends
 
     def rows(self, seq: Sequence, name: str = "") -> Any:
         """Rows of a spec ("": the first one, the routing) of every position that this sequence forwarded itself."""

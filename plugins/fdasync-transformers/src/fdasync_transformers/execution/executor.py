@@ -43,6 +43,8 @@ class Bound:
         logits_dtype: torch's name of the dtype that sampling works in.
         part: of host blocks that the pool's rows are.
         collectives: of the group that computes each step together; None: this process alone.
+        speculation: most drafts of a sequence that a step verifies; the table has room for them.
+        pipeline_depth: most steps in flight.
     """
 
     pool: KVPool
@@ -55,6 +57,8 @@ class Bound:
     logits_dtype: str
     part: HostPart | None = None
     collectives: Collectives | None = None
+    speculation: int = 0
+    pipeline_depth: int = 1
 
     def trim(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.

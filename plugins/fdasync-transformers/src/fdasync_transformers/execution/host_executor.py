@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -20,8 +21,11 @@ from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.executor import Executor
+from fdasync_transformers.execution.host_runs import DraftedSteps, StepRuns, forwarded
+from fdasync_transformers.mtp.drafter import MtpDrafter
+from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.in_step import share_step
-from fdasync_transformers.sampling.sampler import sample
+from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, sample
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.sampling.sampler import SampleOutput
     from fdasync_transformers.sampling.scoring import ScorePlan
 
 T = TypeVar("T")
@@ -45,6 +50,9 @@ class HostExecutor(Executor):
     def __init__(self, model: StepModel, bound: Bound) -> None:
         self._model = model
         self._bound = bound
+        self._drafter = None if head_of(model.model) is None else MtpDrafter(model)
+        self._drafts = DraftedSteps(bound.table, bound.speculation, bound.pipeline_depth, bound.vocab_size)
+        self._compares = bound.collectives is not None and model.head.is_apart
         self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
         self._failure = ""
 
@@ -73,7 +81,7 @@ class HostExecutor(Executor):
 
     def _perform(self, step: RunStep) -> StepOutput:
         bound = self._bound
-        batch = bound.table.plan(step)
+        batch = self._drafts.plan(step)
         leads = bound.collectives is None or not bound.collectives.rank
         if leads:
             bound.matchers.follow(step)
@@ -82,43 +90,63 @@ class HostExecutor(Executor):
             if offset:
                 # another instance computed the first tokens of this block, and the block was copied whole
                 bound.pool.clear_past(start.blocks[column], offset)
+        runs = StepRuns(batch, bound.table)
         if not len(batch.positions):
-            return StepOutput(step.step_id, ())
-        rows = (np.cumsum(batch.counts) - 1)[batch.sampled]
+            return self._taken(batch, runs, StepOutput(step.step_id, ()))
         if not leads:
-            return self._follow(batch)
-        plan = plan_scores(scored_runs(batch, bound.table))
+            return self._follow(batch, runs)
+        part = forwarded(batch)
+        plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
         with self._keeping(plan):
-            logits = self._model.run(batch, bound.table, bound.pool, rows)
-            hidden = self._model.head.hidden
+            logits = self._model.run(part, bound.table, bound.pool, runs.rows)
+            hidden = self._compared()
             if plan is not None:
                 scores = self._score(plan)
+            output = self._sample(runs, logits)
+            if self._drafter is not None:
+                self._draft(self._drafter, part, runs)
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
+        output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
-            bound.arena.scatter(batch.aux_index, batch.generations, values)
-        output = self._sample(batch, logits) if len(rows) else StepOutput(step.step_id, ())
+            stands = runs.stands
+            kept = values if stands.all() else {name: rows[stands] for name, rows in values.items()}
+            bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         if bound.collectives is not None:
-            share_step(bound.collectives, step.step_id, values, hidden, np.array(output.tokens, np.int32))
+            told = np.concatenate([runs.counts, np.array(output.tokens, np.int64)]).astype(np.int32)
+            share_step(bound.collectives, step.step_id, values, hidden, told)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
-    def _follow(self, batch: Batch) -> StepOutput:
+    def _follow(self, batch: Batch, runs: StepRuns) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
         with self._keeping(None):
-            self._model.run(batch, bound.table, bound.pool, np.zeros(0, np.int64))
-            hidden = self._model.head.hidden
+            self._model.run(forwarded(batch), bound.table, bound.pool, np.zeros(0, np.int64))
+            hidden = self._compared()
         values = None if bound.aux is None else bound.aux.rows(batch.positions)
-        tokens = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
-        self._keep(batch, tokens)
-        return StepOutput(batch.step_id, tuple(tokens.tolist()))
+        told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
+        counts, tokens = np.split(told, [len(batch.sampled)])
+        runs.follow(counts, tokens)
+        return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
+
+    def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
+        """The next step goes on behind the positions that stand, where steps have drafts; the output says how many."""
+        if not self._bound.speculation:
+            return output
+        self._bound.table.take_runs(batch, runs.stood[: batch.num_decodes])
+        return msgspec.structs.replace(output, counts=tuple(runs.counts.tolist()))
 
     def _keeping(self, plan: ScorePlan | None) -> AbstractContextManager[None]:
-        """Keep the hidden states of the pass inside where prompts are scored, or ranks compare them."""
-        head, ranks = self._model.head, self._bound.collectives
-        return head.keeping() if plan is not None or (ranks is not None and head.is_apart) else nullcontext()
+        """Keep the hidden states of the pass inside where prompts are scored, ranks compare them, or a drafter takes
+        them."""
+        keeps = plan is not None or self._compares or self._drafter is not None
+        return self._model.head.keeping() if keeps else nullcontext()
+
+    def _compared(self) -> torch.Tensor | None:
+        """Of the pass, what the ranks of a group compare."""
+        return self._model.head.hidden if self._compares else None
 
     def _score(self, plan: ScorePlan) -> tuple[PromptScores, ...]:
         device = self._model.model.device
@@ -126,32 +154,63 @@ class HostExecutor(Executor):
         results = compute_scores(lambda rows: self._bound.trim(self._model.head.logits(rows)), plan, sent)
         return read_scores(plan, {name: values.cpu().numpy() for name, values in results.items()})
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> StepOutput:
+    def _sample(self, runs: StepRuns, logits: torch.Tensor) -> StepOutput:
         """Sample, and write the tokens to where the next step reads them."""
         table = self._bound.table
-        lanes = batch.lanes[batch.sampled]
-        positions = table.length[lanes]
-        chosen = lanes.tolist()
-        specs = [spec for lane in chosen if (spec := table.samplers[lane]) is not None]
-        ends = positions.tolist()
-        histories = [table.tokens[lane, :end] for lane, end in zip(chosen, ends, strict=True)]
-        matchers = self._bound.matchers.of(lanes)
-        masks = None if matchers is None else matchers.masks()
-        out = sample(self._bound.trim(logits), specs, ends, histories, masks)
-        self._keep(batch, np.array(out.tokens, np.int32))
-        output = out.step_output(batch.step_id)
-        if matchers is not None:
-            output = msgspec.structs.replace(output, problems=matchers.accept(out.tokens))
-        return output
+        logits = self._bound.trim(logits)
+        parts: list[SampleOutput] = []
+        problems: list[tuple[int, str]] = []
+        while (ahead := runs.ahead()) is not None:
+            chosen, ends = ahead.lanes.tolist(), ahead.positions.tolist()
+            specs = [spec for lane in chosen if (spec := table.samplers[lane]) is not None]
+            histories = [table.tokens[lane, :end] for lane, end in zip(chosen, ends, strict=True)]
+            matchers = self._bound.matchers.of(ahead.lanes)
+            masks = None if matchers is None else matchers.masks()
+            rows = logits if len(chosen) == len(logits) else logits[torch.from_numpy(ahead.rows).to(logits.device)]
+            out = sample(rows, specs, ends, histories, masks)
+            if matchers is not None:
+                problems += matchers.accept(out.tokens)
+            runs.take(np.array(out.tokens, np.int32))
+            parts.append(out)
+        output = runs.output(parts)
+        return msgspec.structs.replace(output, problems=tuple(problems)) if problems else output
 
-    def _keep(self, batch: Batch, tokens: NDArray[np.int32]) -> None:
-        """Write sampled tokens to where the next step reads them."""
-        table = self._bound.table
-        lanes = batch.lanes[batch.sampled]
-        positions = table.length[lanes]
-        # a sequence at the end of its context samples a token that no step will read
-        kept = positions < table.tokens.shape[1]
-        table.tokens[lanes[kept], positions[kept]] = tokens[kept]
+    def _draft(self, drafter: MtpDrafter, batch: Batch, runs: StepRuns) -> None:
+        """Store the KV of the multi-token prediction layers, and draft for the next step where it may have drafts.
+
+        `batch`: the part of the step that was forwarded.
+        """
+        bound = self._bound
+        stood = runs.stood
+        stood = stood[stood > 0]
+        most = np.zeros_like(stood)
+        most[batch.sampled] = bound.speculation
+        hidden = self._model.head.hidden
+        drafted = drafter.step(hidden, batch, stood, most, bound.table, bound.pool, partial(self._guess, batch, stood))
+        self._drafts.offer(batch, stood, drafted)
+
+    def _guess(
+        self,
+        batch: Batch,
+        stood: NDArray[np.int64],
+        logits: torch.Tensor,
+        sequences: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> NDArray[np.int32]:
+        """What would be sampled there, with that position's noise, if the model's logits were these. Drafts are no
+        answers: whatever the logits are, this raises nothing, and grammars are left to what verifies."""
+        table, lanes = self._bound.table, batch.lanes[sequences]
+        specs = [
+            msgspec.structs.replace(spec, raw=False, processed=False, top=0, grammar=b"")
+            for lane in lanes.tolist()
+            if (spec := table.samplers[lane]) is not None
+        ]
+        # penalties of the tokens that are known
+        lengths = (batch.starts + stood)[sequences] + 1
+        plan = plan_samples(specs, positions, lanes, lengths.tolist())
+        sent = {name: torch.from_numpy(values) for name, values in plan.arrays.items()}
+        results = compute_samples(self._bound.trim(logits), plan, sent, torch.from_numpy(table.tokens))
+        return results["tokens"].numpy().astype(np.int32)
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
         blocks, table, arena = self._blocks, self._bound.table, self._bound.arena

@@ -17,6 +17,7 @@ from fdasync_transformers.fixed.attention import KEYS, FixedPaging
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
+from fdasync_transformers.model.kv import fresh_tails
 from fdasync_transformers.model.ragged import RaggedPlan
 
 if TYPE_CHECKING:
@@ -82,37 +83,16 @@ class StepModel:
         input_ids = table.tokens[token_lanes, batch.positions].astype(np.int64)
         ends = batch.starts + batch.counts
         tables = table.blocks[batch.lanes, : -(-int(ends.max()) // size)]
-        pool.clear(_fresh_tails(batch.starts, ends, tables, size))
-        blocks, offsets = np.divmod(batch.kv_index, size)
-        latents = LatentCatcher()
-        positions = _send(batch.positions, device)
-        context = StepContext(
-            layers=self._layers,
-            paging=(FixedPaging if self.fixed else TorchPaging)(
-                pool=pool,
-                plan=RaggedPlan(
-                    batch.counts,
-                    batch.starts,
-                    tables,
-                    size,
-                    device,
-                    self.layout.dtype,
-                    KEYS if self.fixed else 0,
-                    pool.shares,
-                ),
-                blocks=_send(blocks, device),
-                offsets=_send(offsets, device),
-            ),
-            positions=positions,
-            latents=latents,
-        )
+        pool.clear(fresh_tails(batch.starts, ends, tables, size))
+        context = self.context(batch.counts, batch.starts, batch.positions, batch.kv_index, tables, pool)
+        positions = context.positions
         if self.aux is not None:
             self.aux.begin(positions)
         with sdpa_kernel(_ATTENTION_BACKENDS), self.inference():
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
                 position_ids=positions[None],
-                past_key_values=latents if self._latent else None,
+                past_key_values=context.latents if self._latent else None,
                 use_cache=False,
                 logits_to_keep=_send(rows, device),
                 fd_ctx=context,
@@ -120,15 +100,35 @@ class StepModel:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def context(
+        self,
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        kv_index: NDArray[np.int64],
+        tables: NDArray[np.integer],
+        pool: KVPool,
+    ) -> StepContext:
+        """What attention layers need of a pass of T tokens of S sequences.
 
-def _fresh_tails(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], tables: NDArray[np.integer], size: int
-) -> list[int]:
-    """Blocks that this step begins to fill and does not fill: one per sequence at most."""
-    columns = ends // size
-    fresh = (ends % size != 0) & (columns * size >= starts)
-    tails: list[int] = tables[np.flatnonzero(fresh), columns[fresh]].tolist()
-    return tails
+        Args:
+            counts, starts: [S], tokens of each and the position of its first.
+            positions, kv_index: [T], of each token, and where its KV goes.
+            tables: [S, blocks], enough of each block table.
+        """
+        device, size = self.model.device, pool.block_tokens
+        blocks, offsets = np.divmod(kv_index, size)
+        plan = RaggedPlan(
+            counts, starts, tables, size, device, self.layout.dtype, KEYS if self.fixed else 0, pool.shares
+        )
+        return StepContext(
+            layers=self._layers,
+            paging=(FixedPaging if self.fixed else TorchPaging)(
+                pool=pool, plan=plan, blocks=_send(blocks, device), offsets=_send(offsets, device)
+            ),
+            positions=_send(positions, device),
+            latents=LatentCatcher(),
+        )
 
 
 def _send(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A step computes the logits of the tokens that it samples from alone: those of all tokens of a prompt would not fit into
 memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
 is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
-steps and no sampling. Called by the step models for the executors, where prompts are scored, and where the ranks of a
-group compare their hidden states.
+steps and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a
+group compare their hidden states, and by `mtp/drafter.py`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ class Head:
         return self._decoder is not None
 
     @property
-    def hidden(self) -> torch.Tensor | None:
-        """The last hidden states [tokens, hidden size] of the pass, in the model's dtype; None outside of `keeping`."""
-        return None if self._kept is None else self._kept.last_hidden_state[0]
+    def hidden(self) -> torch.Tensor:
+        """The last hidden states [tokens, hidden size] of the pass, in the model's dtype; inside `keeping` alone."""
+        if self._kept is None:
+            raise InvariantBroken("hidden states of a pass that was not kept")
+        states: torch.Tensor = self._kept.last_hidden_state[0]
+        return states
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -72,15 +75,20 @@ class Head:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of these rows (int64 [n], on the model's device) of the pass, in the model's dtype. Queued on
         the current stream; inside `keeping` alone."""
+        return self.logits_of(self.hidden[rows])
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of hidden states [n, D], as those that the decoder returns; else as `logits`."""
         decoder, kept = self._decoder, self._kept
         if decoder is None or kept is None:
             raise InvariantBroken("logits of a pass that was not kept")
-        part = replace(kept, last_hidden_state=kept.last_hidden_state[:, rows])
+        part = replace(kept, last_hidden_state=states[None])
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part
         try:
             with self._inference():
-                output = self._model(input_ids=rows[None], use_cache=False)
+                ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+                output = self._model(input_ids=ids, use_cache=False)
         finally:
             # the hook has seen the part
             self._kept = kept

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
 from fdasync.cache.host_arena import HostPart
@@ -19,6 +20,8 @@ from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,12 @@ class Reach:
     Attributes:
         kind: "full": all up to its own; "window": the last `size` of them; "chunk": those in its own chunk of `size`.
         size: 0 of a full reach.
+        first: earlier positions are seen by none.
     """
 
     kind: Literal["full", "window", "chunk"] = "full"
     size: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class LayerSpec:
         reach: the positions that its queries see.
         latent_rank: of a latent (MLA) layer, else 0.
         query_scale: (floor scale, attention scale) of a layer whose queries grow with their position, or None.
+        per_block: no attention: what is stored belongs to a block and not to its tokens; `key_dim` is a block's share
+            of it per token and head, and `value_dim` is 0.
+        group: a word in the layout's name; "" for the model's own layers.
     """
 
     index: int
@@ -54,6 +62,8 @@ class LayerSpec:
     reach: Reach = Reach()
     latent_rank: int = 0
     query_scale: tuple[float, float] | None = None
+    per_block: bool = False
+    group: str = ""
 
     @property
     def token_elements(self) -> int:
@@ -147,16 +157,16 @@ class KVLayout:
 
     @property
     def name(self) -> str:
-        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim). It is the same on
-        all ranks, whatever their number."""
-        runs: list[tuple[tuple[int, int, int], int]] = []
+        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim), behind their
+        group's name. It is the same on all ranks, whatever their number."""
+        runs: list[tuple[tuple[str, int, int, int], int]] = []
         for layer in self.layers:
-            shape = (layer.kv_heads, layer.key_dim, layer.value_dim)
+            shape = (layer.group and f"{layer.group}:", layer.kv_heads, layer.key_dim, layer.value_dim)
             if runs and runs[-1][0] == shape:
                 runs[-1] = (shape, runs[-1][1] + 1)
             else:
                 runs.append((shape, 1))
-        return "shares-first:" + "+".join(f"{count}x({h},{k},{v})" for (h, k, v), count in runs)
+        return "shares-first:" + "+".join(f"{group}{count}x({h},{k},{v})" for (group, h, k, v), count in runs)
 
     def choose_block_tokens(self) -> int:
         """The power of two from 16 to 64 whose block is nearest to 0.5-2 MB (docs/design.md, section 4)."""
@@ -199,6 +209,7 @@ class KVPool:
             block_nbytes=layout.shares * share * layout.dtype.itemsize,
             writes=layout.writes,
         )
+        self._per_block = {layer.index for layer in layout.layers if layer.per_block}
         if allocate is None:
             self.blocks = torch.zeros(num_blocks, self.shares * share, dtype=layout.dtype, device=device)
         else:
@@ -232,8 +243,19 @@ class KVPool:
     def clear_past(self, block: int, offset: int) -> None:
         """Zero a block from this token on, for the same reason: the block was copied whole, with any bits behind it."""
         for views in (self.keys, self.values):
-            for view in views.values():
-                view[block, offset:] = 0
+            for index, view in views.items():
+                if index not in self._per_block:
+                    view[block, offset:] = 0
+
+
+def fresh_tails(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], tables: NDArray[np.integer], size: int
+) -> list[int]:
+    """Blocks that this step begins to fill and does not fill: one per sequence at most."""
+    columns = ends // size
+    fresh = (ends % size != 0) & (columns * size >= starts)
+    tails: list[int] = tables[np.flatnonzero(fresh), columns[fresh]].tolist()
+    return tails
 
 
 def gather(view: torch.Tensor, table: torch.Tensor, rows: int) -> torch.Tensor:

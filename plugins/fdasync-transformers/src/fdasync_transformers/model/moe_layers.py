@@ -81,7 +81,8 @@ def find_experts(model: torch.nn.Module) -> dict[int, Experts]:
     kind = _kind_of(model)
     found: dict[int, Experts] = {}
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] != "experts":
+        # multi-token prediction layers have no rows
+        if path.rpartition(".")[2] != "experts" or path.startswith("mtp."):
             continue
         layer = _LAYER.search(path)
         if layer is None or int(layer.group(1)) in found:

@@ -92,10 +92,15 @@ def attention_layers(
     return tuple(specs)
 
 
-def run(model: PreTrainedModel) -> ProbeLog:
-    """The notes of one pass of one token. `model` may be on the meta device."""
+def register() -> None:
+    """Make the probe known to the library under `PROBE`; harmless when repeated."""
     AttentionInterface.register(PROBE, _probe_attention)
     AttentionMaskInterface.register(PROBE, _probe_mask)
+
+
+def run(model: PreTrainedModel) -> ProbeLog:
+    """The notes of one pass of one token. `model` may be on the meta device."""
+    register()
     log = ProbeLog(str(model.config.model_type))
     before = model.config._attn_implementation
     model.set_attn_implementation(PROBE)

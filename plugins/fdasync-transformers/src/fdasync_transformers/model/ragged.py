@@ -123,7 +123,9 @@ class RaggedPlan:
         padded = bool((count != queries).any())
         valid = np.flatnonzero(np.arange(queries) < count[:, None]) if padded else None
         keys = width * size
-        causal = pieces == 1 and int(position[0]) == 0 and (reach.kind == "full" or queries <= reach.size)
+        causal = (
+            pieces == 1 and int(position[0]) == reach.first == 0 and (reach.kind == "full" or queries <= reach.size)
+        )
         causal = causal and not self._always_masked
         return Group(
             pieces=pieces,
@@ -146,6 +148,8 @@ class RaggedPlan:
             seen &= key > query - reach.size
         elif reach.kind == "chunk":
             seen &= key // reach.size == query // reach.size
+        if reach.first:
+            seen &= key >= reach.first
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~seen, float("-inf"))
 
@@ -156,10 +160,10 @@ class RaggedPlan:
 def _first_position(position: NDArray[np.int64], reach: Reach) -> NDArray[np.int64]:
     """The earliest position that a query at `position` sees."""
     if reach.kind == "window":
-        return np.maximum(position - reach.size + 1, 0)
+        return np.maximum(position - reach.size + 1, reach.first)
     if reach.kind == "chunk":
-        return position // reach.size * reach.size
-    return np.zeros_like(position)
+        return np.maximum(position // reach.size * reach.size, reach.first)
+    return np.full_like(position, reach.first)
 
 
 def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool) -> NDArray[np.int64]:

@@ -19,8 +19,10 @@ from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
+from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
@@ -53,7 +55,8 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
     }
     notes = [*checkpoint.architecture.notes]
     try:
-        model = loading.build(checkpoint, config.dtype)
+        mtp_layers = count_mtp(checkpoint, config)
+        model = loading.build(checkpoint, config.dtype, mtp_layers)
         facts |= {
             "dtype": str(model.dtype).removeprefix("torch."),
             "weights_nbytes": _weights_nbytes(model),
@@ -64,7 +67,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         if config.weights != "random":
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
-        facts |= _shapes(model, checkpoint.model_type, config, limits)
+        facts |= _shapes(model, checkpoint.model_type, config, limits, notes)
         facts |= _parts(model, checkpoint.model_type, config, limits)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
@@ -78,7 +81,9 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
     )
 
 
-def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
+def _shapes(
+    model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits, notes: list[str]
+) -> dict[str, Any]:
     """What one pass of one token on the meta device shows. Raises UnsupportedModel and ConfigError."""
     check_routing(model, limits)
     try:
@@ -91,7 +96,11 @@ def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limit
         experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
         with without_experts(model):
             layers = probe.attention_layers(model, latent=config.latent_mla, query_scales={}, reaches=False)
-    found: dict[str, Any] = {"kv_token_nbytes": KVLayout(layers, model.dtype).token_nbytes}
+        layout = KVLayout(layers, model.dtype)
+        if head_of(model) is not None:
+            layout = mtp_layout(model, config, limits)(layers)
+            notes.append(mtp_note(model, layout))
+    found: dict[str, Any] = {"kv_token_nbytes": layout.token_nbytes}
     if mends.max_context_tokens is not None:
         found["max_context_tokens"] = min(max_context_of(model, limits), mends.max_context_tokens)
     if experts is not None:

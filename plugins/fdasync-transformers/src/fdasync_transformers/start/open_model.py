@@ -22,6 +22,7 @@ from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
+from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
@@ -88,13 +89,17 @@ def open_model(
 
     Raises CheckpointError, UnsupportedModel and ConfigError.
     """
-    model = loading.build(checkpoint, config.dtype)
+    mtp_layers = count_mtp(checkpoint, config)
+    model = loading.build(checkpoint, config.dtype, mtp_layers)
     kind = checkpoint.model_type
     refuse_unservable(model)
     check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
+    if mtp_layers:
+        with library_code(kind, "the probe of its multi-token prediction layers"):
+            make_layout = mtp_layout(model, config, limits)
     sums = None
     if limits.sum_slices > 1:
         with library_code(kind, "cutting its sums into slices"):
@@ -134,6 +139,8 @@ def open_model(
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_step_model(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
+    if mtp_layers:
+        notes.append(mtp_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))

@@ -61,6 +61,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
+        mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
+            without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with one rank and whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -77,6 +79,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
+    mtp: bool = False
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
     fused_router: bool = True
@@ -114,6 +117,12 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         raise ConfigError(
             "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
         )
+    if config.mtp and limits.tensor_parallel > 1:
+        problem = f"multi-token prediction layers are not cut for {limits.tensor_parallel} ranks yet"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use tensor_parallel=1")
+    if config.mtp and limits.sum_slices > 1:
+        problem = f"multi-token prediction layers have no sums of {limits.sum_slices} slices yet"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use sum_slices=1")
 
 
 def device_of(config: TransformersConfig, limits: RunnerLimits) -> torch.device:
@@ -147,6 +156,8 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
     """Raise ConfigError naming the first key that asks for what this device cannot do."""
     fuses_experts(config, device)
     fuses_layers(config, device)
+    if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
+        raise ConfigError("runner_config.mtp", f"not with kernels on {device} yet", hint="leave it out")
     if config.dtype == "float64" and uses_kernels(config, device):
         raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32", or the CPU')
 

@@ -65,7 +65,7 @@ def make_tiny_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
             if tensor.is_floating_point() and not name.endswith(_KEPT):
-                _randomise(name, tensor, torch.randn(tensor.shape, generator=generator))
+                randomise(name, tensor, torch.randn(tensor.shape, generator=generator))
     model.generation_config = hf.GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False)
     return model
 
@@ -112,7 +112,8 @@ def _save_quantised(model: Any, target: Path, how: str) -> Any:
         return type(model).from_pretrained(plain, dtype=torch.float32, local_files_only=True).eval()
 
 
-def _randomise(name: str, tensor: torch.Tensor, noise: torch.Tensor) -> None:
+def randomise(name: str, tensor: torch.Tensor, noise: torch.Tensor) -> None:
+    """Give a tensor its value from noise of its shape, by its name; norms have to be what they begin as."""
     last = name.rpartition(".")[2]
     if last.endswith("bias") or "sink" in last:
         tensor.copy_(noise * 0.3)

@@ -16,6 +16,7 @@ import torch
 from transformers.core_model_loading import build_glob_alternation
 
 from fdasync.errors import CheckpointError, ConfigError
+from fdasync_transformers.mtp.head import attach
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.architecture import read_architecture
 from fdasync_transformers.weights.mapping import destination, place
@@ -95,17 +96,20 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
     return Checkpoint(path, architecture, plain_table(tensors, scheme) if scheme else tensors, scheme)
 
 
-def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+def build(checkpoint: Checkpoint, dtype: str, mtp_layers: int = 0) -> PreTrainedModel:
     """The model on the meta device, in its final dtypes: it has shapes and takes no memory. `dtype` "auto" is the
-    checkpoint's own (of a quantised one that names none, bfloat16).
+    checkpoint's own (of a quantised one that names none, bfloat16). With so many multi-token prediction layers.
 
-    Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
+    Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served,
+    UnsupportedModel where the library's multi-token prediction layer does not fit the family.
     """
     chosen = choose_dtype(checkpoint, dtype)
     layers: Any = getattr(checkpoint.config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
     model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
+    if mtp_layers:
+        attach(model, mtp_layers, chosen)
     keep_float32(model, chosen)
     return model
 

@@ -118,7 +118,7 @@ def place(names: Names, table: Mapping[str, StoredTensor], folder: Path) -> Plac
         one, other = met
         problem = f"holds {other}, and {tensors[one].file.name} {one}: both are {placements[one].target}"
         raise CheckpointError(str(tensors[other].file), problem)
-    _check_complete(names.model, names.shapes, placements, folder)
+    _check_complete(names.model, names.needed(table), placements, folder)
     if located.unknown:
         raise CheckpointError(
             str(table[located.unknown[0]].file),

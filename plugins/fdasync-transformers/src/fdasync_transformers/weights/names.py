@@ -14,8 +14,11 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from fdasync_transformers.mtp import names as mtp_names
+from fdasync_transformers.mtp.head import head_of
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from transformers import PreTrainedModel
 
@@ -42,6 +45,7 @@ class Names:
         state: of the whole.
         shapes: the model's tensors as it was given, on the meta device: a rank of a group holds parts of them.
         cuts: of the tensors that this rank holds a part of; set after the model was cut.
+        has_mtp: whether the model has its multi-token prediction (MTP) layers.
     """
 
     def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> None:
@@ -50,6 +54,9 @@ class Names:
         self.state: dict[str, torch.Tensor] = self.whole.state_dict()
         self.shapes = {name: torch.empty_like(held, device="meta") for name, held in model.state_dict().items()}
         self.cuts: Mapping[str, Cut] = {}
+        self.has_mtp = head_of(model) is not None
+        self._hidden_layers = int(getattr(model.config, "num_hidden_layers", 0) or 0)
+        self._told_mtp = mtp_names.told_layers(model.config) > 0
         rules = get_model_conversion_mapping(self.whole)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -61,11 +68,14 @@ class Names:
 
         Call it in the library's order (`dot_natural_key`): some rules need that.
         """
+        stored = key
+        if self.has_mtp:
+            key = mtp_names.own_name(key, self._hidden_layers)
         name, pattern = rename_source_key(
             key, self._renamings, self._converters, self.whole.base_model_prefix, self.state
         )
         if name not in self.state:
-            return (key if key in self.state else ""), None
+            return (stored if stored in self.state else ""), None
         return name, pattern
 
     def number(self, key: str, pattern: str) -> int | None:
@@ -98,7 +108,24 @@ class Names:
 
     def ignores(self, key: str) -> bool:
         """Whether the library leaves a name out that has no place."""
+        if self.has_mtp:
+            if mtp_names.is_of_mtp(key, self._hidden_layers):
+                return mtp_names.is_copy(key, self._hidden_layers)
+        elif self._told_mtp and mtp_names.is_of_mtp(key, self._hidden_layers):
+            return True
         patterns = [r"rotary_emb\.inv_freq$"]
         for model in (self.model, self.whole):
             patterns += model._keys_to_ignore_on_load_unexpected or ()
         return any(re.search(pattern, key) for pattern in patterns)
+
+    def needed(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Of `shapes`, what a checkpoint of these names must fill: one without any MTP tensor leaves these layers as
+        they are, as checkpoints of trainers do."""
+        if not self.has_mtp or self.mtp_among(keys):
+            return self.shapes
+        return {name: held for name, held in self.shapes.items() if not name.startswith(mtp_names.PREFIX)}
+
+    def mtp_among(self, keys: Iterable[str]) -> bool:
+        """Whether one of these names is of an MTP layer, beside copies of the model's own tensors."""
+        layers = self._hidden_layers
+        return any(mtp_names.is_of_mtp(key, layers) and not mtp_names.is_copy(key, layers) for key in keys)

@@ -52,6 +52,10 @@ DTYPES = {
 }
 
 
+# drafts stay exact whatever the layers' weights, as each is verified
+MTP_LEFT = "no multi-token prediction tensors: these layers keep their weights, and fewer drafts may be accepted"
+
+
 class _Incoming(NamedTuple):
     """A tensor of the update under way; `target` is None where the library leaves the tensor out."""
 
@@ -169,6 +173,8 @@ class LiveWeights:
         self._check_config(checkpoint)
         placed = place(names, checkpoint.tensors, checkpoint.folder)
         notes = loading.placed_notes(checkpoint, placed, self._model.dtype)
+        if names.has_mtp and not names.mtp_among(placed.tensors):
+            notes = (*notes, MTP_LEFT)
         if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
             raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
         return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
@@ -206,6 +212,8 @@ class LiveWeights:
         self._incoming = incoming
         self._written = [0] * len(incoming)
         self._replaced = frozenset(replaced)
+        if self._checkpoint_names.has_mtp and not self._checkpoint_names.mtp_among(names):
+            _log.info("new tensors: %s", MTP_LEFT)
 
     def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Write the next bytes of a tensor, converted to the model's dtype. Raises WeightsBroken."""
