@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.gpu.completion import CompletionPort
+    from fdasync.gpu.completion import CompletionPort, Hold
     from fdasync.gpu.cudart import Driver
     from fdasync.gpu.pools import EventPool, PinnedPool
     from fdasync.gpu.streams import Streams
@@ -102,29 +102,41 @@ class DevicePool(PeerPool[Memory]):
         if self._closed:
             raise InvariantBroken("copies after the close of a pool")
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        runs = sum([len(wanted.places) for wanted in sums])
         try:
-            with self._streams.on(_LANE):
-                for batch in copies:
-                    self._copy(batch)
-                found, holds = self._sum(sums)
+            # first: where there is none, nothing was queued
             event = self._events.take(_LANE)
+            holds: list[Hold] = [event]
+            found, problem = self._queue(copies, sums, holds)
             self._streams.record(_LANE, event.event)
-            runs = sum([len(wanted.places) for wanted in sums])
             ended = self._port.completion(
                 event.event,
                 lane=_LANE,
                 kind=(_LANE, len(copies) > 0, runs.bit_length()),
-                holds=(event, *holds),
-                on_done=partial(_read, found),
+                holds=holds,
+                on_done=partial(_read, found, problem),
             )
         except Exception as error:
-            done.set_exception(RunnerError(f"copies from a peer could not be launched: {error}"))
+            done.set_exception(_not_launched(error))
             # counts as read: the caller may have left
             done.exception()
             return done
         self._work[ended] = None
         ended.add_done_callback(partial(self._ended, done))
         return done
+
+    def _queue(
+        self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums], holds: list[Hold]
+    ) -> tuple[dict[str, NDArray[Any]], Exception | None]:
+        """Queue copies and checksums: the chunks of these, to be read when all is done, and why not all is queued. What
+        was queued before an error runs on, so the error is told behind it, too. `holds`: what the device uses."""
+        try:
+            with self._streams.on(_LANE):
+                for batch in copies:
+                    self._copy(batch)
+                return self._sum(sums, holds), None
+        except Exception as error:  # of torch, Triton and the driver
+            return {}, error
 
     def _ended(self, done: asyncio.Future[list[int]], ended: asyncio.Future[list[int]]) -> None:
         del self._work[ended]
@@ -151,23 +163,21 @@ class DevicePool(PeerPool[Memory]):
             part = slice(first, first + _AT_ONCE)
             self._driver.copy_batch(targets[part], sources[part], sizes[part], stream)
 
-    def _sum(self, sums: Sequence[Sums]) -> tuple[dict[str, NDArray[Any]], list[Any]]:
-        """Launch the checksums; their chunks, to be read when all is done, and what the device uses until then."""
+    def _sum(self, sums: Sequence[Sums], holds: list[Hold]) -> dict[str, NDArray[Any]]:
+        """Launch the checksums; see `_queue`."""
         if not sums:
-            return {}, []
+            return {}
         names = [str(number) for number in range(len(sums))]
         given = {name: wanted.places // WORD_NBYTES for name, wanted in zip(names, sums, strict=True)}
         places, sent = send(given, self._pinned, self._words.device)
-        try:
-            chunks = {
-                name: run_sums(self._words, places[name], wanted.nbytes, wanted.first_nbytes)
-                for name, wanted in zip(names, sums, strict=True)
-            }
-            found, fetched = fetch(chunks, self._pinned)
-        except BaseException:
-            sent.release()
-            raise
-        return found, [sent, fetched]
+        holds.append(sent)
+        chunks = {
+            name: run_sums(self._words, places[name], wanted.nbytes, wanted.first_nbytes)
+            for name, wanted in zip(names, sums, strict=True)
+        }
+        found, fetched = fetch(chunks, self._pinned)
+        holds.append(fetched)
+        return found
 
     async def aclose(self) -> None:
         self._closed = True
@@ -177,6 +187,12 @@ class DevicePool(PeerPool[Memory]):
             raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)
 
 
-def _read(found: dict[str, NDArray[Any]]) -> list[int]:
-    """The checksum of each run, from those of its chunks."""
+def _read(found: dict[str, NDArray[Any]], problem: Exception | None) -> list[int]:
+    """The checksum of each run, from those of its chunks. Raises RunnerError where not all was queued."""
+    if problem is not None:
+        raise _not_launched(problem) from problem
     return [added(chunks) for array in found.values() for chunks in array.tolist()]
+
+
+def _not_launched(error: Exception) -> RunnerError:
+    return RunnerError(f"copies from a peer could not be launched: {error}")

@@ -90,8 +90,8 @@ class PeerPool(ABC, Generic[Opened]):
         the sum of each run, run after run, when all is done.
 
         Cancelling the future stops the waiting, and not the copies: only a future that was not cancelled tells when
-        they have ended. The caller has checked all places. The future fails with RunnerError or DeviceFailed, and then
-        some of the copies may still run.
+        they have ended. The caller has checked all places. The future fails with RunnerError when none of the copies
+        runs any more, also where only some could be launched; with DeviceFailed some of them may still run.
         """
 
     @abstractmethod

@@ -27,7 +27,7 @@ from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.peer_pool import DevicePool
 from fdasync.gpu.pools import EventPool, PinnedPool
 from fdasync.gpu.ports.adaptive import AdaptivePort
-from fdasync.gpu.ports.fake import AlreadyDone, FakePort
+from fdasync.gpu.ports.fake import AlreadyDone, FakeEvent, FakePort
 from fdasync.gpu.streams import Streams
 from fdasync.ipc.block_sums import added, block_sums
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
@@ -65,8 +65,11 @@ class HostDriver:
     def __init__(self, *, has_batch: bool) -> None:
         self.has_batch = has_batch
         self.calls: list[int] = []
+        self.most_calls = 1 << 30
 
     def copy(self, target: int, source: int, nbytes: int, _stream: int) -> None:
+        if len(self.calls) == self.most_calls:
+            raise RunnerError("the driver refuses")
         ctypes.memmove(target, source, nbytes)
         self.calls.append(1)
 
@@ -79,7 +82,16 @@ class HostDriver:
 class Pools:
     """A pool of rows and what it needs, on a device or on this host."""
 
-    def __init__(self, blocks: int, block: int, device: torch.device, *, has_batch: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block: int,
+        device: torch.device,
+        *,
+        has_batch: bool = True,
+        pinned_nbytes: int = 1 << 24,
+        by_hand: bool = False,
+    ) -> None:
         nbytes = blocks * block
         on_gpu = device.type == "cuda"
         self.driver = Driver() if on_gpu else HostDriver(has_batch=has_batch)
@@ -90,8 +102,8 @@ class Pools:
         self.tensor = self.memory.tensor()
         self.tensor.zero_()
         self.rows = self.tensor.view(blocks, block)
-        self.events = EventPool(torch.cuda.Event if on_gpu else AlreadyDone)
-        self.pinned = PinnedPool(1 << 24, pinned=on_gpu)
+        self.events = EventPool(torch.cuda.Event if on_gpu else FakeEvent if by_hand else AlreadyDone)
+        self.pinned = PinnedPool(pinned_nbytes, pinned=on_gpu)
         self.port = AdaptivePort() if on_gpu else FakePort()
         opener = None if on_gpu else lambda fd, n: HostMemory(SharedRegion(os.dup(fd), n))
         self.pool = DevicePool(
@@ -150,6 +162,51 @@ async def test_a_pool_copies_out_of_another_and_gives_all_back(device, has_batch
     assert await sender.peers.sums([2, 1]) == block_sums(sent.numpy()[[2, 1]]).tolist()
     await sender.aclose()
     await receiver.aclose()
+
+
+@pytest.mark.parametrize("broken", ["no buffer for places", "no buffer for sums", "a copy is refused"])
+async def test_what_cannot_be_launched_whole_fails_behind_what_was(monkeypatch, broken):
+    blocks, block, host = 5, 4096, torch.device("cpu")
+    sender = Pools(blocks, block, host)
+    pinned_nbytes = {"no buffer for places": 2048, "no buffer for sums": 4096}.get(broken, 1 << 24)
+    receiver = Pools(blocks, block, host, has_batch=False, pinned_nbytes=pinned_nbytes, by_hand=True)
+    if broken == "a copy is refused":
+        receiver.driver.most_calls = 1
+    event = FakeEvent()
+    monkeypatch.setattr(receiver.events, "_factory", lambda: event)
+    sender.rows.copy_(content(1, blocks, block))
+    shown = await sender.peers.export()
+    await receiver.peers.open(SOURCE, shown.pools, shown.fds)
+    os.close(shown.fds[0])
+    pull = receiver.peers.pull(BlockPull(SOURCE, (4, 0), (1, 3)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    # the device may still copy: neither the targets nor the buffers come back
+    assert receiver.driver.calls
+    assert not pull.done()
+    assert receiver.events.outstanding == {"peers": 1}
+    assert bool(receiver.pinned.outstanding) == (broken == "no buffer for sums")
+    event.fire()
+    with pytest.raises(RunnerError, match="could not be launched"):
+        await pull
+    await sender.aclose()
+    await receiver.aclose()
+
+
+async def test_without_an_event_nothing_is_launched(monkeypatch):
+    pools = Pools(2, 4096, torch.device("cpu"))
+
+    def none():
+        raise RuntimeError("no events")
+
+    monkeypatch.setattr(pools.events, "_factory", none)
+    shown = await pools.peers.export()
+    await pools.peers.open(SOURCE, shown.pools, shown.fds)
+    os.close(shown.fds[0])
+    with pytest.raises(RunnerError, match="no events"):
+        await pools.peers.pull(BlockPull(SOURCE, (0,), (1,)))
+    assert pools.driver.calls == []
+    await pools.aclose()
 
 
 @gpu

@@ -65,19 +65,19 @@ class GroupPeerBlocks(PeerBlocks):
             await self._of(rank, peers.close_source(source))
 
     def pull(self, pull: BlockPull) -> asyncio.Future[list[int]]:
-        ranges = [(pool.held_offset, pool.held) for pool in self._pools]
-        return self._all(ranges, [peers.pull(pull) for peers in self._ranks])
+        return self._all([(pool.held_offset, pool.held) for pool in self._pools], lambda peers: peers.pull(pull))
 
     def sums(self, blocks: Sequence[int]) -> asyncio.Future[list[int]]:
-        ranges = [(pool.offset, pool.part) for pool in self._pools]
-        return self._all(ranges, [peers.sums(blocks) for peers in self._ranks])
+        return self._all([(pool.offset, pool.part) for pool in self._pools], lambda peers: peers.sums(blocks))
 
     def _all(
-        self, ranges: Sequence[tuple[int, int]], calls: Sequence[asyncio.Future[list[int]]]
+        self, ranges: Sequence[tuple[int, int]], begin: Callable[[PeerBlocks], asyncio.Future[list[int]]]
     ) -> asyncio.Future[list[int]]:
-        """Ends when all ranks have ended: until then one of them may copy. Fails with the first error."""
+        """Ends when all ranks have ended: until then one of them may copy, also where another could not begin. Fails
+        with the first error."""
         if not ranges:
             raise InvariantBroken("copies before the pools were exported")
+        calls = [_begun(begin, peers) for peers in self._ranks]
         done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         left = len(calls)
 
@@ -108,3 +108,15 @@ class GroupPeerBlocks(PeerBlocks):
             return await call
         except Exception as error:
             raise self._named(error, rank) from error
+
+
+def _begun(begin: Callable[[PeerBlocks], asyncio.Future[list[int]]], peers: PeerBlocks) -> asyncio.Future[list[int]]:
+    """What `begin` returns; what it raises is the future's error."""
+    try:
+        return begin(peers)
+    except Exception as error:
+        failed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        failed.set_exception(error)
+        # counts as read: an earlier rank's error may be the one that is told
+        failed.exception()
+        return failed
