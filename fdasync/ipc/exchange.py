@@ -133,6 +133,8 @@ class Exchange:
             self._others = [other for other in range(ranks) if other != rank]
             self._heard = dict(zip(self._others, fds[1:ranks], strict=True))
             self._told = [*fds[ranks:]]
+            # the region owns its descriptor
+            self._fds = (*fds[1:],)
             self._region = SharedRegion(fds[0], _region_nbytes(ranks, slot_nbytes))
         except BaseException as error:
             self._close_fds()
@@ -230,16 +232,16 @@ class Exchange:
 
     def close(self) -> None:
         """Drop memory and descriptors; idempotent. There is no exchange afterwards."""
-        if not self._fds:
+        if self._region.fd < 0:
             return
         self._ended = "the end: it is closed"
         self._view.release()
         self._region.close()
-        self._close_fds(but=1)
+        self._close_fds()
 
-    def _close_fds(self, but: int = 0) -> None:
-        """Close the descriptors, the first `but` of them excepted; one that is closed already stays so."""
-        for fd in self._fds[but:]:
+    def _close_fds(self) -> None:
+        """Close the descriptors; one that is closed already stays so."""
+        for fd in self._fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._fds = ()

@@ -53,12 +53,19 @@ class SharedRegion:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Attach to `fd`, which this object owns from now on. Raises InvariantBroken if it is too small, OSError."""
+        """Attach to `fd`, which this object owns from now on, and closes where it raises.
+
+        Raises InvariantBroken if it is too small, OSError.
+        """
         self.fd = fd
         self.nbytes = nbytes
-        if os.fstat(fd).st_size < nbytes:
-            raise InvariantBroken(f"the shared region has {os.fstat(fd).st_size} bytes, {nbytes} are needed")
-        self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                raise InvariantBroken(f"the shared region has {os.fstat(fd).st_size} bytes, {nbytes} are needed")
+            self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedRegion:
@@ -67,10 +74,10 @@ class SharedRegion:
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
+        return cls(fd, nbytes)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
         """A writable view of some of its bytes; the mapping lives while views do."""

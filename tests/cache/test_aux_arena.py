@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena, arena_nbytes
 from fdasync.errors import InvariantBroken
+from fdasync.testing.harness.leaks import no_leaks
 from tests.support.helpers import SPECS, case_settings
 
 
@@ -123,12 +124,8 @@ def test_the_seals_cannot_be_changed(arena):
 
 
 def test_a_file_that_is_too_small_is_refused():
-    fd = os.memfd_create("small")
-    try:
-        with pytest.raises(InvariantBroken, match="are needed"):
-            AuxArena.attach(fd, 4, 8, SPECS)
-    finally:
-        os.close(fd)
+    with no_leaks(), pytest.raises(InvariantBroken, match="are needed"):
+        AuxArena.attach(os.memfd_create("small"), 4, 8, SPECS)
 
 
 def test_close_gives_the_fd_back_and_may_be_called_again():
