@@ -50,6 +50,26 @@ def test_layouts_and_dims_change_nothing(dtype, how):
         assert ((wanted.detach() != plain.detach() + bias).float().mean()) > 0.05
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contractions_are_products_of_rows_in_each_layout(dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 6, 72).to(dtype), torch.randn(40, 72).to(dtype)
+    parts = weight.unflatten(1, (8, 9))
+    ways = (
+        lambda rows: torch.inner(rows, weight),
+        lambda rows: torch.inner(weight, rows).movedim(0, -1),
+        lambda rows: torch.tensordot(rows, weight, ([-1], [1])),
+        lambda rows: torch.tensordot(weight, rows, ([1], [-1])).movedim(0, -1),
+        lambda rows: torch.tensordot(rows.unflatten(-1, (8, 9)), parts, ([-2, -1], [1, 2])),
+    )
+    with FixedNumerics():
+        wanted = linear(x, weight)
+        for one in layouts(x).values():
+            for way in ways:
+                assert torch.equal(way(one), wanted)
+                assert torch.equal(way(one[2:, -1:]), wanted[2:, -1:])
+
+
 def test_gradients_flow_through_each_layout():
     torch.manual_seed(0)
     x, weight, bias = torch.randn(4, 6, 72), torch.randn(40, 72), torch.randn(40)
