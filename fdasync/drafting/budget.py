@@ -25,6 +25,8 @@ _BUCKETS = 96
 _MARGIN = 1.1
 # drafts that are all but sure count as this sure
 _SUREST = 0.99
+# a gain that is no larger than this share of the tokens is none, even where rows cost nothing
+_LEAST = 1e-9
 
 
 class StepPrices:
@@ -88,7 +90,8 @@ def choose_drafts(acceptance: Floats, reach: Floats, most: int, prices: StepPric
     gains = np.cumsum(chances[order])
     best = int(np.argmax((running + gains) / costs[1:]))
     # both as shares of the plain step: a few paths among many sequences are worth their rows too
-    if gains[best] / running <= _MARGIN * (costs[best + 1] / costs[0] - 1):
+    paid = gains[best] / running
+    if paid <= max(_MARGIN * (costs[best + 1] / costs[0] - 1), _LEAST):
         return np.zeros(many, np.int64)
     return np.bincount(order[: best + 1] // most, minlength=many)
 

@@ -1,8 +1,8 @@
 """Drafts for the steps of an engine: asks the drafter for paths, and learns from the tokens which drafts were accepted.
 
 One `plan` belongs to each planned step and one `done` to each completed one, in the same order; up to `depth` steps are
-in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head, or
-leave it. So what was drafted and accepted is counted exactly as the runner sees it.
+in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head,
+also where they differ from the path. So what was drafted and accepted is counted exactly as the runner sees it.
 
 Pure: the same calls give the same drafts. It knows no queue, no block and no step's layout. Called by the scheduler.
 """
@@ -83,18 +83,13 @@ class DraftPlanner:
         name: of the drafter, for the counters.
         max_drafts: the most drafts that a step verifies of a sequence.
         depth: the most steps in flight. The drafter's `limits.path_tokens` is `path_tokens(max_drafts, depth)`.
-        drops_left_paths: the runner forwards nothing of a path that differs from the tokens sampled since its plan.
-            False: it forwards the drafts behind them all the same; a path may be wrong in one place alone.
     """
 
-    def __init__(
-        self, drafter: Drafter, *, name: str, max_drafts: int, depth: int, drops_left_paths: bool = True
-    ) -> None:
+    def __init__(self, drafter: Drafter, *, name: str, max_drafts: int, depth: int) -> None:
         self._drafter = drafter
         self._name = name
         self._most = max_drafts
         self._depth = depth
-        self._drops = drops_left_paths
         self._prices = StepPrices()
         self._flights: deque[_Flight] = deque()
         self._rows: dict[int, int] = {}
@@ -230,7 +225,7 @@ class DraftPlanner:
             self._judge(turn, rows, many, given)
         for number, other in enumerate(self._flights):
             if other.has_paths:
-                self._follow((self._done + number) % self._depth, rows, many, given)
+                self._heads[(self._done + number) % self._depth, rows] += many
         self._lengths[rows] += many
         self._drafter.take(keys, many, given)
 
@@ -288,27 +283,6 @@ class DraftPlanner:
         self._drafted += int(np.where(rejected, drafted, np.minimum(accepted, drafted)).sum())
         self._accepted += int(np.minimum(accepted, drafted).sum())
         self._learn(rows, accepted, rejected)
-
-    def _follow(
-        self, turn: int, rows: npt.NDArray[np.int64], many: npt.NDArray[np.int64], given: npt.NDArray[np.int32]
-    ) -> None:
-        """Move the heads of a later step's paths over these tokens; empty the paths that the tokens leave, if those are
-        dropped."""
-        if not self._drops:
-            self._heads[turn, rows] += many
-            return
-        heads, ends = self._heads[turn, rows], self._ends[turn, rows]
-        width = self._paths.shape[2]
-        place = np.repeat(np.arange(len(rows)), many)
-        within = np.arange(len(given)) - np.repeat(np.cumsum(many) - many, many) + heads[place]
-        is_in = within < ends[place]
-        same = is_in & (self._paths[turn, rows[place], np.minimum(within, width - 1)] == given)
-        left = np.zeros(len(rows), bool)
-        left[place[is_in & ~same]] = True
-        self._learn(rows, np.bincount(place[same], minlength=len(rows)), left)
-        ends[place[~same]] = 0
-        self._ends[turn, rows] = ends
-        self._heads[turn, rows] = heads + many
 
     def _learn(self, rows: npt.NDArray[np.int64], right: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]) -> None:
         """So many tokens of each path were right, and then one was wrong or none."""

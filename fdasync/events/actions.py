@@ -86,10 +86,10 @@ class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Paths that a step may verify: guessed tokens of decoding sequences, in columns with an entry for each path.
 
-    The host may not know the tokens of steps in flight when it drafts. The runner compares the path with the tokens
-    that the sequence has at the path's positions. Where all are equal, the path's tokens behind the last sampled one
-    are drafts: the step forwards them behind that one, up to `most`, to the end of the path or of the block table, or
-    to a token that is no id. Where one differs, or the path is passed, the step forwards the last sampled token alone.
+    The host may not know the tokens of steps in flight when it drafts. The runner passes over the path's tokens for
+    positions that the sequence has, right or wrong. Those behind the last sampled one are drafts: the step forwards
+    them behind that one, up to `most`, to the end of the path or of the block table, or to a token that is no id. Where
+    the path ends before that, the step forwards the last sampled token alone.
 
     The runner samples at each forwarded position, with the noise of that position, and penalties, masks, grammar and
     bias as if the tokens before it had been sampled. It yields the samples up to the first that differs from the draft

@@ -1,8 +1,9 @@
 """What a runner takes of the paths that a host drafts: checks `Drafts`, and follows a path to where its sequence is.
 
 The host drafts before it knows the tokens of steps in flight, so a path begins at a token that the runner may have
-sampled already. Of the path, the tokens that the sequence has are compared, and those behind are drafts. Knows no model
-and no lanes. Called by runners that verify drafts; those that keep tokens on a device do the same there.
+sampled already. The path's tokens for positions that the sequence has are passed over, right or wrong: where a draft
+was wrong in one place, those behind it are often right again. The rest are drafts. Knows no model and no lanes. Called
+by runners that verify drafts; those that keep tokens on a device do the same there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.events.actions import Drafts
-
-_NONE = np.zeros(0, np.int32)
 
 
 class Path(NamedTuple):
@@ -64,17 +63,14 @@ def read_paths(drafts: Drafts, speculation: int, depth: int) -> dict[int, Path]:
     return paths
 
 
-def follow(path: Path, known: NDArray[np.integer], last: int, vocab_size: int) -> NDArray[np.int32]:
-    """The drafts for positions `last` + 1 and on: none where the path left the sequence, or ended, before that.
+def follow(path: Path, last: int, vocab_size: int) -> NDArray[np.int32]:
+    """The drafts for positions `last` + 1 and on: none where the path begins behind that, or ended before.
 
     Args:
-        known: tokens of the sequence by position, at least up to `last`.
         last: position of the last sampled token.
         vocab_size: a token that is no id of the vocabulary ends the path.
     """
     passed = last + 1 - path.start
-    if not 0 <= passed < len(path.tokens) or not np.array_equal(path.tokens[:passed], known[path.start : last + 1]):
-        return _NONE
-    drafts = path.tokens[passed : passed + path.most]
+    drafts = path.tokens[passed : passed + path.most] if passed >= 0 else path.tokens[:0]
     bad = np.flatnonzero((drafts < 0) | (drafts >= vocab_size))
     return drafts[: bad[0]] if len(bad) else drafts

@@ -138,7 +138,7 @@ class SyntheticSteps(Runner):
                 if path is None:
                     continue
                 left.discard(lanes.keys[lane])
-                drafts = follow(path, lanes.tokens[lane], int(lanes.length[lane]), self.config.vocab_size)
+                drafts = follow(path, int(lanes.length[lane]), self.config.vocab_size)
                 self._host_drafts[lane] = drafts.tolist()
                 wanted[number] += len(drafts)
             if left:

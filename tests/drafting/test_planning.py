@@ -57,8 +57,8 @@ class Seer(Drafter):
 class Runner:
     """Launches steps in order, and verifies drafts; its tokens are told when a step is done."""
 
-    def __init__(self, random, cuts=0.0, drops=True):
-        self.random, self.cuts, self.drops = random, cuts, drops
+    def __init__(self, random, cuts=0.0):
+        self.random, self.cuts = random, cuts
         self.lengths = {}
         self.launched = deque()
         self.drafted = self.accepted = 0
@@ -78,8 +78,7 @@ class Runner:
             start, path, most = paths.get(key, (length, [], 0))
             assert start <= length
             gone = length - start
-            follows = path[:gone] == [truth(key, position) for position in range(start, length)]
-            forwarded = path[gone : gone + most] if follows or not self.drops else []
+            forwarded = path[gone : gone + most]
             if self.random.random() < self.cuts:
                 # the block table has no room for more
                 forwarded = forwarded[: self.random.randrange(4)]
@@ -98,12 +97,12 @@ def seconds(rows):
     return 0.01 + rows * 1e-6
 
 
-def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn=0.2, drops=True):
+def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn=0.2):
     """Returns the planner and the runner after some steps with sequences that come and go."""
     random = Random(seed)
     seer = Seer(wrong, seed)
-    planner = DraftPlanner(seer, name="seer", max_drafts=most, depth=depth, drops_left_paths=drops)
-    runner = Runner(random, cuts, drops)
+    planner = DraftPlanner(seer, name="seer", max_drafts=most, depth=depth)
+    runner = Runner(random, cuts)
     fresh = iter(range(10**6))
     planned = deque()
     live = []
@@ -141,18 +140,10 @@ def test_counts_are_the_runners(depth, wrong):
         assert counters.accepted == counters.drafted > 1000
     if wrong == 1.0:
         assert counters.accepted == 0
-        # at a greater depth the tokens of the steps before leave the path, and nothing of it is forwarded
-        assert (counters.drafted > 0) == (depth == 1)
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-def test_counts_are_the_runners_where_left_paths_are_kept(depth):
-    planner, runner = play(0.3, depth, churn=0.0, drops=False)
-    while runner.launched:
-        planner.done(*runner.launched.popleft())
-    assert (planner.counters.drafted, planner.counters.accepted) == (runner.drafted, runner.accepted)
-    dropping, _ = play(0.3, depth, churn=0.0)
-    assert planner.counters.accepted > dropping.counters.accepted
+        assert counters.drafted > 0
+    if wrong == 0.3:
+        # a path that was wrong in a step before is right again behind it
+        assert counters.accepted > 0.4 * counters.drafted
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -177,7 +168,7 @@ def test_nothing_is_drafted_in_vain():
     planner, _ = play(1.0, 2, steps=5000, churn=0.0)
     counters = planner.counters
     assert planner.acceptance(0) < 0.1
-    assert counters.steps < 80
+    assert counters.steps < 120
 
 
 def test_a_sequence_that_becomes_predictable_drafts_again():

@@ -192,6 +192,11 @@ class _BrokenDrafts(SyntheticRunner):
     way = ""
 
     def _plan(self, step):
+        if self.way == "drops what was left" and step.drafts is not None:
+            for key, start, first in zip(step.drafts.keys, step.drafts.starts, step.drafts.tokens[::4], strict=False):
+                lane = self.lanes.lane_of(key)
+                if start <= self.lanes.length[lane] and self.lanes.tokens[lane][start] != first:
+                    step = msgspec.structs.replace(step, drafts=None)
         batch = super()._plan(step)
         if self.way == "never looks":
             self._host_drafts = {lane: [6] * len(drafts) for lane, drafts in self._host_drafts.items()}
@@ -215,6 +220,7 @@ class _BrokenDrafts(SyntheticRunner):
     [
         ("never looks", "test_what_is_right_is_accepted"),
         ("never looks", "test_a_step_goes_on_where_the_path_leads_it"),
+        ("drops what was left", "test_a_path_that_was_wrong_is_followed_on"),
         ("the lane beside", "test_each_sequence_has_its_own_drafts"),
         ("rows of what does not stand", "test_positions_behind_a_rejected_draft_have_no_rows"),
         ("the first again", "test_whatever_is_drafted_tokens_and_rows_stay"),

@@ -161,6 +161,20 @@ class DraftTests(RunnerSuite):
             equal(runs_of(await second), [stream[start + 4 : start + 8]], "the run of the step behind it")
 
     @on_loop
+    async def test_a_path_that_was_wrong_is_followed_on(self) -> None:
+        """Its tokens for positions that the sequence has count no more: those behind them are drafts."""
+        without = msgspec.structs.replace(self.limits, speculation=0)
+        async with on_bench(self.make(without)) as plain, on_bench(self.make(self.limits)) as on:
+            prompt = on.prompt(4)
+            stream = prompt + (await plain.answer(0, prompt, 16, _TABLES[0])).tokens
+            await on.launch_prefill(on.start(0, prompt, [1]))
+            start = len(prompt) + 1
+            path = [_wrong(stream[start]), *stream[start + 1 : start + _SPECULATION]]
+            drafts = drafts_of({0: (start, path, _SPECULATION)})
+            equal(runs_of(await on.launch(drafts=drafts)), [stream[start : start + 1]], "the run of a wrong draft")
+            equal(runs_of(await on.launch(drafts=drafts)), [stream[start + 1 : start + 4]], "the run behind it")
+
+    @on_loop
     async def test_each_sequence_has_its_own_drafts(self) -> None:
         without = msgspec.structs.replace(self.limits, speculation=0)
         async with on_bench(self.make(without)) as plain, on_bench(self.make(self.limits)) as on:

@@ -74,7 +74,7 @@ class DraftedSteps:
                 continue
             known, last = table.tokens[lane], int(table.length[lane])
             # positions past the table have no room anyway
-            drafts = follow(path, known, last, self._vocab_size)[: max(len(known) - last - 1, 0)]
+            drafts = follow(path, last, self._vocab_size)[: max(len(known) - last - 1, 0)]
             known[last + 1 : last + 1 + len(drafts)] = drafts
             wanted[number] += len(drafts)
         return wanted
