@@ -6,22 +6,22 @@ them, and end in one event. Knows bytes, and no blocks; see `ipc/peer_pool.py`. 
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import numpy as np
 import torch
 
-from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.errors import RunnerError
 from fdasync.gpu.kernels.block_sums import run_sums
 from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.packed_copy import fetch, send
 from fdasync.ipc.block_sums import WORD_NBYTES, added
-from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.futures import failed
 from fdasync.ipc.peer_pool import PeerPool
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _LANE: Final = "peers"
 # runs of one call of the driver
 _AT_ONCE = 256
-_CLOSE_S = 10.0
 
 
 class Memory(Protocol):
@@ -73,7 +72,7 @@ class DevicePool(PeerPool[Memory]):
         port: CompletionPort,
         opener: Callable[[int, int], Memory] | None = None,
     ) -> None:
-        self.nbytes = memory.nbytes
+        super().__init__(memory.nbytes)
         self._memory = memory
         self._words = tensor.view(torch.int64)
         self._driver = driver
@@ -82,8 +81,6 @@ class DevicePool(PeerPool[Memory]):
         self._pinned = pinned
         self._port = port
         self._opener = opener or partial(MappedMemory.open, driver, tensor.device)
-        self._work: dict[asyncio.Future[list[int]], None] = {}
-        self._closed = False
         # compiled here, at start-up: later it would make the process deaf for seconds
         run_sums(self._words, torch.zeros(1, dtype=torch.int64, device=tensor.device), WORD_NBYTES, 0)
         # the pool's first contents were written on another stream
@@ -98,10 +95,7 @@ class DevicePool(PeerPool[Memory]):
     def close_peer(self, opened: Memory) -> None:
         opened.close()
 
-    def launch(self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
-        if self._closed:
-            raise InvariantBroken("copies after the close of a pool")
-        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    def _begin(self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
         runs = sum([len(wanted.places) for wanted in sums])
         try:
             # first: where there is none, nothing was queued
@@ -109,7 +103,7 @@ class DevicePool(PeerPool[Memory]):
             holds: list[Hold] = [event]
             found, problem = self._queue(copies, sums, holds)
             self._streams.record(_LANE, event.event)
-            ended = self._port.completion(
+            return self._port.completion(
                 event.event,
                 lane=_LANE,
                 kind=(_LANE, len(copies) > 0, runs.bit_length()),
@@ -117,13 +111,7 @@ class DevicePool(PeerPool[Memory]):
                 on_done=partial(_read, found, problem),
             )
         except Exception as error:
-            done.set_exception(_not_launched(error))
-            # counts as read: the caller may have left
-            done.exception()
-            return done
-        self._work[ended] = None
-        ended.add_done_callback(partial(self._ended, done))
-        return done
+            return failed(_not_launched(error))
 
     def _queue(
         self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums], holds: list[Hold]
@@ -137,18 +125,6 @@ class DevicePool(PeerPool[Memory]):
                 return self._sum(sums, holds), None
         except Exception as error:  # of torch, Triton and the driver
             return {}, error
-
-    def _ended(self, done: asyncio.Future[list[int]], ended: asyncio.Future[list[int]]) -> None:
-        del self._work[ended]
-        error = RunnerError("the pool was closed") if ended.cancelled() else ended.exception()
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-            # counts as read: the caller may have left
-            done.exception()
-        else:
-            done.set_result(ended.result())  # it is done
 
     def _copy(self, batch: Copies[Memory]) -> None:
         stream = self._streams.handle(_LANE)
@@ -178,13 +154,6 @@ class DevicePool(PeerPool[Memory]):
         found, fetched = fetch(chunks, self._pinned)
         holds.append(fetched)
         return found
-
-    async def aclose(self) -> None:
-        self._closed = True
-        if self._work:
-            await wait_within(list(self._work), _CLOSE_S)
-        if self._work:
-            raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)
 
 
 def _read(found: dict[str, NDArray[Any]], problem: Exception | None) -> list[int]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.errors import RunnerError
 from fdasync.ipc.block_sums import block_sums
-from fdasync.ipc.deadlines import wait_within
 from fdasync.ipc.peer_pool import PeerPool
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 # copied between two turns of the loop: about 0.2 ms
 _SLICE_NBYTES = 1 << 20
-_CLOSE_S = 10.0
 
 
 class PeerMemory:
@@ -63,11 +61,9 @@ class MemoryPool(PeerPool[PeerMemory]):
     kind: ClassVar[str] = "memory"
 
     def __init__(self, region: SharedRegion) -> None:
+        super().__init__(region.nbytes)
         self._region = region
-        self.nbytes = region.nbytes
         self._view: NDArray[np.uint8] = np.frombuffer(region.map, np.uint8)
-        self._work: dict[asyncio.Task[list[int]], None] = {}
-        self._closed = False
 
     def export(self) -> int:
         try:
@@ -81,28 +77,8 @@ class MemoryPool(PeerPool[PeerMemory]):
     def close_peer(self, opened: PeerMemory) -> None:
         opened.close()
 
-    def launch(self, copies: Sequence[Copies[PeerMemory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
-        loop = asyncio.get_running_loop()
-        if self._closed:
-            raise InvariantBroken("copies after the close of a pool")
-        task = loop.create_task(self._perform(copies, sums), name="fdasync copies from a peer")
-        self._work[task] = None
-        task.add_done_callback(self._work.pop)
-        done: asyncio.Future[list[int]] = loop.create_future()
-
-        def end(task: asyncio.Task[list[int]]) -> None:
-            error = RunnerError("the pool was closed") if task.cancelled() else task.exception()
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-                # counts as read: the caller may have left
-                done.exception()
-            else:
-                done.set_result(task.result())  # it is done
-
-        task.add_done_callback(end)
-        return done
+    def _begin(self, copies: Sequence[Copies[PeerMemory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
+        return asyncio.get_running_loop().create_task(self._perform(copies, sums), name="fdasync copies from a peer")
 
     async def _perform(self, copies: Sequence[Copies[PeerMemory]], sums: Sequence[Sums]) -> list[int]:
         for batch in copies:
@@ -123,9 +99,5 @@ class MemoryPool(PeerPool[PeerMemory]):
         return found
 
     async def aclose(self) -> None:
-        self._closed = True
-        if self._work:
-            await wait_within(list(self._work), _CLOSE_S)
-        if self._work:
-            raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)
+        await super().aclose()
         self._view = np.empty(0, np.uint8)

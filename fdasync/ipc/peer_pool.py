@@ -11,16 +11,23 @@ neither blocks nor ranks; `ipc/peer_rows.py` knows those, and calls it.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, Generic, TypeVar
+
+from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.futures import pass_on
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+_CLOSE_S: Final = 10.0
 
 #: what a pool makes of a peer's descriptor
 Opened = TypeVar("Opened")
@@ -69,6 +76,11 @@ class PeerPool(ABC, Generic[Opened]):
     kind: ClassVar[str]
     nbytes: int
 
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._work: dict[asyncio.Future[list[int]], None] = {}
+        self._closed = False
+
     @abstractmethod
     def export(self) -> int:
         """A new descriptor of this pool's memory, the caller's to close. Raises RunnerError."""
@@ -84,7 +96,6 @@ class PeerPool(ABC, Generic[Opened]):
     def close_peer(self, opened: Opened) -> None:
         """Undo `open`. No copy out of it may be in flight."""
 
-    @abstractmethod
     def launch(self, copies: Sequence[Copies[Opened]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
         """Copy, and then compute checksums of this pool's memory, those of the copied bytes among them; the future has
         the sum of each run, run after run, when all is done.
@@ -92,9 +103,30 @@ class PeerPool(ABC, Generic[Opened]):
         Cancelling the future stops the waiting, and not the copies: only a future that was not cancelled tells when
         they have ended. The caller has checked all places. The future fails with RunnerError when none of the copies
         runs any more, also where only some could be launched; with DeviceFailed some of them may still run.
+
+        Raises InvariantBroken after `aclose`.
         """
+        if self._closed:
+            raise InvariantBroken("copies after the close of a pool")
+        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        work = self._begin(copies, sums)
+        self._work[work] = None
+        work.add_done_callback(partial(self._ended, done))
+        return done
 
     @abstractmethod
+    def _begin(self, copies: Sequence[Copies[Opened]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
+        """Begin what `launch` was asked for. The future ends with the work, and is cancelled by no caller."""
+
+    def _ended(self, done: asyncio.Future[list[int]], work: asyncio.Future[list[int]]) -> None:
+        del self._work[work]
+        pass_on(work, done, RunnerError("the pool was closed"))
+
     async def aclose(self) -> None:
         """Wait, bounded, for what is in flight; idempotent. The owner frees the memory after it; peers that have mapped
         it keep it. Raises DeadlineExceeded."""
+        self._closed = True
+        if self._work:
+            await wait_within(list(self._work), _CLOSE_S)
+        if self._work:
+            raise DeadlineExceeded(f"{len(self._work)} copies from peers", _CLOSE_S)

@@ -15,6 +15,7 @@ import numpy as np
 
 from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.futures import failed, pass_on
 from fdasync.ipc.peer_blocks import Exported, PeerBlocks
 from fdasync.ipc.peer_pool import Copies, Sums
 
@@ -135,7 +136,7 @@ class PeerRows(PeerBlocks):
     def pull(self, pull: BlockPull) -> asyncio.Future[list[int]]:
         opened = self._sources.get(pull.source)
         if opened is None:
-            return _failed(RunnerError("blocks of an instance that is not open"))
+            return failed(RunnerError("blocks of an instance that is not open"))
         try:
             theirs = _numbers(pull.theirs, opened.num_blocks, "of the other instance")
             ours = _numbers(pull.ours, self._own.num_blocks, "of this one")
@@ -143,7 +144,7 @@ class PeerRows(PeerBlocks):
                 raise RunnerError(f"{len(theirs)} blocks go to {len(ours)} places, or two to one")
             self._check(pull)
         except (RunnerError, InvariantBroken) as error:
-            return _failed(RunnerError(str(error)))
+            return failed(RunnerError(str(error)))
         copies = [
             Copies(
                 run.peer,
@@ -163,23 +164,15 @@ class PeerRows(PeerBlocks):
         self, opened: _Source, pull: BlockPull, done: asyncio.Future[list[int]], copied: asyncio.Future[list[int]]
     ) -> None:
         del opened.pulls[done]
-        error = RunnerError("the pool was closed") if copied.cancelled() else copied.exception()
-        if error is None:
+        if not copied.cancelled() and copied.exception() is None:
             self._on_pulled(pull)
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-            # counts as read: the caller may have left
-            done.exception()
-        else:
-            done.set_result(copied.result())  # it is done
+        pass_on(copied, done, RunnerError("the pool was closed"))
 
     def sums(self, blocks: Sequence[int]) -> asyncio.Future[list[int]]:
         try:
             ours = _numbers(blocks, self._own.num_blocks, "of this one")
         except RunnerError as error:
-            return _failed(error)
+            return failed(error)
         return self._pool.launch([], [self._summed(ours, self._own.offset, self._own.part)])
 
     def _summed(self, blocks: NDArray[np.int64], offset: int, nbytes: int) -> Sums:
@@ -198,11 +191,3 @@ def _numbers(blocks: Sequence[int], count: int, whose: str) -> NDArray[np.int64]
     if wrong is not None:
         raise RunnerError(f"there is no block {wrong} {whose}: it has {count}")
     return np.array(blocks, np.int64)
-
-
-def _failed(error: Exception) -> asyncio.Future[list[int]]:
-    future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-    future.set_exception(error)
-    # counts as read: the caller may have left
-    future.exception()
-    return future

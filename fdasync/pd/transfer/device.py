@@ -19,22 +19,19 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from fdasync.cache.store.base import DONE
-from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, RunnerError
+from fdasync.errors import DeadlineExceeded, FdasyncError, RunnerError
 from fdasync.ipc.block_sums import WORD_NBYTES, block_sums
 from fdasync.ipc.deadlines import wait_within
 from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import Transport
 from fdasync.pd.transfer.device_door import Door, knock
-from fdasync.pd.transfer.transfers import Transfer, Transfers
+from fdasync.pd.transfer.endpoint import Endpoint
+from fdasync.pd.transfer.transfers import Transfer
 from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
     LATE,
-    TOKEN_NBYTES,
-    Offers,
     boot_id,
     broken,
-    check_copy_specs,
     check_source,
     damaged,
     refused,
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.store.base import Outcome
-    from fdasync.ipc.shared_memory import Part, SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.transfer.base import CopySpec
     from fdasync.pd.transfer.device_blocks import PartPuller
 
@@ -53,8 +50,6 @@ _BATCH_NBYTES = 32 << 20
 _OPEN_S = 10.0
 # a device that does not end a copy for so long is broken
 _PULL_S = 60.0
-# checksum of no bytes
-_NOTHING = 0
 
 
 class _Size(NamedTuple):
@@ -80,7 +75,7 @@ class _Peer:
         return FORGOTTEN if self.opening.cancelled() else self.opening.result()
 
 
-class DeviceTransport(Transport):
+class DeviceTransport(Endpoint):
     """See the module. `open` takes no regions of memory: those of its parts are the puller's.
 
     Args:
@@ -97,15 +92,10 @@ class DeviceTransport(Transport):
         return int(block_sums(words[None])[0])
 
     def __init__(self, puller: PartPuller, token: bytes | None = None) -> None:
+        super().__init__(token)
         self._puller = puller
-        self._token = token or os.urandom(TOKEN_NBYTES)
-        self._source: Source | None = None
-        self._closed = False
         self._fds: tuple[int, ...] = ()
         self._door: Door | None = None
-        self._regions: list[_Size] = []
-        self._offers = Offers()
-        self._transfers = Transfers()
         self._peers: dict[bytes, _Peer] = {}
         self._named = 0
         self._closing: dict[asyncio.Task[None], None] = {}
@@ -114,8 +104,7 @@ class DeviceTransport(Transport):
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:  # noqa: ARG002 - the contract's
         """See `Transport`. Raises RunnerError where the devices show no memory."""
-        if self._source is not None or self._closed:
-            raise InvariantBroken("a transport is opened once")
+        self._check_new()
         exported = await self._puller.export()
         self._fds = exported.fds
         self._regions = [_Size(nbytes) for nbytes in self._puller.sizes]
@@ -124,23 +113,9 @@ class DeviceTransport(Transport):
         sizes = tuple([(0, nbytes) for nbytes in self._puller.sizes])
         self._source = Source(boot_id(), os.getpid(), sizes, self._token, "")
 
-    def source(self) -> Source:
-        if self._source is None or self._closed:
-            raise InvariantBroken("only an open transport has a source")
-        return self._source
-
-    def offer(self, parts: Sequence[Part]) -> None:
-        self._offers.add(parts)
-
-    def withdraw(self, parts: Sequence[Part]) -> None:
-        self._offers.remove(parts)
-
-    def forget(self, source: Source) -> None:
-        if check_source(source):
-            return
-        self._transfers.end(FORGOTTEN, source.token)
-        self._unfit.discard(source.token)
-        peer = self._peers.pop(source.token, None)
+    def _drop(self, token: bytes) -> None:
+        self._unfit.discard(token)
+        peer = self._peers.pop(token, None)
         if peer is not None:
             task = asyncio.get_running_loop().create_task(self._close(peer), name="fdasync close of a sender")
             self._closing[task] = None
@@ -164,7 +139,7 @@ class DeviceTransport(Transport):
         self._transfers.end(CLOSED)
         await self._transfers.idle()
         for token in list(self._peers):
-            self.forget(Source("", 0, (), token, ""))
+            self._drop(token)
         if self._closing:
             _, left = await wait_within(list(self._closing), _PULL_S)
             if left:
@@ -202,27 +177,13 @@ class DeviceTransport(Transport):
 
     async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
         """See `Transport`. Raises DeadlineExceeded, too, where this instance's own device does not end a copy."""
-        if self._source is None and not self._closed:
-            raise InvariantBroken("a transport receives when it is open")
-        if self._source is None or self._closed:
-            return [CLOSED] * len(copy_specs)
-        problem = check_source(source)
-        if not problem and source.machine != self._source.machine:
-            problem = "the sender is on another machine: its devices cannot be reached from here"
-        if problem:
-            return [refused(problem)] * len(copy_specs)
-        transfer = self._transfers.start(source.token, deadline)
-        try:
-            outcomes = await check_copy_specs(source, copy_specs, self._regions, _NOTHING)
-            for place, outcome in enumerate(outcomes):
-                if outcome is None:
-                    outcomes[place] = self._problem(copy_specs[place])
-            if None in outcomes and not transfer.check():
-                failed = await self._copy(transfer, copy_specs, outcomes)
-                return [outcome or failed or transfer.over or LATE for outcome in outcomes]
-            return [outcome or transfer.over or LATE for outcome in outcomes]
-        finally:
-            self._transfers.finish(transfer)
+        return await super().receive(source, copy_specs, deadline)
+
+    def _refusal(self, source: Source) -> Outcome | None:
+        assert self._source is not None
+        if source.machine == self._source.machine:
+            return None
+        return refused("the sender is on another machine: its devices cannot be reached from here")
 
     def _problem(self, copy_spec: CopySpec) -> Outcome | None:
         pairs = zip(copy_spec.ref_parts, copy_spec.parts, strict=True)
@@ -230,9 +191,17 @@ class DeviceTransport(Transport):
         return next((refused(problem) for problem in problems if problem), None)
 
     async def _copy(
-        self, transfer: Transfer, copy_specs: Sequence[CopySpec], outcomes: list[Outcome | None]
-    ) -> Outcome | None:
-        """Fill in the outcomes that are still None, batch after batch; returns what became of the rest."""
+        self,
+        transfer: Transfer,
+        source: Source,  # noqa: ARG002 - known by its token
+        copy_specs: Sequence[CopySpec],
+        outcomes: list[Outcome | None],
+    ) -> None:
+        for place, outcome in enumerate(outcomes):
+            if outcome is None:
+                outcomes[place] = self._problem(copy_specs[place])
+        if None not in outcomes:
+            return
         peer = self._peer(transfer.token)
         opening = peer.opening
         assert opening is not None
@@ -240,27 +209,24 @@ class DeviceTransport(Transport):
             opening.add_done_callback(lambda _: transfer.wake())
         while not opening.done() and transfer.check() is None:
             await transfer.wait(transfer.deadline)
-        if transfer.check() is not None:
-            return transfer.over
-        if peer.outcome is not None:
-            return self._unopened(transfer.token, peer)
+        if transfer.check() is None and peer.outcome is not None:
+            transfer.end(self._unopened(transfer.token, peer, peer.outcome))
         for batch in _batches(copy_specs, outcomes):
             if transfer.check() is not None:
-                return transfer.over
+                return
             try:
                 await self._pull(peer, copy_specs, batch, outcomes)
             except RunnerError as error:
                 self._unfit.add(transfer.token)
-                return refused(f"the sender's device cannot be read: {error}")
-        return None
+                transfer.end(refused(f"the sender's device cannot be read: {error}"))
 
-    def _unopened(self, token: bytes, peer: _Peer) -> Outcome | None:
-        """Why a sender's pools were not opened; a later receive tries again."""
+    def _unopened(self, token: bytes, peer: _Peer, why: Outcome) -> Outcome:
+        """Note that a sender's pools were not opened; a later receive tries again."""
         if self._peers.get(token) is peer:
             del self._peers[token]
-        if peer.outcome is not None and not peer.outcome.transient:
+        if not why.transient:
             self._unfit.add(token)
-        return peer.outcome
+        return why
 
     async def _pull(
         self, peer: _Peer, copy_specs: Sequence[CopySpec], batch: list[int], outcomes: list[Outcome | None]

@@ -19,19 +19,15 @@ import xxhash
 from fdasync.cache.store.base import DONE
 from fdasync.errors import InvariantBroken
 from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import SLICE_NBYTES, Transport, Turns
+from fdasync.pd.transfer.base import SLICE_NBYTES, Turns
+from fdasync.pd.transfer.endpoint import Endpoint
 from fdasync.pd.transfer.shm_peer import IDENTITY_NBYTES, Peer, make_identity
-from fdasync.pd.transfer.transfers import Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
-    FORGOTTEN,
     LATE,
     MAX_REGIONS,
     TOKEN_NBYTES,
-    Offers,
     boot_id,
-    check_copy_specs,
-    check_source,
     damaged,
     refused,
 )
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.store.base import Outcome
-    from fdasync.ipc.shared_memory import Part, SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.transfer.base import CopySpec
     from fdasync.pd.transfer.transfers import Transfer
 
@@ -64,7 +60,7 @@ def shm_problem() -> str:
     return found.problem
 
 
-class ShmTransport(Transport):
+class ShmTransport(Endpoint):
     """See the module.
 
     Args:
@@ -73,20 +69,16 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
 
+    _regions: Sequence[SharedRegion]
+
     def __init__(self, token: bytes | None = None) -> None:
-        self._token = token or os.urandom(TOKEN_NBYTES)
-        self._source: Source | None = None
-        self._closed = False
-        self._regions: Sequence[SharedRegion] = ()
+        super().__init__(token)
         self._identity_fd = -1
-        self._transfers = Transfers()
-        self._offers = Offers()
         # by source, since a peer may send one token with different regions
         self._peers: dict[Source, Peer] = {}
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        if self._source is not None or self._closed:
-            raise InvariantBroken("a transport is opened once")
+        self._check_new()
         if len(regions) >= MAX_REGIONS:
             raise InvariantBroken(f"{len(regions)} regions; a source has at most {MAX_REGIONS - 1}")
         self._identity_fd = make_identity(self._token, [region.fd for region in regions])
@@ -96,22 +88,8 @@ class ShmTransport(Transport):
         self._offers.open(regions)
         self._source = Source(boot_id(), os.getpid(), tuple(fds), self._token, "")
 
-    def source(self) -> Source:
-        if self._source is None or self._closed:
-            raise InvariantBroken("only an open transport has a source")
-        return self._source
-
-    def offer(self, parts: Sequence[Part]) -> None:
-        self._offers.add(parts)
-
-    def withdraw(self, parts: Sequence[Part]) -> None:
-        self._offers.remove(parts)
-
-    def forget(self, source: Source) -> None:
-        if check_source(source):
-            return
-        self._transfers.end(FORGOTTEN, source.token)
-        for known in [known for known in self._peers if known.token == source.token]:
+    def _drop(self, token: bytes) -> None:
+        for known in [known for known in self._peers if known.token == token]:
             self._peers.pop(known).close()
 
     async def aclose(self) -> None:
@@ -126,27 +104,19 @@ class ShmTransport(Transport):
             self._identity_fd = -1
         self._regions = ()
 
-    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
-        if self._source is None and not self._closed:
-            raise InvariantBroken("a transport receives when it is open")
-        if self._closed:
-            return [CLOSED] * len(copy_specs)
-        problem = check_source(source)
-        if problem:
-            return [refused(problem)] * len(copy_specs)
+    def _refusal(self, source: Source) -> Outcome | None:
         peer = self._peer(source)
-        transfer = self._transfers.start(source.token, deadline)
+        return None if isinstance(peer, Peer) else peer
+
+    async def _copy(
+        self, transfer: Transfer, source: Source, copy_specs: Sequence[CopySpec], outcomes: list[Outcome | None]
+    ) -> None:
+        # mapped by `_refusal`, and not forgotten since, which ends a transfer
+        peer = self._peer(source)
+        assert isinstance(peer, Peer)
         turns = Turns()
-        try:
-            outcomes = await check_copy_specs(source, copy_specs, self._regions)
-            if not isinstance(peer, Peer):
-                return [outcome or peer for outcome in outcomes]
-            return [
-                outcome or transfer.check() or await self._take(transfer, turns, peer, copy_spec)
-                for outcome, copy_spec in zip(outcomes, copy_specs, strict=True)
-            ]
-        finally:
-            self._transfers.finish(transfer)
+        for place, copy_spec in enumerate(copy_specs):
+            outcomes[place] = outcomes[place] or transfer.check() or await self._take(transfer, turns, peer, copy_spec)
 
     def _peer(self, source: Source) -> Peer | Outcome:
         """The mappings of a source, made at the first call; or why there are none."""

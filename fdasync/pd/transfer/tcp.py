@@ -12,24 +12,17 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, ClassVar
 
-from fdasync.errors import BadInput, InvariantBroken, ProtocolError
+from fdasync.errors import BadInput, ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import Transport
+from fdasync.pd.transfer.endpoint import Endpoint
 from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer
 from fdasync.pd.transfer.tcp_server import Server
 from fdasync.pd.transfer.tcp_wire import parse_address
-from fdasync.pd.transfer.transfers import Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
-    FORGOTTEN,
-    LATE,
-    TOKEN_NBYTES,
-    Offers,
     boot_id,
     broken,
-    check_copy_specs,
-    check_source,
     refused,
 )
 
@@ -37,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.store.base import Outcome
-    from fdasync.ipc.shared_memory import Part, SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.transfer.base import CopySpec
     from fdasync.pd.transfer.transfers import Transfer
 
 
-class TcpTransport(Transport):
+class TcpTransport(Endpoint):
     """See the module.
 
     Args:
@@ -53,6 +46,7 @@ class TcpTransport(Transport):
     """
 
     name: ClassVar[str] = "tcp"
+    _regions: Sequence[SharedRegion]
 
     def __init__(
         self, host: str = "127.0.0.1", token: bytes | None = None, *, stuck_s: float = 5.0, idle_s: float = 60.0
@@ -62,21 +56,15 @@ class TcpTransport(Transport):
             self._host, _ = parse_address(f"[{host}]:1" if ":" in host else f"{host}:1")
         except ProtocolError as error:
             raise BadInput("host", error.problem, hint="leave it out to listen on 127.0.0.1") from None
-        self._token = token or os.urandom(TOKEN_NBYTES)
+        super().__init__(token)
         self._stuck_s = stuck_s
         self._idle_s = idle_s
         self._server: Server | None = None
-        self._source: Source | None = None
-        self._closed = False
-        self._regions: Sequence[SharedRegion] = ()
-        self._transfers = Transfers()
-        self._offers = Offers()
         self._connections: dict[tuple[bytes, str], Connection] = {}
         self._timer: DeadlineTimer | None = None
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        if self._server is not None or self._closed:
-            raise InvariantBroken("a transport is opened once")
+        self._check_new()
         loop = asyncio.get_running_loop()
         machine = boot_id()
         self._offers.open(regions)
@@ -86,22 +74,8 @@ class TcpTransport(Transport):
         self._regions = regions
         self._sweep()
 
-    def source(self) -> Source:
-        if self._source is None or self._closed:
-            raise InvariantBroken("only an open transport has a source")
-        return self._source
-
-    def offer(self, parts: Sequence[Part]) -> None:
-        self._offers.add(parts)
-
-    def withdraw(self, parts: Sequence[Part]) -> None:
-        self._offers.remove(parts)
-
-    def forget(self, source: Source) -> None:
-        if check_source(source):
-            return
-        self._transfers.end(FORGOTTEN, source.token)
-        for key in [key for key in self._connections if key[0] == source.token]:
+    def _drop(self, token: bytes) -> None:
+        for key in [key for key in self._connections if key[0] == token]:
             self._connections.pop(key).drop()
 
     async def aclose(self) -> None:
@@ -117,29 +91,14 @@ class TcpTransport(Transport):
         await self._transfers.idle()
         self._regions = ()
 
-    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
-        if self._server is None and not self._closed:
-            raise InvariantBroken("a transport receives when it is open")
-        if self._closed:
-            return [CLOSED] * len(copy_specs)
-        problem = check_source(source)
-        if problem:
-            return [refused(problem)] * len(copy_specs)
-        transfer = self._transfers.start(source.token, deadline)
-        try:
-            outcomes = await check_copy_specs(source, copy_specs, self._regions)
-            if None in outcomes and not transfer.check():
-                await self._carry(transfer, source, TcpTransfer(transfer, copy_specs, outcomes, self._regions))
-        finally:
-            self._transfers.finish(transfer)
-        return [outcome or transfer.over or LATE for outcome in outcomes]
-
-    async def _carry(self, transfer: Transfer, source: Source, tcp_transfer: TcpTransfer) -> None:
-        """Return when every outcome is known, or the transfer is over."""
+    async def _copy(
+        self, transfer: Transfer, source: Source, copy_specs: Sequence[CopySpec], outcomes: list[Outcome | None]
+    ) -> None:
         connection = self._connection(source)
         if not isinstance(connection, Connection):
             transfer.end(connection)
             return
+        tcp_transfer = TcpTransfer(transfer, copy_specs, outcomes, self._regions)
         try:
             connection.add(tcp_transfer)
             while not tcp_transfer.finished and not transfer.check():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from fdasync.ipc.futures import fail
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -37,9 +39,7 @@ class Call(Generic[T]):
         if self.done is None or self.done.done():
             return
         if self.error is not None:
-            self.done.set_exception(self.error)
-            # counts as read: the caller may have left
-            self.done.exception()
+            fail(self.done, self.error)
         else:
             assert self.answer is not None
             self.done.set_result(self.answer)

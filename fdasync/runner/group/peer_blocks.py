@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, TypeVar
 
 from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.ipc.futures import fail, failed
 from fdasync.ipc.peer_blocks import Exported, PeerBlocks, PoolExport, combined
 
 if TYPE_CHECKING:
@@ -89,9 +90,7 @@ class GroupPeerBlocks(PeerBlocks):
             try:
                 done.set_result(combined(ranges, [self._answer(rank, call) for rank, call in enumerate(calls)]))
             except Exception as error:
-                done.set_exception(error)
-                # counts as read: the caller may have left
-                done.exception()
+                fail(done, error)
 
         for call in calls:
             call.add_done_callback(ended)
@@ -115,8 +114,4 @@ def _begun(begin: Callable[[PeerBlocks], asyncio.Future[list[int]]], peers: Peer
     try:
         return begin(peers)
     except Exception as error:
-        failed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        failed.set_exception(error)
-        # counts as read: an earlier rank's error may be the one that is told
-        failed.exception()
-        return failed
+        return failed(error)

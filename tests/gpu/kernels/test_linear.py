@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.linear.agreement import Shape, draw
 from fdasync.gpu.kernels.linear.product import batched, launch_linear, linear
 from fdasync.gpu.kernels.linear.tiles import all_tiles, choose_tile
 
@@ -24,6 +23,22 @@ def factors(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: to
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((rows, inputs), generator=generator).to(device, dtype)
     return x, (torch.randn((outputs, inputs), generator=generator) / inputs**0.5).to(device, dtype)
+
+
+def cancelling_factors(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device):
+    """Products cancel, each with one at a random place of the inner dimension, and sizes spread over powers of 2: a
+    result is nothing but what its sum cut off, so another order has other results."""
+    generator = torch.Generator().manual_seed(1)
+
+    def spread(count: int) -> torch.Tensor:
+        sizes = torch.rand((count, inputs), generator=generator) * -10.0
+        return (torch.randn((count, inputs), generator=generator) * sizes.exp2_()).to(dtype)
+
+    x, weight = spread(rows), spread(outputs)
+    first, second = torch.randperm(inputs, generator=generator).chunk(2)
+    x[:, second] = x[:, first]
+    weight[:, second] = -weight[:, first]
+    return x.to(device), weight.to(device)
 
 
 def assert_product(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -184,11 +199,7 @@ def test_bad_input_is_refused(device):
 @pytest.mark.parametrize(("outputs", "inputs"), [(5120, 2048), (2048, 4096), (1000, 2880)])
 @pytest.mark.parametrize("cancelling", [False, True])
 def test_a_row_has_the_same_bits_at_every_number_of_rows(device, dtype, outputs, inputs, cancelling):
-    """`cancelling`: results are nothing but what sums cut off, so another order has other results."""
-    x, weight = factors(MOST, outputs, inputs, dtype, device)
-    if cancelling:
-        shape = Shape(outputs, inputs, dtype, biased=False)
-        x, weight, _ = draw(shape, MOST, torch.Generator(device).manual_seed(1), cancelling=True)
+    x, weight = (cancelling_factors if cancelling else factors)(MOST, outputs, inputs, dtype, device)
     whole = linear(x, weight)
     for rows in ROWS:
         for begin in {0, 5, MOST - rows}:

@@ -1,9 +1,8 @@
 """Dense products in one order of sums: y = x W^T + b, and batches of plain products.
 
 A row's bits depend on that row and the weight, and not on the rows beside it: no product is split over its inner
-dimension, and every tile walks that dimension in order. A library's products are split or not by the number of rows;
-`agreement.py` finds where its bits are these. Knows no models. Runs on CUDA, or on the CPU under Triton's interpreter
-(tests).
+dimension, and every tile walks that dimension in order. A library's products are split or not by the number of rows.
+Knows no models. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
