@@ -48,17 +48,17 @@ def test_every_row_follows_the_rules(drawn: list[tuple[SamplerSpec, int, int]]) 
             processed = log_softmax(adjusted) if s.temperature == 0.0 else np.log(probs)
         if s.raw:
             assert out.raw is not None
-            assert out.raw[i] == pytest.approx(raw[token], abs=1e-5)
+            assert out.raw[i] == pytest.approx(raw[token], rel=1e-6, abs=1e-5)
         if s.processed:
             assert out.processed is not None
-            assert out.processed[i] == pytest.approx(processed[token], abs=1e-5)
+            assert out.processed[i] == pytest.approx(processed[token], rel=1e-6, abs=1e-5)
         top = out.top[i] if out.top is not None else None
         if s.top and (s.raw or s.processed):
             table = raw if s.raw else processed
             assert top is not None
             assert len(top.token_ids) == len(set(top.token_ids)) == min(s.top, int((table > -np.inf).sum()))
-            assert top.logprobs == pytest.approx(np.sort(table)[::-1][: len(top.token_ids)], abs=1e-5)
-            assert top.logprobs == pytest.approx(table[list(top.token_ids)], abs=1e-5)
+            assert top.logprobs == pytest.approx(np.sort(table)[::-1][: len(top.token_ids)], rel=1e-6, abs=1e-5)
+            assert top.logprobs == pytest.approx(table[list(top.token_ids)], rel=1e-6, abs=1e-5)
             assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
         else:
             assert top is None
