@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 import numpy as np
 import torch
 
-from fdasync.errors import RunnerError
+from fdasync.errors import DeviceFailed, RunnerError
 from fdasync.gpu.kernels.block_sums import run_sums
 from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.packed_copy import fetch, send
@@ -98,10 +98,13 @@ class DevicePool(PeerPool[Memory]):
     def _begin(self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
         runs = sum([len(wanted.places) for wanted in sums])
         try:
-            # first: where there is none, nothing was queued
+            # first: where there is none, nothing is queued
             event = self._events.take(_LANE)
-            holds: list[Hold] = [event]
-            found, problem = self._queue(copies, sums, holds)
+        except Exception as error:
+            return failed(_not_launched(error))
+        holds: list[Hold] = [event]
+        found, problem = self._queue(copies, sums, holds)
+        try:
             self._streams.record(_LANE, event.event)
             return self._port.completion(
                 event.event,
@@ -111,7 +114,8 @@ class DevicePool(PeerPool[Memory]):
                 on_done=partial(_read, found, problem),
             )
         except Exception as error:
-            return failed(_not_launched(error))
+            # the copies run on, and nothing tells when they end: what they use stays out
+            return failed(DeviceFailed(f"nothing tells when copies from a peer end: {error}"))
 
     def _queue(
         self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums], holds: list[Hold]

@@ -141,9 +141,6 @@ def test_counts_are_the_runners(depth, wrong):
     if wrong == 1.0:
         assert counters.accepted == 0
         assert counters.drafted > 0
-    if wrong == 0.3:
-        # a path that was wrong in a step before is right again behind it
-        assert counters.accepted > 0.4 * counters.drafted
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from fdasync.errors import RunnerError
+from fdasync.errors import DeviceFailed, RunnerError
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.kernels.block_sums import run_sums
 from fdasync.gpu.mapped_memory import MappedMemory
@@ -207,6 +207,28 @@ async def test_without_an_event_nothing_is_launched(monkeypatch):
         await pools.peers.pull(BlockPull(SOURCE, (0,), (1,)))
     assert pools.driver.calls == []
     await pools.aclose()
+
+
+async def test_copies_whose_end_cannot_be_watched_keep_what_they_use(monkeypatch):
+    pools = Pools(2, 4096, torch.device("cpu"))
+    shown = await pools.peers.export()
+    await pools.peers.open(SOURCE, shown.pools, shown.fds)
+    os.close(shown.fds[0])
+
+    def fail(*_):
+        raise RuntimeError("no context")
+
+    monkeypatch.setattr(pools.pool._streams, "record", fail)
+    with pytest.raises(DeviceFailed, match="nothing tells when copies from a peer end: no context"):
+        await pools.peers.pull(BlockPull(SOURCE, (0,), (1,)))
+    assert pools.driver.calls == [1]
+    assert pools.events.outstanding == {"peers": 1}
+    assert pools.pinned.outstanding
+    await pools.peers.aclose()
+    await pools.port.aclose()
+    pools.tensor = pools.rows = None
+    del pools.pool, pools.peers
+    pools.memory.close()
 
 
 @gpu

@@ -76,7 +76,8 @@ class _Peer:
 
 
 class DeviceTransport(Endpoint):
-    """See the module. `open` takes no regions of memory: those of its parts are the puller's.
+    """See the module. `open` takes no regions of memory: those of its parts are the puller's. `receive` raises
+    DeadlineExceeded, too, where this instance's own device does not end a copy, and DeviceFailed where it is broken.
 
     Args:
         puller: the instance's devices.
@@ -174,10 +175,6 @@ class DeviceTransport(Endpoint):
         if peer is not None and peer.opening is not None and not peer.opening.done():
             await wait_within([peer.opening], limit_s)
         return self.reads(source) is True
-
-    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
-        """See `Transport`. Raises DeadlineExceeded, too, where this instance's own device does not end a copy."""
-        return await super().receive(source, copy_specs, deadline)
 
     def _refusal(self, source: Source) -> Outcome | None:
         assert self._source is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +30,7 @@ from fdasync.testing.runners.harness import RunnerSuite, is_runner_error
 from fdasync.testing.runners.runs import columns_of, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from fdasync.request import SamplerSpec
     from fdasync.runner.base import StepOutput
@@ -125,15 +126,20 @@ class DraftTests(RunnerSuite):
                     self.assert_same(wanted, Answer(tokens, on.rows(_TABLES[1], 0, length + count - 1)))
                     await on.leave(key)
 
-    @on_loop
-    async def test_what_is_right_is_accepted(self) -> None:
+    @asynccontextmanager
+    async def _begun(self) -> AsyncIterator[tuple[Bench, list[int], int]]:
+        """A bench on which sequence 0 has its first token; the stream that it follows, and how much of it is known."""
         without = msgspec.structs.replace(self.limits, speculation=0)
         async with on_bench(self.make(without)) as plain, on_bench(self.make(self.limits)) as on:
             prompt = on.prompt(4)
             stream = prompt + (await plain.answer(0, prompt, 16, _TABLES[0])).tokens
             await on.launch_prefill(on.start(0, prompt, [1]))
+            yield on, stream, len(prompt) + 1
+
+    @on_loop
+    async def test_what_is_right_is_accepted(self) -> None:
+        async with self._begun() as (on, stream, known):
             appends = [on.append(0, 8)]
-            known = len(prompt) + 1
             for most, start in ((3, known), (2, known + 4), (1, known + 7), (3, known + 5)):
                 drafts = drafts_of({0: (start, stream[start : start + 7], most)})
                 (run,) = runs_of(await on.launch(appends=appends, drafts=drafts))
@@ -148,12 +154,7 @@ class DraftTests(RunnerSuite):
         """One path of the longest length serves steps that overlap: the host knows nothing of the one in flight."""
         if not self.overlaps:
             return
-        without = msgspec.structs.replace(self.limits, speculation=0)
-        async with on_bench(self.make(without)) as plain, on_bench(self.make(self.limits)) as on:
-            prompt = on.prompt(4)
-            stream = prompt + (await plain.answer(0, prompt, 16, _TABLES[0])).tokens
-            await on.launch_prefill(on.start(0, prompt, [1]))
-            start = len(prompt) + 1
+        async with self._begun() as (on, stream, start):
             path = stream[start : start + path_tokens(_SPECULATION, 2)]
             drafts = drafts_of({0: (start, path, _SPECULATION)})
             first, second = on.launch(drafts=drafts), on.launch(drafts=drafts)
@@ -163,12 +164,7 @@ class DraftTests(RunnerSuite):
     @on_loop
     async def test_a_path_that_was_wrong_is_followed_on(self) -> None:
         """Its tokens for positions that the sequence has count no more: those behind them are drafts."""
-        without = msgspec.structs.replace(self.limits, speculation=0)
-        async with on_bench(self.make(without)) as plain, on_bench(self.make(self.limits)) as on:
-            prompt = on.prompt(4)
-            stream = prompt + (await plain.answer(0, prompt, 16, _TABLES[0])).tokens
-            await on.launch_prefill(on.start(0, prompt, [1]))
-            start = len(prompt) + 1
+        async with self._begun() as (on, stream, start):
             path = [_wrong(stream[start]), *stream[start + 1 : start + _SPECULATION]]
             drafts = drafts_of({0: (start, path, _SPECULATION)})
             equal(runs_of(await on.launch(drafts=drafts)), [stream[start : start + 1]], "the run of a wrong draft")

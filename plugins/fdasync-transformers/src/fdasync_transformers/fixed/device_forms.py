@@ -21,11 +21,11 @@ from fdasync.errors import UnsupportedModel
 from fdasync.gpu.kernels.chip import runs_on
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
-from fdasync_transformers.fixed.gradients.norms import epsilon, norm_gradient
+from fdasync_transformers.fixed.gradients.norms import norm_gradient
 from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
-from fdasync_transformers.fused.norms import fuse_norms
+from fdasync_transformers.fused.norms import epsilon, fuse_norms
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import signature_of, text_modules
 from fdasync_transformers.fused.router_kinds import kind_of

@@ -97,12 +97,13 @@ def _unknown(module: torch.nn.Module) -> str:
     parameters = dict(module.named_parameters())
     if set(parameters) - {"weight"} or any(each.dim() != 1 for each in parameters.values()):
         return f"it has {', '.join(parameters)}"
-    if _epsilon(module) is None:
+    if epsilon(module) is None:
         return "it does not say what is added to the mean"
     return ""
 
 
-def _epsilon(module: torch.nn.Module) -> float | None:
+def epsilon(module: torch.nn.Module) -> float | None:
+    """What a norm adds to the mean of the squares, if it says so."""
     values = [value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)]
     return values[0] if values else None
 
@@ -157,7 +158,7 @@ def _difference(module: Any, fused: Callable[..., torch.Tensor], rows: torch.Ten
 def _fused(module: torch.nn.Module, rounding: Rounding, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     parameters = module._parameters
     kind = KINDS[rounding]
-    eps = _epsilon(module) or 0.0
+    eps = epsilon(module) or 0.0
     library: Callable[..., torch.Tensor] = type(module).forward
     weight = parameters.get("weight")
     if weight is not None:

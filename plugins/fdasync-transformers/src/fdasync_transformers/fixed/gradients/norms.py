@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from fdasync_transformers.fixed.gradients.recomputed import with_parameters
+from fdasync_transformers.fused.norms import epsilon
 from fdasync_transformers.fused.replaced import Noise
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     #: rows [..., H], weight [H] or None, and what is added to the mean: what has the gradients of the norm
     Form = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 
-_EPSILONS = ("variance_epsilon", "eps")
 _ROWS = 24
 # of norms that do not say it
 _SOME_COLUMNS = 96
@@ -51,12 +51,6 @@ def norm_gradient(module: torch.nn.Module, dtype: torch.dtype, device: torch.dev
             if _agrees(form, leaves, epsilon(module) or 0.0, given, wanted):
                 return form
     return None
-
-
-def epsilon(module: torch.nn.Module) -> float | None:
-    """What a norm adds to the mean of the squares, if it says so."""
-    values = [value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)]
-    return values[0] if values else None
 
 
 def _agrees(

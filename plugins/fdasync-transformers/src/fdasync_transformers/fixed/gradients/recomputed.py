@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from fdasync_transformers.fused.replaced import twin_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -87,8 +89,7 @@ class _Recomputed(torch.autograd.Function):
 def with_parameters(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """A copy of a module, and of its parts, with the class's own forward and other parameters, given by their paths;
     all else is shared."""
-    twin: torch.nn.Module = object.__new__(type(module))
-    own: dict[str, Any] = dict(module._parameters)
+    own: dict[str, Any] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for path, parameter in parameters.items():
         name, _, rest = path.partition(".")
@@ -96,10 +97,7 @@ def with_parameters(module: torch.nn.Module, parameters: Mapping[str, torch.Tens
             parts.setdefault(name, {})[rest] = parameter
         else:
             own[name] = parameter
-    state = vars(twin)
-    state.update(vars(module), _parameters=own)
-    state.pop("forward", None)
-    if parts:
-        changed = {name: with_parameters(module._modules[name], part) for name, part in parts.items()}  # type: ignore[arg-type]
-        state["_modules"] = {**module._modules, **changed}
+    changed = {name: with_parameters(module.get_submodule(name), part) for name, part in parts.items()}
+    twin = twin_of(module, own, changed)
+    vars(twin).pop("forward", None)
     return twin
