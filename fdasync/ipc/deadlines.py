@@ -75,6 +75,8 @@ class Within:
     """`async with Within(limit_s):` is `asyncio.timeout(limit_s)` with a `DeadlineTimer`.
 
     Raises TimeoutError in place of the cancellation that ends the block. Any other cancellation goes through as it is.
+    `asyncio.timeout` of Python 3.11.2 takes its own cancellation for one of these in a task that outlived an earlier
+    one, so nothing of it is used here.
 
     Args:
         limit_s: from entering, in seconds.
@@ -82,17 +84,22 @@ class Within:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        # bare deadline: the timer below ends it
-        self._timeout = asyncio.timeout(None)
+        self._has_passed = False
 
     async def __aenter__(self) -> Within:
         loop = asyncio.get_running_loop()
-        await self._timeout.__aenter__()
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a deadline outside of a task")
+        self._task = task
+        # cancellations that the task outlived
+        self._before = task.cancelling()
         self._timer = DeadlineTimer(loop, loop.time() + self._limit_s, self._passed)
         return self
 
     def _passed(self) -> None:
-        self._timeout.reschedule(asyncio.get_running_loop().time())
+        self._has_passed = True
+        self._task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,7 +107,9 @@ class Within:
         self._timer.cancel()
         # the timer knows this object: together they would wait for the garbage collector
         del self._timer
-        await self._timeout.__aexit__(kind, error, trace)
+        if self._has_passed and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            # no cancellation but the deadline's own
+            raise TimeoutError from error
 
 
 class Closing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -123,6 +124,38 @@ async def test_cancelling_is_not_a_deadline():
         with pytest.raises(asyncio.CancelledError):
             await task
     assert not work.done()
+
+
+async def test_a_task_that_outlived_a_cancellation_has_deadlines():
+    loop = asyncio.get_running_loop()
+
+    async def outlives() -> int:
+        with contextlib.suppress(asyncio.CancelledError):
+            await loop.create_future()
+        with pytest.raises(TimeoutError):
+            async with Within(0.01):
+                await loop.create_future()
+        _, left = await wait_within([loop.create_future()], 0.01)
+        assert len(left) == 1
+        return asyncio.current_task().cancelling()
+
+    task = asyncio.ensure_future(outlives())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == 1
+
+
+async def test_a_cancellation_beside_the_deadline_goes_through():
+    async def waits() -> None:
+        async with Within(60.0) as within:
+            within._passed()
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60.0)
+
+    task = asyncio.ensure_future(waits())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelling() == 1
 
 
 async def test_the_block_s_own_errors_come_through():
