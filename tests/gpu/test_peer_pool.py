@@ -260,7 +260,8 @@ class TestBetweenProcesses:
             process.wait()
 
     async def _play(self, process, fds, blocks, block, kill):
-        receiver = Pools(blocks, block, torch.device("cuda"))
+        # 60 pulls hold places and checksums of all chunks at once
+        receiver = Pools(blocks, block, torch.device("cuda"), pinned_nbytes=1 << 26)
         await receiver.peers.open(SOURCE, [receiver.own], fds)
         os.close(fds[0])
         first = await receiver.peers.pull(BlockPull(SOURCE, (0, 1), (0, 1)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -214,6 +217,31 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(device, dtype, outputs,
     # rows that the copy engine cannot read
     odd = torch.empty(300, inputs + 1, device=device, dtype=dtype)[:, 1:].copy_(x[:300])
     assert torch.equal(linear(odd, weight), whole[:300])
+
+
+def test_a_bias_is_no_first_addend():
+    """Compiled for Hopper without one, of a single step of the inner dimension."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu.kernels._compile_bias"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["0.000000e+00"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [16, 64, 256, 520])
+def test_a_bias_comes_last_in_every_tile(device, dtype, inputs):
+    x, weight = factors(300, 264, inputs, dtype, device)
+    # next to nothing of it is left in the first row, and much of the roundings
+    bias = -linear(x[:1], weight)[0]
+    whole = linear(x, weight, bias)
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows], weight, bias), whole[:rows]), rows
+    for tile in all_tiles(dtype):
+        other = torch.full_like(whole, float("nan"))
+        launch_linear(x, weight, bias, other, tile)
+        assert torch.equal(other, whole), tile
 
 
 @pytest.mark.gpu

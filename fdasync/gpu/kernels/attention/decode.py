@@ -93,13 +93,17 @@ def decode_workspace(
     )
 
 
-def decode_launch(group: int, key_dim: int, dtype: torch.dtype) -> Launch:
+def decode_launch(group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False) -> Launch:
     """For `group` query heads per kv head."""
     rows = max(16, min(64, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
         return Launch(16, 16 if key_dim > 64 else 32, 4, 2)
     if key_dim > 256:
+        if fixed:
+            # the sums of a part and of all parts, 512 wide: where both change their layout, shared memory has no room
+            # for those of 64 rows
+            return Launch(16, 32, 4, 2)
         # latent heads: 64 rows x 512 sums fill the registers of 8 warps; two stages of 32 keys are 74 KB
         return Launch(min(rows, 64), 32, 8 if rows > 16 else 4, 2)
     # bound by memory: 38 KB and 128 registers a thread at 128 dimensions let four programs a processor load at once
@@ -299,7 +303,7 @@ def attend_decode(
     here, there, width = check_views(query, keys, values, value_dim)
     kv_heads = here.heads
     group = heads // kv_heads
-    launch = launch or decode_launch(group, key_dim, query.dtype)
+    launch = launch or decode_launch(group, key_dim, query.dtype, fixed=fixed)
     tiles = triton.cdiv(group, launch.rows)
     capacity = workspace.partials.shape[0]
     if workspace.partials.shape[1] < width:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fdasync.gpu.kernels.experts.activation import activate
-from fdasync.gpu.kernels.linear.kernel import times
+from fdasync.gpu.kernels.linear.kernel import plus_bias, times
 from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -132,9 +132,9 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     inside = column < N
     if BIASED:
         biases = bias + e.to(tl.int64) * bias_expert
-        gate += tl.load(biases + gate_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate = plus_bias(gate, tl.load(biases + gate_row, mask=inside, other=0.0)[None, :])
         if GATED:
-            up += tl.load(biases + up_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
     value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
     at = out + place[:, None].to(tl.int64) * N + column[None, :]
     tl.store(at, value, mask=real[:, None] & inside[None, :])
@@ -183,7 +183,8 @@ def experts_down(  # type: ignore[no-untyped-def]
         sums = tl.trans(sums)
     inside = column < N
     if BIASED:
-        sums += tl.load(bias + e.to(tl.int64) * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        own = bias + e.to(tl.int64) * bias_expert + column
+        sums = plus_bias(sums, tl.load(own, mask=inside, other=0.0)[None, :])
     sums *= tl.load(weights + pair).to(tl.float32)[:, None]
     at = out + pair[:, None].to(tl.int64) * N + column[None, :]
     tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fdasync.gpu.kernels.chip import processors_of
 from fdasync.gpu.kernels.experts.activation import activate
-from fdasync.gpu.kernels.linear.kernel import times
+from fdasync.gpu.kernels.linear.kernel import plus_bias, times
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -124,9 +124,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
         up = sums
     column = first + tl.arange(0, BN)
     if BIASED:
-        gate += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        gate = plus_bias(gate, tl.load(bias + column, mask=column < N, other=0.0)[None, :])
         if GATED:
-            up += tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+            up = plus_bias(up, tl.load(bias + N + column, mask=column < N, other=0.0)[None, :])
     value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
     place = out + (begin + row).to(tl.int64)[:, None] * N + column[None, :]
     tl.store(place, value, mask=real[:, None] & (column < N)[None, :])
@@ -184,7 +184,7 @@ def experts_down_many(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, BN)
         if BIASED:
             own = bias + e.to(tl.int64) * bias_expert + column
-            sums += tl.load(own, mask=column < N, other=0.0).to(tl.float32)[None, :]
+            sums = plus_bias(sums, tl.load(own, mask=column < N, other=0.0)[None, :])
         sums *= tl.load(weights + pair).to(tl.float32)[:, None]
         at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
         value = rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty)

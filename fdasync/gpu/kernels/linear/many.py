@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.linear.kernel import times
+from fdasync.gpu.kernels.linear.kernel import plus_bias, times
 from fdasync.gpu.kernels.overlap import wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -42,7 +42,7 @@ def linear_many_kernel(  # type: ignore[no-untyped-def]
             sums = times(x.load([row, start]), weight.load([column, start]).T, sums, WIDEN)
         if BIASED:
             each = column + tl.arange(0, COLUMNS)
-            sums += tl.load(bias + each, mask=each < outputs, other=0.0).to(tl.float32)[None, :]
+            sums = plus_bias(sums, tl.load(bias + each, mask=each < outputs, other=0.0)[None, :])
         dtype: tl.constexpr = out.dtype
         if PARTS == 1:
             out.store([row, column], rounded(sums, dtype).to(dtype))
