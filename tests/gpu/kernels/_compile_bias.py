@@ -21,7 +21,7 @@ def main() -> None:
         constants: dict[str, Any] = {**_TILE, "INPUTS": 64, "EVEN": True, "BIASED": True, "WIDEN": False, "SWAP": swap}
         constants["OVERLAP"] = False
         names = linear_kernel.arg_names
-        pointers = {name: "*fp32" for name in ("x", "weight", "bias", "out")}
+        pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*fp32")
         source = ASTSource(
             linear_kernel,
             {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names},

@@ -22,7 +22,7 @@ def times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-de
     return tl.dot(left, right, sums, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def plus_bias(sums, bias):  # type: ignore[no-untyped-def]
     """sums + bias, in this order at every length of a product: the compiler takes what a plain addition adds to a
     product of one step as that product's first addend. A fused addition it leaves where it is; times 1 it rounds once.
