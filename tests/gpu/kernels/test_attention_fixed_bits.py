@@ -36,7 +36,30 @@ SHAPES = {
     "float32": Shape(heads=8, kv_heads=2, key_dim=128, value_dim=128),
 }  # fmt: skip
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-POSITIONS = [0, 1, 15, 16, 63, 64, 127, 128, 511, 512, 513, 700, 1023, 1024, 1025, 1500, 2047, 2048, 2099]
+POSITIONS = [
+    0,
+    1,
+    15,
+    16,
+    63,
+    64,
+    127,
+    128,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    700,
+    1023,
+    1024,
+    1025,
+    1500,
+    2047,
+    2048,
+    2099,
+]
 
 
 def whole(shape: Shape, device: torch.device) -> tuple[Any, torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -75,13 +75,13 @@ def decode_workspace(
     """Room for up to this many sequences of `heads` query heads with values up to `value_dim` wide.
 
     Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 3) bytes, once: the
-    caller keeps it for as long as calls or graphs that use it may run. `fixed`: 64 MiB and a little at least, since
+    caller keeps it for as long as calls or graphs that use it may run. `fixed`: 128 MiB and a little at least, since
     there each part of a sequence is a partial, however few programs share them; with less room they share fewer.
     """
     # the same room for few sequences with many splits as for many with one or two
     capacity = heads * max(256, max_sequences)
     if fixed:
-        capacity = max(capacity, (64 << 20) // (4 * value_dim))
+        capacity = max(capacity, (128 << 20) // (4 * value_dim))
     processors = 8
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -93,8 +93,9 @@ def decode_workspace(
     )
 
 
-def decode_launch(group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False) -> Launch:
-    """For `group` query heads per kv head."""
+def decode_launch(group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False, lonely: bool = False) -> Launch:
+    """For `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: of so few sequences that a processor
+    has one program at most."""
     rows = max(16, min(64, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
@@ -106,6 +107,9 @@ def decode_launch(group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool =
             return Launch(16, 32, 4, 2)
         # latent heads: 64 rows x 512 sums fill the registers of 8 warps; two stages of 32 keys are 74 KB
         return Launch(min(rows, 64), 32, 8 if rows > 16 else 4, 2)
+    if fixed and lonely and key_dim <= 128:
+        # a part is one program's, however few there are: the more of it are loaded and multiplied at once
+        return Launch(rows, 64, 8, 2)
     # bound by memory: 38 KB and 128 registers a thread at 128 dimensions let four programs a processor load at once
     return Launch(rows, 64 if key_dim <= 128 else 32, 4, 3)
 
@@ -303,7 +307,9 @@ def attend_decode(
     here, there, width = check_views(query, keys, values, value_dim)
     kv_heads = here.heads
     group = heads // kv_heads
-    launch = launch or decode_launch(group, key_dim, query.dtype, fixed=fixed)
+    if launch is None:
+        lonely = 2 * sequences * kv_heads <= workspace.processors
+        launch = decode_launch(group, key_dim, query.dtype, fixed=fixed, lonely=lonely)
     tiles = triton.cdiv(group, launch.rows)
     capacity = workspace.partials.shape[0]
     if workspace.partials.shape[1] < width:

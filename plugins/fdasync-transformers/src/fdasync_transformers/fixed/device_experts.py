@@ -15,7 +15,8 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
+from fdasync_transformers.fixed.gradients.recomputed import recomputed, with_parameters
+from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.experts_interface import run_experts
 from fdasync_transformers.model.moe_layers import fits_grouped_product
 

@@ -22,7 +22,8 @@ from fdasync.gpu.kernels.chip import runs_on
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
 from fdasync_transformers.fixed.gradients.norms import norm_gradient
-from fdasync_transformers.fixed.gradients.recomputed import past_modes, recomputed, with_parameters
+from fdasync_transformers.fixed.gradients.recomputed import recomputed, with_parameters
+from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.norms import epsilon, fuse_norms

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
-from fdasync_transformers.fixed.gradients.recomputed import past_modes
+from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fixed.segments import Segments
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ models, and by trainers through `trainer_pass.PassMode`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fdasync.errors import RunnerError
 from fdasync_transformers.fixed.products import product, products
@@ -31,7 +31,7 @@ from fdasync_transformers.fixed.reductions import reduction
 from fdasync_transformers.fixed.vectors import elementwise, gated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _ATEN = torch.ops.aten
 
@@ -93,6 +93,18 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def is_fixed() -> bool:
+    """Whether this thread computes with fixed numerics now; also past the modes."""
+    return isinstance(_get_current_dispatch_mode(), FixedNumerics)
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Within the context no mode sees an operation: for code that needs none of the fixed forms."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 class _Linears(TorchFunctionMode):

@@ -17,6 +17,7 @@ import torch
 
 from fdasync.errors import BadInput, InvariantBroken
 from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
+from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import refuse_gradient
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
@@ -183,14 +184,16 @@ def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record
         if kind.prepare is not None:
             hidden = kind.prepare(module, hidden)
         linear_bias = part_of(module, kind.bias) if kind.bias else None
-        logits = router_logits(hidden, weight, linear_bias, rounded=form.rounded, dtype=form.logits_dtype)
         bias = part_of(module, kind.selection_bias) if kind.selection_bias else selection_bias
         scale = part_of(module, kind.expert_scale) if kind.expert_scale else None
         capture, positions = record.capture, record.positions
-        place = None
-        if capture is not None and not capture.debug:
-            place = capture.claim(row, len(logits), k)
-        weights, ids = choose(kind, logits, k, form.weights_dtype, bias, scale, place)
+        # kernels alone
+        with past_modes():
+            logits = router_logits(hidden, weight, linear_bias, rounded=form.rounded, dtype=form.logits_dtype)
+            place = None
+            if capture is not None and not capture.debug:
+                place = capture.claim(row, len(logits), k)
+            weights, ids = choose(kind, logits, k, form.weights_dtype, bias, scale, place)
         if capture is not None and capture.debug:
             capture.put(ids, row, k, None if positions is None else positions())
         returned = logits.softmax(-1, torch.float32) if kind.probabilities and "logits" in form.order else logits

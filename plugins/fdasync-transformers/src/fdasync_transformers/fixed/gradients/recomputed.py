@@ -7,7 +7,6 @@ by `device_forms.py` and `device_experts.py`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Again = Callable[[list[torch.Tensor], tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]
-
-
-@contextmanager
-def past_modes() -> Iterator[None]:
-    """Within the context no mode sees an operation: for code that needs none of the fixed forms."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 class _Given(NamedTuple):

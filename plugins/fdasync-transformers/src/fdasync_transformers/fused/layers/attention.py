@@ -1,8 +1,9 @@
 """The attention of a fused layer: one product, one kernel that prepares it, paged attention, the output projection.
 
 Queries, keys and values come from one merged product. One kernel norms and turns them and writes keys and values to the
-pool. The attention itself is the step's `Paging`. Knows modules of the library by their parts; knows no decoder layers.
-Made by `fuse.py`.
+pool. The attention itself is the step's `Paging`. Under fixed numerics its products are called by their kernels, past
+the modes that would find them otherwise: each operation that a mode sees costs the host microseconds. Knows modules of
+the library by their parts; knows no decoder layers. Made by `fuse.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.nn import functional
+from torch.nn import Linear, functional
 
+from fdasync_transformers.fixed.products import product
 from fdasync_transformers.fused.layers.merged import merge_linears
 
 if TYPE_CHECKING:
@@ -64,9 +66,16 @@ class FusedAttention:
         self._sinks: torch.Tensor | None = getattr(module, "sinks", None)
         self._scaling = float(module.scaling)
 
-    def product(self, normed: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values [T, width] of the layer's normed input [T, H]."""
-        return functional.linear(normed, self.merged.weight, self.merged.bias)
+    @property
+    def plain(self) -> bool:
+        """Whether its output projection is nothing but a product."""
+        last = self.module.o_proj
+        hooked = last._forward_hooks or last._forward_pre_hooks
+        return type(last) is Linear and not hooked and "forward" not in vars(last)
+
+    def product(self, normed: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
+        """Queries, keys and values [T, width] of the layer's normed input [T, H]. `fixed`: called past the modes."""
+        return (_fixed_linear if fixed else functional.linear)(normed, self.merged.weight, self.merged.bias)
 
     def attend(
         self,
@@ -75,16 +84,23 @@ class FusedAttention:
         spec: LayerSpec,
         paging: Paging,
         places: Places,
+        *,
+        fixed: bool = False,
     ) -> torch.Tensor:
         """Write this step's KV and attend to all of it: the layer's attention [T, H], after its output projection.
 
-        `turns`: cosines and sines [1, T, columns].
+        `turns`: cosines and sines [1, T, columns]. `fixed`: called past the modes; it must be `plain`.
         """
         cos, sin = turns
         query = self._prepare(qkv, cos[0], sin[0], places.keys, places.values, places.slots, self.form, *self._norms)
         found = paging.attend(spec, query, self._scaling, self._sinks)
-        projected: torch.Tensor = self.module.o_proj(found.flatten(1))
+        rows, last = found.flatten(1), self.module.o_proj
+        projected: torch.Tensor = _fixed_linear(rows, last.weight, last.bias) if fixed else last(rows)
         return projected
+
+
+def _fixed_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product(rows, weight.t(), bias)
 
 
 def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAttention | str:

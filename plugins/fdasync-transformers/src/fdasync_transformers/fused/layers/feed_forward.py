@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fdasync_transformers.fixed.mode import past_modes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -105,9 +107,13 @@ class ExpertsBlock:
                 gate = self._gate(normed)
                 if self.exact:
                     shared, gate = torch.sigmoid(gate) * shared, None
-        ids = ids.contiguous()
-        parts = self._experts(normed, ids, weights, parts=True)
-        return self._finish(parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate)
+        # kernels alone
+        with past_modes():
+            ids = ids.contiguous()
+            parts = self._experts(normed, ids, weights, parts=True)
+            return self._finish(
+                parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate
+            )
 
     def separately(self, normed: torch.Tensor) -> torch.Tensor:
         """As of `DenseBlock`."""

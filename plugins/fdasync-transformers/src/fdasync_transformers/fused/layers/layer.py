@@ -8,10 +8,12 @@ no steps. Made by `fuse.py`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync_transformers.fixed.mode import is_fixed, past_modes
 from fdasync_transformers.fused.replaced import refuse_gradient
 from fdasync_transformers.model.attention import StepContext
 
@@ -87,14 +89,17 @@ class FusedLayer:
             refuse_gradient(hidden_states, *self.layer.parameters())
         first, second, third = self.norms
         held = self.carry.take(hidden_states)
-        if held is None:
-            stream = hidden_states[0]
-            normed = self._norm_rows(stream, first)
-        else:
-            stream, normed = held
-        qkv = self.attention.product(normed)
-        block = self.attention.attend(qkv, kwargs["position_embeddings"], spec, context.paging, places)
-        stream, normed = self._add_norm(block, stream, second)
+        fixed = is_fixed() and self.attention.plain
+        with past_modes() if fixed else nullcontext():
+            if held is None:
+                stream = hidden_states[0]
+                normed = self._norm_rows(stream, first)
+            else:
+                stream, normed = held
+            qkv = self.attention.product(normed, fixed=fixed)
+            turns: tuple[torch.Tensor, torch.Tensor] = kwargs["position_embeddings"]
+            block = self.attention.attend(qkv, turns, spec, context.paging, places, fixed=fixed)
+            stream, normed = self._add_norm(block, stream, second)
         stream, following = self.block(normed, stream, third, places.slots)
         return stream.unsqueeze(0) if following is None else self.carry.give(stream, following)
 
