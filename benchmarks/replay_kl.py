@@ -190,6 +190,8 @@ def main() -> None:
         arms: dict[str, Arm] = {}
         if options.numerics == "fixed":
             trainer = Trainer(folder, device, fixed=True)
+            # the first pass compiles and warms up, on both sides
+            trainer.recompute(sequences[:BATCH], BATCH)
             passes = {
                 "off": trainer.recompute(sequences, BATCH),
                 "on": trainer.recompute(sequences, BATCH, replay=True),
@@ -198,7 +200,6 @@ def main() -> None:
             report.conditions["replay"] = check_replay(sequences, passes["on"])
             arms = prove(report, sequences, played, passes)
             plain = Trainer(folder, device, trainer.experts if device.type == "cpu" else None)
-            # the first pass warms up
             plain.recompute(sequences[:BATCH], BATCH)
             report.put("cost_of_fixed", passes["off"].seconds / plain.recompute(sequences, BATCH).seconds)
         for suffix, experts in (("", None), ("_eager", "eager")) if options.numerics == "default" else ():
