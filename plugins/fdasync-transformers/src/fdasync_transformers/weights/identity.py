@@ -42,6 +42,8 @@ DRAWN_ID = "0" * 32
 #: may have other bits on some device: another tile, another place where parts are cut or joined, another rounding,
 #: another operation that is computed in its own way, in `fixed` or in `fdasync.gpu.kernels`
 ORDER_OF_SUMS = 3
+
+
 def weights_id(model: PreTrainedModel) -> str:
     """The digest of a model's tensors (docs/design.md, rule 1).
 
