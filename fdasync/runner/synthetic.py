@@ -187,17 +187,18 @@ class SyntheticRunner(SyntheticSteps):
         self._arena = self._host = None
         peers, self._peers = self._peers, None
         if peers is not None:
-            self._kv = np.zeros(0, U64)
+            self._kv, self._kv_stamps = np.zeros(0, U64), np.zeros(0, np.uint32)
             await peers.aclose()
 
     # -- blocks of other instances ----------------------------------------------------------------
 
-    def _allocate(self, words: int) -> NDArray[U64]:
-        # stamps lie apart: with them a block is no single run of bytes
-        if not self.limits.shows_blocks or self.config.pass_stamp:
-            return super()._allocate(words)
-        self._peers = SyntheticPeers(words, self._block_tokens, self.config.kv_shares, self._part, self)
-        return self._peers.words
+    def _allocate(self, words: int) -> tuple[NDArray[U64], NDArray[np.uint32]]:
+        kv, stamps = super()._allocate(words)
+        stamped, size, shares = self.config.pass_stamp, self._block_tokens, self.config.kv_shares
+        if not self.limits.shows_blocks or not SyntheticPeers.takes(size, shares, stamped=stamped):
+            return kv, stamps
+        self._peers = SyntheticPeers(words, size, shares, self._part, self, stamped=stamped)
+        return self._peers.words, self._peers.stamps if stamped else stamps
 
     def peer_blocks(self) -> PeerBlocks | None:
         return None if self._peers is None else self._peers.rows

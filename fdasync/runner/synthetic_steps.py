@@ -98,8 +98,7 @@ class SyntheticSteps(Runner):
         size = self._block_tokens
         self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, self._most)
         self._host = host
-        self._kv = self._allocate(num_blocks * size)
-        self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
+        self._kv, self._kv_stamps = self._allocate(num_blocks * size)
         self._last_token = np.zeros(self.limits.max_running, np.int64)
         # by lane; and what this step found
         self._matchers: list[Matcher | None] = [None] * self.limits.max_running
@@ -107,9 +106,9 @@ class SyntheticSteps(Runner):
         self._arena = arena
         self._constant: dict[str, NDArray[np.generic]] = {}
 
-    def _allocate(self, words: int) -> NDArray[U64]:
-        """The KV, zeroed."""
-        return np.zeros(words, U64)
+    def _allocate(self, words: int) -> tuple[NDArray[U64], NDArray[np.uint32]]:
+        """The KV and its stamps, zeroed."""
+        return np.zeros(words, U64), np.zeros(words, np.uint32)
 
     def _matcher_of(self, start: SeqStart) -> Matcher | None:
         """Begun anew from the tokens of the answer so far, whatever interrupted it."""

@@ -35,7 +35,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     # aux specs: routing; routing and another one
     "specs": ("one", "two"),
     # one engine; or prefill and decode instances, and how blocks go from one to the other
-    "pd": ("mixed", "shm", "tcp"),
+    "pd": ("mixed", "shm", "tcp", "device"),
     # the decode instance has the prompts' beginnings before they come
     "hit": ("no", "yes"),
     # an instance is killed in the middle

@@ -97,6 +97,8 @@ class PdPlay:
                 await self._warm(addresses)
             await self._burst(router)
             await self._come_back(router)
+            if self.wants("pd", "device"):
+                assert [instance.notice for instance in self.here] == [""] * len(self.here)
             await until(lambda: not any(self._held(instance) for instance in self.here), _DEADLINE_S, 0.01)
             for instance in self.here:
                 check_idle(instance.engine)
@@ -242,6 +244,10 @@ class PdPlay:
         if self.wants("dies", "nobody"):
             assert sum(counters.leases_granted for counters in stats) >= 6
             assert sum(counters.received_blocks for counters in stats) > 0
+        if self.wants("pd", "device") and self.wants("dies", "nobody") and self.wants("preempt", "none"):
+            # of those whom it was handed to nothing came by way of the host
+            decoder = next(one for one in self.here if one.engine.config.role == "decode")
+            assert decoder.engine.stats().scheduler.swapped_in_blocks == 0
         if self.wants("tier", "file") and self.wants("dies", "nobody") and self.wants("preempt", "none"):
             assert all(counters.written_blocks for counters in stats)
 

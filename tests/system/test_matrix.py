@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tests.system.covering import Cell
 
 # what only cells with several instances have
-SEVERAL = (("pd", "shm"), ("pd", "tcp"), ("hit", "yes"), ("dies", "prefill"), ("dies", "decode"))
+SEVERAL = (("pd", "shm"), ("pd", "tcp"), ("pd", "device"), ("hit", "yes"), ("dies", "prefill"), ("dies", "decode"))
 QUICK = {name_of(cell) for cell in quick_cells()}
 
 

@@ -72,8 +72,9 @@ async def test_an_instance_that_does_not_take_part_gets_host_blocks(tmp_path, ki
 
 
 async def test_runners_that_show_no_blocks_say_so_and_serve(tmp_path):
-    p = make(tmp_path, "p", "prefill", pass_stamp=True)
-    d = make(tmp_path, "d", "decode", pass_stamp=True)
+    # a quarter of a block is no whole number of words
+    p = make(tmp_path, "p", "prefill", pass_stamp=True, block_tokens=2)
+    d = make(tmp_path, "d", "decode", pass_stamp=True, block_tokens=2)
     async with fleet(p, d) as router:
         assert "device to device" in p.notice
         await ask(router, oracle_of(p.engine.config), 1)
