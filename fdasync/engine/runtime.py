@@ -19,6 +19,7 @@ from fdasync.engine.config import make_policy, resolve
 from fdasync.engine.driver import Driver
 from fdasync.engine.output import OutputProcessor
 from fdasync.engine.prepare import Rehasher, namespace_of
+from fdasync.engine.speculation import check_capacity, drafter_for
 from fdasync.engine.store_io import StoreIO
 from fdasync.engine.store_stack import StoreStack
 from fdasync.engine.tokenizer_process import TokenizerProcess
@@ -40,6 +41,7 @@ from fdasync.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from fdasync.drafting import Drafter
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.driver import Attendant
     from fdasync.engine.request_state import RequestState
@@ -101,6 +103,7 @@ class Runtime:
         tokenizer: Tokenizer | None,
         store: Store | None = None,
         attendant: Attendant | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tokenizer_name = ""
@@ -109,6 +112,7 @@ class Runtime:
         self._config = config
         self._registry = Registry()
         self.policy = make_policy(config.policy, config.policy_config)
+        self._drafter = drafter_for(config, drafter)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
         self._attendant = attendant
         self._placement = self._make_placement(runner)
@@ -211,7 +215,7 @@ class Runtime:
                 self.capacity = capacity = await self.runner.open()
                 _check_answer(config, capacity)
                 self.namespace = namespace_of(capacity)
-                scheduler = Scheduler(resolve(config, capacity, self.namespace), self.policy)
+                scheduler = Scheduler(resolve(config, capacity, self.namespace), self.policy, self._drafter)
                 num_host_blocks = scheduler.config.num_host_blocks
                 if capacity.aux_specs:
                     num_slots = capacity.num_blocks + num_host_blocks
@@ -462,6 +466,7 @@ async def to_its_end(what: str, work: Callable[[], Awaitable[object]]) -> None:
 
 def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
     """Raise ConfigError where the runner does not do what the configuration asks of its computation."""
+    check_capacity(config, capacity)
     if capacity.routing_debug != config.routing_debug:
         raise ConfigError("config.routing_debug", f"runner {config.runner!r} does not know it, or no routing")
     if capacity.tensor_parallel != config.tensor_parallel:
