@@ -1,8 +1,8 @@
 """What drafts give a rollout, and what they cost the engine process.
 
 The letter model of `examples/small_moe.py`, trained here, answers each of its questions 16 times at temperature 1, on a
-CPU: a group is what RL samples. Arms take turns, without drafts and with the drafter `ngram`; their tokens, log-probs and
-rows must be equal, or the run is void.
+CPU: a group is what RL samples. Arms take turns, without drafts and with the drafter `ngram`; their tokens, log-probs
+and rows must be equal, or the run is void.
 
     tokens_per_step_ngram    tokens that a step gives of a decoding sequence (none: 1), with the budget, and
     tokens_per_step_all      with as many drafts in every step as the drafter has (aim of the greater one: 1.6)
