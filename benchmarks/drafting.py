@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks._report import Report, calibrate_us
-from fdasync.drafting import DrafterLimits, DraftPlanner, make_drafter, path_tokens
+from fdasync.drafting import DrafterLimits, DraftPlanner, make_drafter
+from fdasync.events.actions import path_tokens
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fdasync.drafting import DraftColumns, Drafter
+    from fdasync.drafting import Drafter
+    from fdasync.events.actions import Drafts
 
 RUNNING, GROUP, PROMPT_TOKENS, VOCABULARY = 128, 16, 1000, 150_000
 MAX_DRAFTS, DEPTH = 3, 2
@@ -117,7 +119,7 @@ class Replayer:
         self._at = list(load.begun)
         self._known = [PROMPT_TOKENS + begun for begun in load.begun]
 
-    def launch(self, drafts: DraftColumns | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def launch(self, drafts: Drafts | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The step's counts and tokens."""
         paths: dict[int, tuple[int, list[int], int]] = {}
         if drafts is not None:

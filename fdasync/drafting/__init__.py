@@ -1,16 +1,16 @@
 """Guesses the next tokens of sequences that decode, and how many guesses pay. Pure; knows no scheduler."""
 
 from fdasync.drafting.base import Drafter, DrafterLimits, DrafterStats
-from fdasync.drafting.planning import DraftColumns, DraftCounters, DraftPlanner, path_tokens
+from fdasync.drafting.planning import DraftCounters, DraftPlanner
 from fdasync.drafting.plugins import make_drafter
+from fdasync.drafting.speculation import Speculation
 
 __all__ = [
-    "DraftColumns",
     "DraftCounters",
     "DraftPlanner",
     "Drafter",
     "DrafterLimits",
     "DrafterStats",
+    "Speculation",
     "make_drafter",
-    "path_tokens",
 ]

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fdasync.events.actions import path_tokens
+
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
 
@@ -32,6 +34,11 @@ class DrafterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     path_tokens: Annotated[int, msgspec.Meta(ge=1, le=255)]
     max_running: Annotated[int, msgspec.Meta(ge=1)]
+
+    @classmethod
+    def of(cls, max_drafts: int, depth: int, max_running: int) -> DrafterLimits:
+        """For steps that verify up to `max_drafts` of a sequence, `depth` of them in flight."""
+        return cls(path_tokens=path_tokens(max_drafts, depth), max_running=max_running)
 
 
 class DrafterStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fdasync.drafting.budget import StepPrices, choose_drafts
+from fdasync.drafting.guard import GuardedDrafter
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import Drafts, path_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,24 +34,7 @@ _FIRST_ACCEPTANCE = 0.5
 _TRY_EVERY, _TRY_EVERY_AT_MOST = 32, 512
 # a step in which none does, so that the plain step's price stays known
 _PLAIN_EVERY = 64
-
-
-class DraftColumns(NamedTuple):
-    """The drafts of one step, in columns: the fields of `RunStep.drafts`.
-
-    Attributes:
-        keys: sequences that have a path.
-        starts: position of the path's first token: the length of the sequence known at the plan.
-        counts: tokens of the path, at least 1.
-        most: how many drafts the step may forward of it, at least 1.
-        tokens: int32 little-endian, path after path.
-    """
-
-    keys: tuple[int, ...]
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    most: tuple[int, ...]
-    tokens: bytes
+_NO_LIMIT = 1 << 62
 
 
 class DraftCounters(NamedTuple):
@@ -83,11 +68,15 @@ class DraftPlanner:
         name: of the drafter, for the counters.
         max_drafts: the most drafts that a step verifies of a sequence.
         depth: the most steps in flight. The drafter's `limits.path_tokens` is `path_tokens(max_drafts, depth)`.
+        weighs: forward as many drafts as pay, and none before the price of steps is known; False: as many as there are.
+
+    Its methods raise PluginError where the drafter raises or breaks its contract; no call follows.
     """
 
-    def __init__(self, drafter: Drafter, *, name: str, max_drafts: int, depth: int) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, *, name: str, max_drafts: int, depth: int, weighs: bool = True) -> None:
+        self._drafter = GuardedDrafter(drafter, name)
         self._name = name
+        self._weighs = weighs
         self._most = max_drafts
         self._depth = depth
         self._prices = StepPrices()
@@ -95,8 +84,10 @@ class DraftPlanner:
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
-        # by row: tokens known, the chance that a draft is accepted, and that a path fits when its step begins
+        # by row: tokens known, the most that there may be, the chance that a draft is accepted, and that a path fits
+        # when its step begins
         self._lengths = np.zeros(0, np.int64)
+        self._limits = np.zeros(0, np.int64)
         self._acceptance = np.zeros(0)
         self._reach = np.zeros(0)
         # by turn (the step's number modulo `depth`) and row: the path's tokens, how many, how many of them are known
@@ -116,10 +107,24 @@ class DraftPlanner:
 
     # -- sequences --------------------------------------------------------------------------------
 
-    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:
+    def begin(
+        self,
+        key: int,
+        group: int,
+        prompt: bytes,
+        answer: bytes,
+        *,
+        limit: int = _NO_LIMIT,
+        salt: str = "",
+        now: float = 0.0,
+    ) -> None:
         """A sequence has its first tokens, or came from elsewhere with some; arguments as of `Drafter.begin`. A
         sequence that is preempted goes on after that, and begins no second time. Raises InvariantBroken for a live
-        key."""
+        key.
+
+        Args:
+            limit: the most tokens that it may have, prompt and answer: nothing is drafted for its last token or behind.
+        """
         if key in self._rows:
             raise InvariantBroken(f"sequence {key} began to draft twice")
         if not self._free:
@@ -128,6 +133,7 @@ class DraftPlanner:
         self._rows[key] = row
         self._keys_of_rows = None
         self._lengths[row] = (len(prompt) + len(answer)) // 4
+        self._limits[row] = limit
         self._acceptance[row] = self._common
         self._reach[row] = self._common_reach
         self._ends[:, row] = self._forward[:, row] = 0
@@ -143,7 +149,7 @@ class DraftPlanner:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def plan(self, keys: tuple[int, ...]) -> DraftColumns | None:
+    def plan(self, keys: tuple[int, ...]) -> Drafts | None:
         """Drafts for the next step, which decodes these sequences; None: there are none. Sequences that have not begun
         get none. Called once for each planned step, also where `keys` is empty. Raises InvariantBroken where `depth`
         steps are in flight."""
@@ -163,8 +169,11 @@ class DraftPlanner:
         if not self._asks(len(keys)) or not len(rows):
             self._flights.append(_Flight(keys, len(keys), False))
             return None
-        counts, tokens = self._drafter.propose(known, np.full(len(rows), self._paths.shape[2]))
-        drafts = self._budget(rows, counts, len(keys))
+        # the last token of a sequence is sampled behind the draft before it
+        useful = np.clip(self._limits[rows] - self._lengths[rows] - 1, 0, self._paths.shape[2])
+        counts, tokens = self._drafter.propose(known, useful)
+        # each step in flight gives one token at least, where it has room
+        drafts = np.minimum(self._budget(rows, counts, len(keys)), np.maximum(useful - ahead, 0))
         ends = np.where(drafts > 0, np.minimum(counts, drafts + ahead * (self._most + 1)), 0)
         has = ends > 0
         if not has.any():
@@ -178,7 +187,7 @@ class DraftPlanner:
         mine, ends, forward = rows[has], ends[has], drafts[has]
         self._ends[turn, mine], self._heads[turn, mine], self._forward[turn, mine] = ends, 0, forward
         self._flights.append(_Flight(keys, len(keys) + int(forward.sum()), True))
-        return DraftColumns(
+        return Drafts(
             known if has.all() else tuple([known[number] for number in np.flatnonzero(has).tolist()]),
             tuple(self._lengths[mine].tolist()),
             tuple(ends.tolist()),
@@ -197,15 +206,19 @@ class DraftPlanner:
         """The oldest step in flight completed.
 
         Args:
-            keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed. Those
-                that have not begun, or have ended, are passed over: `begin` is called afterwards, with all tokens.
+            keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed: first
+                ones, and those that were preempted. Those that have not begun, or have ended, are passed over: `begin`
+                is called afterwards, with all tokens.
             counts: tokens of each; None: one each.
-            tokens: all of them.
+            tokens: all of them, int32.
             seconds: what the step took, if it did nothing but decode.
         """
         if not self._flights:
             raise InvariantBroken("a step is done, and none was planned")
         flight = self._flights.popleft()
+        decodes = len(flight.keys)
+        if keys[:decodes] != flight.keys:
+            raise InvariantBroken(f"a step of {flight.keys} is done, and was told as one of {keys}")
         turn = self._done % self._depth
         self._done += 1
         if seconds is not None and flight.rows:
@@ -217,12 +230,13 @@ class DraftPlanner:
             raise InvariantBroken(f"{len(given)} tokens and {len(many)} counts for {len(keys)} sequences")
         live = rows >= 0
         if not live.all():
-            given, rows, many = given[np.repeat(live, many)], rows[live], many[live]
+            given, rows, many, decodes = given[np.repeat(live, many)], rows[live], many[live], int(live[:decodes].sum())
             keys = tuple([key for key in keys if key in self._rows])
         if not len(rows):
             return
         if flight.has_paths:
-            self._judge(turn, rows, many, given)
+            # the columns of this turn have entries of an earlier step for a sequence that begins again in this one
+            self._judge(turn, rows[:decodes], many[:decodes], given)
         for number, other in enumerate(self._flights):
             if other.has_paths:
                 self._heads[(self._done + number) % self._depth, rows] += many
@@ -242,6 +256,8 @@ class DraftPlanner:
 
     def _asks(self, running: int) -> bool:
         """Whether the next step asks the drafter at all."""
+        if not self._weighs:
+            return True
         if self._planned % _PLAIN_EVERY == 0 or not running or not self._prices.knows(running):
             return False
         return self._pays or self._planned >= self._try_at
@@ -254,6 +270,8 @@ class DraftPlanner:
         has = np.flatnonzero(counts)
         if not len(has):
             return drafts
+        if not self._weighs:
+            return np.minimum(counts, self._most)
         mine = rows[has]
         drafts[has] = choose_drafts(self._acceptance[mine], self._reach[mine], self._most, self._prices, running)
         self._pays = bool(drafts.any())
@@ -317,6 +335,7 @@ class DraftPlanner:
         old = len(self._lengths)
         more = max(old, 64)
         self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int64)))
+        self._limits = np.concatenate((self._limits, np.zeros(more, np.int64)))
         self._acceptance = np.concatenate((self._acceptance, np.zeros(more)))
         self._reach = np.concatenate((self._reach, np.zeros(more)))
         self._paths = np.concatenate((self._paths, np.zeros((self._depth, more, self._paths.shape[2]), np.int32)), 1)
@@ -325,8 +344,3 @@ class DraftPlanner:
         self._heads = np.concatenate((self._heads, blank), 1)
         self._forward = np.concatenate((self._forward, blank), 1)
         self._free.extend(range(old + more - 1, old - 1, -1))
-
-
-def path_tokens(max_drafts: int, depth: int) -> int:
-    """The most tokens of a path: the runs of the steps in flight before it, and its drafts."""
-    return depth * (max_drafts + 1) - 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.cache.host_arena import host_nbytes
+from fdasync.drafting import Speculation
 from fdasync.errors import BadInput, ConfigError, PluginError
 from fdasync.ipc.gpus import check_names
 from fdasync.registry.mapping import struct_of
@@ -85,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         prefix_cache: share KV (and rows) between requests with equal prefixes.
         policy: entry-point name in `fdasync.policies`: which requests go first, in every line of the engine.
         policy_config: the policy's own keys, decoded by it; unknown ones are refused by name.
+        speculation: several tokens of a sequence in a step, as far as drafts of them are right; see `Speculation`. No
+            token, log-prob or row depends on it. None: one token a step.
         decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
         host_blocks: KV blocks of the host tier, behind the device: blocks that the device evicts are copied there and
             back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.
@@ -148,6 +151,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     policy: str = "arrival"
     policy_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    speculation: Speculation | None = None
     decode_reserve_blocks: int | Auto = "auto"
     host_blocks: int | Auto = "auto"
     role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
@@ -213,6 +217,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("config.policy_config", f"holds what cannot stand in a trace: {error}") from None
         self._validate_tiers()
         self._validate_group()
+        if self.speculation is not None:
+            self.speculation.validate()
+            _check_runs(self, 1 + self.speculation.max_tokens)
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
         if self.decode_reserve_blocks != "auto":
             _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
@@ -350,6 +357,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             routing_debug=self.routing_debug,
             numerics=self.numerics,
             sum_slices=self.sum_slices,
+            speculation=0 if self.speculation is None else self.speculation.max_tokens,
             tensor_parallel=self.tensor_parallel,
         )
 
@@ -375,7 +383,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
     if capacity.max_run_tokens > 1:
         _check_runs(config, capacity.max_run_tokens)
-    reserve = config.decode_reserve_blocks
+    reserve, speculation = config.decode_reserve_blocks, config.speculation
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,
         num_blocks=capacity.num_blocks,
@@ -399,6 +407,9 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
         policy=config.policy,
         policy_config=config.policy_config,
+        drafter="" if speculation is None else speculation.host_drafter,
+        drafter_config={} if speculation is None else speculation.drafter_config,
+        weighs_drafts=speculation is None or speculation.budget,
     )
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.cache.store.base import Store
+    from fdasync.drafting import Drafter
     from fdasync.engine.driver import Attendant
     from fdasync.engine.output import OutputProcessor
     from fdasync.engine.tokenizer import Tokenizer
@@ -120,6 +121,8 @@ class Engine(Generator):
         tokenizer: a tokenizer object instead of the one that the config names.
         store: a store object instead of the one that the config names (which must name some), used in this process.
         attendant: joins the engine to other instances; None: it has none.
+        drafter: a drafter object instead of the one that the config names (which must name some), which knows no
+            sequence yet and was made with `DrafterLimits.of` the configured numbers, or wider ones.
 
     `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`.
     """
@@ -132,6 +135,7 @@ class Engine(Generator):
         tokenizer: Tokenizer | None = None,
         store: Store | None = None,
         attendant: Attendant | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             if not isinstance(config, Mapping):
@@ -140,7 +144,7 @@ class Engine(Generator):
         config.validate()
         self.config = config
         self.state: EngineState = "new"
-        self._runtime = Runtime(config, runner, tokenizer, store, attendant)
+        self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
         self._failure: BaseException | None = None

@@ -98,7 +98,7 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         keys: sequences that the step decodes, each once.
         starts: position of the path's first token: the length of the sequence that the host knew.
-        counts: tokens of the path, 1 to pipeline_depth * (speculation + 1) - 1.
+        counts: tokens of the path, 1 to `path_tokens`.
         most: how many drafts the step may forward of it, 1 to `RunnerLimits.speculation`.
         tokens: int32 little-endian, path after path.
     """
@@ -108,6 +108,11 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     counts: tuple[int, ...]
     most: tuple[int, ...]
     tokens: bytes
+
+
+def path_tokens(speculation: int, depth: int) -> int:
+    """The most tokens of a path: the runs of the steps in flight before it, and its drafts."""
+    return depth * (speculation + 1) - 1
 
 
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import path_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,11 +33,6 @@ class Path(NamedTuple):
     start: int
     most: int
     tokens: NDArray[np.int32]
-
-
-def path_tokens(speculation: int, depth: int) -> int:
-    """The most tokens of a path: the runs of the steps in flight before it, and its drafts."""
-    return depth * (speculation + 1) - 1
 
 
 def read_paths(drafts: Drafts, speculation: int, depth: int) -> dict[int, Path]:

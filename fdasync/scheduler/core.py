@@ -40,6 +40,7 @@ from fdasync.events.catalog import (
 )
 from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
+from fdasync.scheduler.drafts import StepDrafts
 from fdasync.scheduler.runs import take_runs
 from fdasync.scheduler.state.pausing import Pausing
 from fdasync.scheduler.state.policy import Candidate, own_policy
@@ -56,6 +57,7 @@ from fdasync.scheduler.tiers.write_policy import WritePolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from fdasync.drafting import Drafter
     from fdasync.events.actions import FinishReason
     from fdasync.scheduler.state.config import SchedulerConfig, SchedulerStats
     from fdasync.scheduler.state.policy import Policy
@@ -72,6 +74,8 @@ class Scheduler:
 
     Args:
         policy: the policy that `config` names; None: it is one of the package's own.
+        drafter: the drafter that `config` names, made with `drafter_limits`; None: it is made here, which raises
+            PluginError and ConfigError.
 
     Attributes:
         config: its configuration.
@@ -84,7 +88,7 @@ class Scheduler:
         prefill_side, decode_side: decide which requests other instances take over, and which this one takes over.
     """
 
-    def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, policy: Policy | None = None, drafter: Drafter | None = None) -> None:
         self.config = config
         self._policy = policy or own_policy(config.policy, config.policy_config)
         slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
@@ -109,8 +113,15 @@ class Scheduler:
         )
         self.prefill_side = PrefillSide(config, self.swap_planner, self.weights, self.pausing)
         self.decode_side = DecodeSide(config, self.index, self.queues, self.swap_planner, self.pausing)
+        self._drafts = StepDrafts(config, drafter) if config.drafter else None
         self._parts = Parts(
-            self.index, self.queues, self.swap_planner, self.store_planner, self.prefill_side, self.decode_side
+            self.index,
+            self.queues,
+            self.swap_planner,
+            self.store_planner,
+            self.prefill_side,
+            self.decode_side,
+            self._drafts,
         )
         self._step_planner = StepPlanner(
             config,
@@ -120,6 +131,7 @@ class Scheduler:
             self.store_planner,
             self.prefill_side,
             self.pausing,
+            self._drafts,
         )
         # an engine of the device alone enters nothing of `tiers/` in a turn
         self._has_tiers = config.num_host_blocks > 0 or config.store
@@ -366,6 +378,8 @@ class Scheduler:
         self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note))
         self._count_end(seq, keep)
         del self._sequences[seq.key]
+        if self._drafts is not None:
+            self._drafts.end(seq, self._now)
         seq.stop_ids = frozenset()
         seq.emits = False
         if self._has_tiers:
@@ -427,7 +441,9 @@ class Scheduler:
             rows = [pair for pair in plan.emitters if pair[1].emits]
             if self.queues.is_draining:
                 self._counters.dropped += sum(1 for seq in plan.decodes if seq.state is State.ENDED)
-        self._measure(plan, event.at)
+        seconds = self._measure(plan, event.at)
+        if self._drafts is not None:
+            self._drafts.done(plan.decodes, samplers, event, None if plan.chunks else seconds)
         for chunk in plan.chunks:
             self._chunk_done(chunk.seq, chunk.start, chunk.stop)
         first = len(tokens) - len(samplers)
@@ -457,16 +473,21 @@ class Scheduler:
                 seq.due = min(seq.near, length - (length - 1) % size + size)
             elif seq.state is State.DECODE:
                 due[seq.key] = seq
+        if self._drafts is not None:
+            for seq in samplers:
+                if seq.state is State.DECODE:
+                    self._drafts.begin(seq, self._now)
         self.queues.step_done(plan.step_id)
 
-    def _measure(self, plan: StepPlan, now: float) -> None:
-        """Measure how fast prefill is, for the store's cost model, from steps that are mostly prefill."""
+    def _measure(self, plan: StepPlan, now: float) -> float:
+        """Returns the seconds that the step took. Measures how fast prefill is, for the store's cost model, from steps
+        that are mostly prefill."""
         started, self._step_ended_at = max(plan.planned_at, self._step_ended_at), now
-        if not (plan.chunks and self.store_planner.enabled):
-            return
-        tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
-        if tokens >= self.config.block_tokens and tokens > len(plan.decodes) and now > started:
-            self.store_planner.rates.prefilled(tokens, now - started)
+        if plan.chunks and self.store_planner.enabled:
+            tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+            if tokens >= self.config.block_tokens and tokens > len(plan.decodes) and now > started:
+                self.store_planner.rates.prefilled(tokens, now - started)
+        return now - started
 
     def _check_stop(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:

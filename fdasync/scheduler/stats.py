@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from fdasync.drafting import DraftCounters
 from fdasync.errors import InvariantBroken
 from fdasync.scheduler.state.config import SchedulerStats
 
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.scheduler.disagg.decode import DecodeSide
     from fdasync.scheduler.disagg.prefill import PrefillSide
+    from fdasync.scheduler.drafts import StepDrafts
     from fdasync.scheduler.state.queues import SequenceQueues
     from fdasync.scheduler.state.sequence import Sequence
     from fdasync.scheduler.tiers.store_planner import StorePlanner
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+
+
+_NO_DRAFTS = DraftCounters("", 0, 0, 0)
 
 
 class Parts(NamedTuple):
@@ -33,6 +38,7 @@ class Parts(NamedTuple):
     store_planner: StorePlanner
     prefill_side: PrefillSide
     decode_side: DecodeSide
+    drafts: StepDrafts | None
 
 
 class Counters:
@@ -55,8 +61,9 @@ class Counters:
 
 def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paused: bool) -> SchedulerStats:
     """Counters since the start, gauges of now."""
-    index, queues, swap_planner, store_planner, prefill_side, decode_side = parts
+    index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
     pool = index.pool
+    drafted = _NO_DRAFTS if drafts is None else drafts.counters
     return SchedulerStats(
         waiting=len(queues.waiting),
         running=queues.num_running + len(queues.tail),
@@ -99,6 +106,10 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         queued_tokens=sum(len(seq.tokens) for seq in queues.waiting),
         paused=paused,
         weight_version=weight_version,
+        drafter=drafted.drafter,
+        drafted_tokens=drafted.drafted,
+        accepted_tokens=drafted.accepted,
+        drafting_steps=drafted.steps,
     )
 
 
@@ -110,9 +121,11 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
         steps: some are in flight.
         paused: no steps are planned.
     """
-    index, queues, swap_planner, store_planner, prefill_side, decode_side = parts
+    index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
     index.check()
     live = list(sequences)
+    if drafts is not None:
+        drafts.check(live)
     ref_count: dict[int, int] = {}
     holders = {id(seq): seq for seq in (*live, *queues.draining())}
     for seq in holders.values():

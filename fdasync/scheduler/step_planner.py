@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.scheduler.disagg.prefill import PrefillSide
+    from fdasync.scheduler.drafts import StepDrafts
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.queues import SequenceQueues
@@ -116,6 +117,7 @@ class StepPlanner:
         store_planner: StorePlanner,
         prefill_side: PrefillSide,
         pausing: Pausing,
+        drafts: StepDrafts | None,
     ) -> None:
         self._config = config
         self._index = index
@@ -124,6 +126,7 @@ class StepPlanner:
         self._store_planner = store_planner
         self._prefill_side = prefill_side
         self._pausing = pausing
+        self._drafts = drafts
         self._most = config.max_run_tokens
         # how many positions past what is known the steps in flight and the next one may fill
         self._ahead = config.max_run_tokens * config.pipeline_depth
@@ -176,7 +179,8 @@ class StepPlanner:
             if chunk.last:
                 self._join(chunk.seq, plan)
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
-        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks), plan
+        drafts = None if self._drafts is None else self._drafts.propose(decodes)
+        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts), plan
 
     def _attend(self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int]) -> list[Sequence]:
         """Give blocks to the sequences that are due; returns those that decode for the last time."""

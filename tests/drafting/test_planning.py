@@ -8,9 +8,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, DraftPlanner, path_tokens
+from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, DraftPlanner
 from fdasync.drafting.ngram import NgramConfig, NgramDrafter
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import path_tokens
 from tests.drafting.naive import packed
 
 
@@ -67,7 +68,7 @@ class Runner:
         paths = {}
         if drafts is not None:
             tokens, at = np.frombuffer(drafts.tokens, "<i4").tolist(), 0
-            for key, start, count, most in zip(*drafts[:4], strict=True):
+            for key, start, count, most in zip(drafts.keys, drafts.starts, drafts.counts, drafts.most, strict=True):
                 assert 1 <= most <= count
                 paths[key] = (start, tokens[at : at + count], most)
                 at += count
@@ -170,7 +171,7 @@ def test_nothing_is_drafted_in_vain():
 
 def test_a_sequence_that_becomes_predictable_drafts_again():
     planner, runner = play(1.0, 1, steps=600, churn=0.0)
-    seer = planner._drafter
+    seer = planner._drafter._drafter
     seer.wrong = 0.0
     before = planner.counters.accepted
     for _ in range(3000):
@@ -190,7 +191,7 @@ def test_dear_rows_are_not_used():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_paths_reach_over_the_steps_in_flight(depth):
     planner, _ = play(0.0, depth, churn=0.0)
-    asked = [count for _, most in planner._drafter.asked for count in most]
+    asked = [count for _, most in planner._drafter._drafter.asked for count in most]
     assert max(asked) == path_tokens(3, depth) == depth * 4 - 1
 
 

@@ -77,6 +77,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_events: publish every identity that can be matched from now on, and every one that cannot any more.
         prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: estimates until the first measurement.
         policy, policy_config: which requests go first (`state/policy.py`): the policy's name, and its settings.
+        drafter, drafter_config: what drafts tokens for the runner to verify, up to max_run_tokens - 1 of a sequence:
+            the drafter's name, and its settings. "": nothing here does.
+        weighs_drafts: steps have as many drafts as pay; False: as many as there are.
     """
 
     block_tokens: int
@@ -103,6 +106,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     policy: str = "arrival"
     policy_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    drafter: str = ""
+    drafter_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    weighs_drafts: bool = True
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +146,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         queued_tokens: prompt tokens of the waiting sequences.
         paused: no steps are planned.
         weight_version: the caller's label of the weights in use.
+        drafter: name of the drafter that steps have drafts of; "": there is none, or the runner drafts by itself.
+        drafted_tokens: tokens of the drafter that the runner forwarded as drafts.
+        accepted_tokens: those of them that equalled the token sampled in their place.
+        drafting_steps: completed steps that had drafts.
     """
 
     waiting: int
@@ -183,3 +193,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     paused: bool = False
     weight_version: str = "0"
+    drafter: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafting_steps: int = 0

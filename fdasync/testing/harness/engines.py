@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.cache.store.base import Store
+    from fdasync.drafting import Drafter
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import RunStep
     from fdasync.request import SamplingParams
@@ -77,12 +78,13 @@ def synthetic_engine(
     runner: Runner | None = None,
     tokenizer: Tokenizer | None = None,
     store: Store | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """An engine that is not started yet.
 
     Args:
         config: `synthetic_config()` if None.
-        runner, tokenizer: used in the place of what the configuration names.
+        runner, tokenizer, drafter: used in the place of what the configuration names.
         store: the tier behind a host tier, which is small unless the configuration sizes it. The engine closes the
             store; a store that shall serve a second engine overrides `aclose`.
     """
@@ -91,7 +93,7 @@ def synthetic_engine(
         config = msgspec.structs.replace(config, store="given")
     if store is not None and config.host_blocks == "auto":
         config = msgspec.structs.replace(config, host_blocks=_HOST_BLOCKS)
-    return Engine(config, runner=runner, tokenizer=tokenizer, store=store)
+    return Engine(config, runner=runner, tokenizer=tokenizer, store=store, drafter=drafter)
 
 
 def held_engine(

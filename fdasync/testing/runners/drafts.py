@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 
 from fdasync.errors import InvariantBroken
-from fdasync.events.actions import Chunk, Drafts
-from fdasync.runner.drafts import path_tokens
+from fdasync.events.actions import Chunk, Drafts, path_tokens
 from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench

@@ -1,0 +1,79 @@
+"""Stands before a drafter: what it raises, and what breaks its contract, ends in a PluginError that names it.
+
+A drafter is a plugin, and the scheduler trusts what `planning.py` makes of its answers: columns of wrong lengths would
+go on as wrong paths of other sequences. Tokens need no look, since runners take any bits. Called by `planning.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fdasync.errors import PluginError
+from fdasync.registry.registry import DRAFTERS
+
+if TYPE_CHECKING:
+    from fdasync.drafting.base import Counts, Drafter, Tokens
+
+
+class GuardedDrafter:
+    """A drafter's calls, each of which raises PluginError instead of the drafter's own errors.
+
+    Args:
+        name: of the drafter, for errors.
+    """
+
+    def __init__(self, drafter: Drafter, name: str) -> None:
+        self._drafter = drafter
+        self._name = name
+
+    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str, now: float) -> None:
+        """See `Drafter`."""
+        try:
+            self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
+        except Exception as error:
+            raise self._broken("begin", error) from error
+
+    def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
+        """See `Drafter`."""
+        try:
+            self._drafter.take(keys, counts, tokens)
+        except Exception as error:
+            raise self._broken("take", error) from error
+
+    def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
+        """See `Drafter`; checks the columns. The caller owns `most`, which the drafter gets a copy of."""
+        try:
+            answer: object = self._drafter.propose(keys, most.copy())
+        except Exception as error:
+            raise self._broken("propose", error) from error
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise self._nonsense(f"{answer!r:.100} is no pair of counts and tokens")
+        counts: object
+        tokens: object
+        counts, tokens = answer
+        if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iu" or counts.shape != most.shape:
+            raise self._nonsense(f"{counts!r:.100} are no counts of {len(most)} paths")
+        paths = counts.astype(np.int64, copy=False)
+        wrong = np.flatnonzero((paths < 0) | (paths > most))
+        if len(wrong):
+            at = int(wrong[0])
+            raise self._nonsense(f"a path of {paths[at]} tokens, where 0 to {most[at]} were asked for")
+        total = int(paths.sum())
+        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.shape != (total,):
+            raise self._nonsense(f"{tokens!r:.100} are no {total} tokens in int32")
+        return paths, tokens
+
+    def end(self, key: int, *, now: float) -> None:
+        """See `Drafter`."""
+        try:
+            self._drafter.end(key, now=now)
+        except Exception as error:
+            raise self._broken("end", error) from error
+
+    def _broken(self, call: str, error: Exception) -> PluginError:
+        return PluginError(DRAFTERS, self._name, "", f"its {call} raised {type(error).__name__}: {error}")
+
+    def _nonsense(self, problem: str) -> PluginError:
+        return PluginError(DRAFTERS, self._name, "", f"its propose returned nonsense: {problem}")
