@@ -30,7 +30,6 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
-        "fdasync.drafting": ("fdasync.registry.*",),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
         "fdasync.generator": ("fdasync.request", "fdasync.result"),
     },
@@ -45,6 +44,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         # the names of a store's verbs are words of the events
         "fdasync.cache.store.wrappers": ("fdasync.cache.store.base", "fdasync.events.catalog", "fdasync.ipc.*"),
+        "fdasync.drafting": ("fdasync.events.actions", "fdasync.registry.*"),
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
@@ -81,19 +81,19 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.scheduler": (
-            *_PURE_CACHE, "fdasync.events.*", "fdasync.scheduler.disagg.*", "fdasync.scheduler.state.*",
-            "fdasync.scheduler.tiers.*",
+            *_PURE_CACHE, "fdasync.drafting", "fdasync.events.*", "fdasync.scheduler.disagg.*",
+            "fdasync.scheduler.state.*", "fdasync.scheduler.tiers.*",
         ),
     },
     {
         "fdasync.engine": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.cache.identity", "fdasync.cache.store.base",
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
-            "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.events.*",
-            "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*", "fdasync.runner.plugins",
-            "fdasync.runner.prompt_scores", "fdasync.runner.shares", "fdasync.runner.worker.proxy", "fdasync.scheduler",
-            "fdasync.scheduler.state.policy",
+            "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.drafting",
+            "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
+            "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
+            "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares", "fdasync.runner.worker.proxy",
+            "fdasync.scheduler", "fdasync.scheduler.state.policy",
         ),
     },
     {

@@ -3,6 +3,7 @@
 from fdasync.drafting.base import Drafter, DrafterLimits, DrafterStats
 from fdasync.drafting.planning import DraftCounters, DraftPlanner
 from fdasync.drafting.plugins import make_drafter
+from fdasync.drafting.speculation import Speculation
 
 __all__ = [
     "DraftCounters",
@@ -10,5 +11,6 @@ __all__ = [
     "Drafter",
     "DrafterLimits",
     "DrafterStats",
+    "Speculation",
     "make_drafter",
 ]

@@ -6,7 +6,7 @@ go on as wrong paths of other sequences. Tokens need no look, since runners take
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,25 +45,25 @@ class GuardedDrafter:
     def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
         """See `Drafter`; checks the columns. The caller owns `most`, which the drafter gets a copy of."""
         try:
-            # a plugin may answer anything
-            answer: Any = self._drafter.propose(keys, most.copy())
+            answer: object = self._drafter.propose(keys, most.copy())
         except Exception as error:
             raise self._broken("propose", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise self._nonsense(f"{answer!r:.100} is no pair of counts and tokens")
+        counts: object
+        tokens: object
         counts, tokens = answer
         if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iu" or counts.shape != most.shape:
             raise self._nonsense(f"{counts!r:.100} are no counts of {len(most)} paths")
-        counts = counts.astype(np.int64, copy=False)
-        wrong = np.flatnonzero((counts < 0) | (counts > most))
+        paths = counts.astype(np.int64, copy=False)
+        wrong = np.flatnonzero((paths < 0) | (paths > most))
         if len(wrong):
             at = int(wrong[0])
-            raise self._nonsense(f"a path of {counts[at]} tokens, where 0 to {most[at]} were asked for")
-        total = int(counts.sum())
+            raise self._nonsense(f"a path of {paths[at]} tokens, where 0 to {most[at]} were asked for")
+        total = int(paths.sum())
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.shape != (total,):
             raise self._nonsense(f"{tokens!r:.100} are no {total} tokens in int32")
-        found: tuple[Counts, Tokens] = counts, tokens
-        return found
+        return paths, tokens
 
     def end(self, key: int, *, now: float) -> None:
         """See `Drafter`."""

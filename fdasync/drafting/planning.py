@@ -84,7 +84,7 @@ class DraftPlanner:
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
-        # by row: tokens known, the most that it may have, the chance that a draft is accepted, and that a path fits
+        # by row: tokens known, the most that there may be, the chance that a draft is accepted, and that a path fits
         # when its step begins
         self._lengths = np.zeros(0, np.int64)
         self._limits = np.zeros(0, np.int64)

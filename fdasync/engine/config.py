@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.cache.host_arena import host_nbytes
-from fdasync.engine.speculation import Speculation
+from fdasync.drafting import Speculation
 from fdasync.errors import BadInput, ConfigError, PluginError
 from fdasync.ipc.gpus import check_names
 from fdasync.registry.mapping import struct_of
@@ -86,8 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         prefix_cache: share KV (and rows) between requests with equal prefixes.
         policy: entry-point name in `fdasync.policies`: which requests go first, in every line of the engine.
         policy_config: the policy's own keys, decoded by it; unknown ones are refused by name.
-        speculation: several tokens of a sequence in a step, as far as drafts of them are right; see `Speculation`.
-            None: one token a step. No token, log-prob or row depends on it.
+        speculation: several tokens of a sequence in a step, as far as drafts of them are right; see `Speculation`. No
+            token, log-prob or row depends on it. None: one token a step.
         decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
         host_blocks: KV blocks of the host tier, behind the device: blocks that the device evicts are copied there and
             back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.

@@ -112,7 +112,7 @@ class Runtime:
         self._config = config
         self._registry = Registry()
         self.policy = make_policy(config.policy, config.policy_config)
-        self._drafter = drafter_for(config, drafter)
+        self._drafter = self._make_drafter(drafter)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
         self._attendant = attendant
         self._placement = self._make_placement(runner)
@@ -140,6 +140,14 @@ class Runtime:
             self._registry.find(TOKENIZERS, config.tokenizer)
         self._arena: AuxArena | None = None
         self._host: HostArena | None = None
+
+    def _make_drafter(self, given: Drafter | None) -> Drafter | None:
+        config = self._config
+        if config.speculation is not None:
+            return config.speculation.drafter_for(given, depth=config.pipeline_depth, max_running=config.max_running)
+        if given is not None:
+            raise ConfigError("config.speculation", "is not set, and a drafter object was given", hint="give it a name")
+        return None
 
     def _make_tap(self, name: str, keys: dict[str, Any]) -> Tap:
         """Raises PluginError; ConfigError naming the key."""
@@ -466,7 +474,15 @@ async def to_its_end(what: str, work: Callable[[], Awaitable[object]]) -> None:
 
 def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
     """Raise ConfigError where the runner does not do what the configuration asks of its computation."""
-    check_capacity(config, capacity)
+    speculation = config.speculation
+    if speculation is not None and capacity.max_run_tokens != 1 + speculation.max_tokens:
+        raise ConfigError(
+            "config.speculation",
+            f"asks for {speculation.max_tokens} drafts of a sequence in a step, and runner {config.runner!r} gives"
+            f" {capacity.max_run_tokens} tokens of one at most",
+            limit=f"Capacity.max_run_tokens of {1 + speculation.max_tokens}",
+            hint="leave config.speculation out, or take a runner that verifies drafts of this model",
+        )
     if capacity.routing_debug != config.routing_debug:
         raise ConfigError("config.routing_debug", f"runner {config.runner!r} does not know it, or no routing")
     if capacity.tensor_parallel != config.tensor_parallel:

@@ -1,4 +1,4 @@
-"""The drafts of the scheduler's steps: tells the drafter of sequences and tokens, and asks it for each step. Pure.
+"""The drafts of steps: tells the drafter of sequences and their tokens, and asks it for each step. Pure.
 
 A sequence begins to draft when its first token is known and it is to decode here, and ends with its result. In between
 it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. This module

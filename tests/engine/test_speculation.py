@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from fdasync import ConfigError, Engine, EngineFailed, PluginError, SamplingParams
-from fdasync.drafting import DrafterLimits
-from fdasync.engine.speculation import Speculation
+from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.events.catalog import StepDone
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.scheduler.replay import replay
@@ -90,7 +89,9 @@ def outcome(results):
             sample.token_ids,
             sample.finish_reason,
             sample.text,
-            repr(sample.logprobs),
+            sample.raw_logprobs is not None and sample.raw_logprobs.tolist(),
+            sample.processed_logprobs is not None and sample.processed_logprobs.tolist(),
+            sample.top_logprobs,
             None if sample.routing is None else sample.routing.array.tobytes(),
             sample.aux["values"].tobytes(),
         )
@@ -207,7 +208,7 @@ class Plain(SyntheticRunner):
 async def test_a_runner_that_verifies_nothing_is_refused():
     config = drafting_config("ngram")
     runner = Plain(oracle_of(config).config, config.runner_limits())
-    with pytest.raises(ConfigError, match=r"asks for 3 drafts.*at most 1 tokens.*Capacity\.max_run_tokens is 4"):
+    with pytest.raises(ConfigError, match=r"asks for 3 drafts.*gives 1 tokens.*Capacity\.max_run_tokens of 4"):
         async with synthetic_engine(config, runner=runner):
             raise AssertionError("it started")
 
