@@ -28,7 +28,7 @@ import uvloop
 
 from benchmarks._report import Report, calibrate_us
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.engine.speculation import Speculation
+from fdasync.drafting import Speculation
 
 if TYPE_CHECKING:
     from fdasync.result import Result, Sample

@@ -19,7 +19,6 @@ from fdasync.engine.config import make_policy, resolve
 from fdasync.engine.driver import Driver
 from fdasync.engine.output import OutputProcessor
 from fdasync.engine.prepare import Rehasher, namespace_of
-from fdasync.engine.speculation import check_capacity, drafter_for
 from fdasync.engine.store_io import StoreIO
 from fdasync.engine.store_stack import StoreStack
 from fdasync.engine.tokenizer_process import TokenizerProcess

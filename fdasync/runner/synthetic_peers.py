@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fdasync.ipc.block_sums import WORD_NBYTES
 from fdasync.ipc.memory_pool import MemoryPool
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.peer_rows import PeerRows
@@ -83,7 +82,7 @@ class SyntheticPeers:
     @staticmethod
     def takes(block_tokens: int, shares: int, *, stamped: bool) -> bool:
         """Whether shares of such blocks are of whole words, as checksums have them."""
-        return block_tokens * _token_nbytes(stamped) % (shares * WORD_NBYTES) == 0
+        return block_tokens * _token_nbytes(stamped) % (shares * U64().nbytes) == 0
 
     async def aclose(self) -> None:
         """Free the memory once no copy is in flight. Raises DeadlineExceeded."""

@@ -16,8 +16,8 @@ from transformers.integrations.moe import (
 )
 
 from fdasync_transformers.fixed.gradients.recomputed import recomputed, with_parameters
-from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.experts_interface import run_experts
+from fdasync_transformers.fused.replaced import past_modes
 from fdasync_transformers.model.moe_layers import fits_grouped_product
 
 #: of the library's experts interface

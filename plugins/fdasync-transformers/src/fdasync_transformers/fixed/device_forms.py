@@ -23,12 +23,11 @@ from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
 from fdasync_transformers.fixed.gradients.norms import norm_gradient
 from fdasync_transformers.fixed.gradients.recomputed import recomputed, with_parameters
-from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.fused.norms import epsilon, fuse_norms
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import signature_of, text_modules
+from fdasync_transformers.fused.replaced import past_modes, signature_of, text_modules
 from fdasync_transformers.fused.router_kinds import kind_of
 from fdasync_transformers.fused.routers import Record, fused_router
 from fdasync_transformers.model.moe_layers import find_experts

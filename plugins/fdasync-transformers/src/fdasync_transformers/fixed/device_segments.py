@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
-from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fixed.segments import Segments
+from fdasync_transformers.fused.replaced import past_modes
 
 if TYPE_CHECKING:
     import torch

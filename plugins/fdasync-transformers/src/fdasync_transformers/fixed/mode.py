@@ -16,14 +16,14 @@ models, and by trainers through `trainer_pass.PassMode`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdasync.errors import RunnerError
 from fdasync_transformers.fixed.products import product, products
@@ -31,7 +31,7 @@ from fdasync_transformers.fixed.reductions import reduction
 from fdasync_transformers.fixed.vectors import elementwise, gated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _ATEN = torch.ops.aten
 
@@ -51,6 +51,11 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # by the id of an operation, as it is first seen: what computes it
         self._ways: dict[int, Callable[..., Any]] = {}
         self._linears = _Linears() if linears else nullcontext()
+
+    @staticmethod
+    def linear_past_modes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What `linear` of rows [R, K] by a weight [N, K] is within, for kernels that are called past all modes."""
+        return product(rows, weight.t(), bias)
 
     # without types, as what they stand for
     def __enter__(self):  # type: ignore[no-untyped-def]
@@ -93,18 +98,6 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if result is NotImplemented else result
-
-
-def is_fixed() -> bool:
-    """Whether this thread computes with fixed numerics now; also past the modes."""
-    return isinstance(_get_current_dispatch_mode(), FixedNumerics)
-
-
-@contextmanager
-def past_modes() -> Iterator[None]:
-    """Within the context no mode sees an operation: for code that needs none of the fixed forms."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 class _Linears(TorchFunctionMode):

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from fdasync.errors import BadInput, UnsupportedModel
-from fdasync_transformers.fixed.mode import past_modes
+from fdasync_transformers.fused.replaced import past_modes
 from fdasync_transformers.model.attention import (
     NOT_DONE,
     LatentCatcher,

@@ -1,7 +1,7 @@
-"""What the files of this room share: forwards that are put on instances, and comparisons of results.
+"""What the files of this room share: forwards that are put on instances, comparisons of results, the way past modes.
 
-Knows no kernels. Called by `norms.py`, `rotary.py`, `angles.py`, `dense.py`, and, for the refusal of gradients, by
-`routers.py`, `experts_interface.py` and `layers/layer.py`.
+Knows no kernels. Called by `norms.py`, `rotary.py`, `angles.py`, `dense.py`; for the refusal of gradients and the way
+past modes also by `routers.py`, `experts_interface.py`, `layers/` and `fixed/`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fdasync.errors import RunnerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    RowsLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 NO_GRADIENT = "what is fused has no gradient: train a model of its own, not the one that a runner has opened"
 
@@ -62,6 +66,20 @@ def refuse_gradient(*tensors: torch.Tensor | None) -> None:
     """Raise RunnerError if autograd would follow these tensors: the kernels have no gradient."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RunnerError(NO_GRADIENT)
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Within the context no mode sees an operation: for code that needs none of what modes do."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def linear_of_mode() -> RowsLinear | None:
+    """The product that the dispatch mode of this thread makes of `linear`, to be called past it with rows [R, K], a
+    weight [N, K] and a bias: its `linear_past_modes`. None: there is no mode, or it has none. Fixed numerics have."""
+    found: RowsLinear | None = getattr(_get_current_dispatch_mode(), "linear_past_modes", None)
+    return found
 
 
 def signature_of(module: torch.nn.Module) -> Hashable:

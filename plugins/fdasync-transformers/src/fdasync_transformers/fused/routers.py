@@ -17,9 +17,8 @@ import torch
 
 from fdasync.errors import BadInput, InvariantBroken
 from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
-from fdasync_transformers.fixed.mode import past_modes
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import refuse_gradient
+from fdasync_transformers.fused.replaced import past_modes, refuse_gradient
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
 from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Linear, functional
 
-from fdasync_transformers.fixed.products import product
 from fdasync_transformers.fused.layers.merged import merge_linears
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.kernels.layer.qkv import QkvForm
     from fdasync_transformers.fused.layers.merged import Merged
+    from fdasync_transformers.fused.replaced import RowsLinear
     from fdasync_transformers.model.attention import Paging, Places
     from fdasync_transformers.model.kv import LayerSpec
 
@@ -73,9 +73,12 @@ class FusedAttention:
         hooked = last._forward_hooks or last._forward_pre_hooks
         return type(last) is Linear and not hooked and "forward" not in vars(last)
 
-    def product(self, normed: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
-        """Queries, keys and values [T, width] of the layer's normed input [T, H]. `fixed`: called past the modes."""
-        return (_fixed_linear if fixed else functional.linear)(normed, self.merged.weight, self.merged.bias)
+    def product(self, normed: torch.Tensor, linear: RowsLinear | None = None) -> torch.Tensor:
+        """Queries, keys and values [T, width] of the layer's normed input [T, H].
+
+        `linear`: what computes it past modes.
+        """
+        return (linear or functional.linear)(normed, self.merged.weight, self.merged.bias)
 
     def attend(
         self,
@@ -84,23 +87,18 @@ class FusedAttention:
         spec: LayerSpec,
         paging: Paging,
         places: Places,
-        *,
-        fixed: bool = False,
+        linear: RowsLinear | None = None,
     ) -> torch.Tensor:
         """Write this step's KV and attend to all of it: the layer's attention [T, H], after its output projection.
 
-        `turns`: cosines and sines [1, T, columns]. `fixed`: called past the modes; it must be `plain`.
+        `turns`: cosines and sines [1, T, columns]. `linear`: as `product` has it; the projection must be `plain`.
         """
         cos, sin = turns
         query = self._prepare(qkv, cos[0], sin[0], places.keys, places.values, places.slots, self.form, *self._norms)
         found = paging.attend(spec, query, self._scaling, self._sinks)
         rows, last = found.flatten(1), self.module.o_proj
-        projected: torch.Tensor = _fixed_linear(rows, last.weight, last.bias) if fixed else last(rows)
+        projected: torch.Tensor = last(rows) if linear is None else linear(rows, last.weight, last.bias)
         return projected
-
-
-def _fixed_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return product(rows, weight.t(), bias)
 
 
 def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAttention | str:

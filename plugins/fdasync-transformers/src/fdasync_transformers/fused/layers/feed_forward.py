@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fdasync_transformers.fixed.mode import past_modes
+from fdasync_transformers.fused.replaced import past_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fixed.mode import is_fixed, past_modes
-from fdasync_transformers.fused.replaced import refuse_gradient
+from fdasync_transformers.fused.replaced import linear_of_mode, past_modes, refuse_gradient
 from fdasync_transformers.model.attention import StepContext
 
 if TYPE_CHECKING:
@@ -89,16 +88,16 @@ class FusedLayer:
             refuse_gradient(hidden_states, *self.layer.parameters())
         first, second, third = self.norms
         held = self.carry.take(hidden_states)
-        fixed = is_fixed() and self.attention.plain
-        with past_modes() if fixed else nullcontext():
+        linear = linear_of_mode() if self.attention.plain else None
+        with nullcontext() if linear is None else past_modes():
             if held is None:
                 stream = hidden_states[0]
                 normed = self._norm_rows(stream, first)
             else:
                 stream, normed = held
-            qkv = self.attention.product(normed, fixed=fixed)
+            qkv = self.attention.product(normed, linear)
             turns: tuple[torch.Tensor, torch.Tensor] = kwargs["position_embeddings"]
-            block = self.attention.attend(qkv, turns, spec, context.paging, places, fixed=fixed)
+            block = self.attention.attend(qkv, turns, spec, context.paging, places, linear)
             stream, normed = self._add_norm(block, stream, second)
         stream, following = self.block(normed, stream, third, places.slots)
         return stream.unsqueeze(0) if following is None else self.carry.give(stream, following)
