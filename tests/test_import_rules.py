@@ -92,8 +92,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.drafting",
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
-            "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares", "fdasync.runner.worker.proxy",
-            "fdasync.scheduler", "fdasync.scheduler.state.policy",
+            "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
+            "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
         ),
     },
     {

@@ -38,7 +38,7 @@ def test_simulation(sim_seeds: SimSeeds):
         # a simulation that no longer gets into trouble proves nothing
         missing = {"stop", "length", "abort", "deadline", "failed", "cancelled", "closed"} - outcomes.keys()
         assert not missing
-        work = ("preemptions", "evictions", "hit_tokens", "dropped_tokens", "rows", "long_runs")
+        work = ("preemptions", "evictions", "hit_tokens", "dropped_tokens", "rows", "long_runs", "accepted_tokens")
         assert all(totals[name] for name in work)
 
 

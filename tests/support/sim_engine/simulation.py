@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -21,6 +21,7 @@ from fdasync.cache.aux import wanted_specs
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.cache.store.file.store import FileConfig, FileStore
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.drafting import DrafterLimits
 from fdasync.engine.engine import Engine
 from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, WeightsRejected
 from fdasync.events.actions import FinishRequest
@@ -42,6 +43,7 @@ from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.stores.faults import FaultyStore
+from tests.support.drafters import Foretold
 from tests.support.groups import ranked
 from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from fdasync.result import Delta, Result, Sample
     from fdasync.runner.base import Runner, RunnerLimits, StepOutput
     from fdasync.testing.harness.pass_model import Read
+    from tests.support.drafters import Kind
 
 
 # limit of one life on a real loop, on a machine that may be busy
@@ -79,6 +82,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         outcomes: number of samples by finish reason, and of cancelled, closed and failed requests.
         long_runs: runs of more than one token of a sequence in a step.
+        drafted_tokens, accepted_tokens: drafts of the engine's drafter.
         rows: rows of results that were checked.
         updates: of the weights.
         seconds: of the loop's time.
@@ -87,6 +91,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int]
     steps: int
     long_runs: int
+    drafted_tokens: int
+    accepted_tokens: int
     preemptions: int
     evictions: int
     hit_tokens: int
@@ -179,7 +185,9 @@ class _Simulation:
         self.recording = recording
         self.faults = FaultyStore(recording, work.store_faults)
         given = self.faults if work.config.store else None
-        self.engine = Engine(work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=given)
+        self.engine = Engine(
+            work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=given, drafter=self._drafter()
+        )
         self.versions = {0: work.runner.weights_id}
         self.damaged = 0
         self.aborting = False
@@ -201,6 +209,27 @@ class _Simulation:
         )
         self.ranks.append(faults)
         return faults
+
+    def _drafter(self) -> Foretold | None:
+        """One that knows nothing of sequences yet; None: the engine makes its own, or has none."""
+        work, speculation = self.work, self.work.config.speculation
+        if speculation is None or speculation.drafter == "ngram":
+            return None
+        limits = DrafterLimits.of(speculation.max_tokens, work.config.pipeline_depth, work.config.max_running)
+        return Foretold(cast("Kind", speculation.drafter), self.answers, limits)
+
+    @property
+    def answers(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What the samples would be under the first weights, if nothing but their length limits ended them."""
+        free = [
+            (plan.prompt, msgspec.structs.replace(plan.params, stop=(), stop_token_ids=(), ignore_eos=True))
+            for plan in self.work.requests
+        ]
+        return [
+            (prompt, expected(prompt, params, index, self.oracle).token_ids)
+            for prompt, params in free
+            for index in range(params.n)
+        ]
 
     @property
     def failed(self) -> bool:
@@ -251,6 +280,8 @@ class _Simulation:
             outcomes=dict(self.outcomes),
             steps=stats.steps,
             long_runs=self.long_runs,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
             preemptions=stats.preemptions,
             evictions=stats.evictions,
             hit_tokens=stats.hit_tokens,
@@ -464,4 +495,8 @@ class _Simulation:
         assert ended.keys() <= set(came)
         never = set(came) - ended.keys()
         assert not never or self.failed, f"sequences {sorted(never)} never ended"
-        assert replay(trace) == len(turns)
+        drafter = self._drafter()
+        if drafter is None:
+            assert replay(trace) == len(turns)
+        else:
+            assert replay(trace, make_drafter=lambda *_: drafter) == len(turns)

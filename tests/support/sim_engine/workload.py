@@ -11,11 +11,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
 from fdasync.request import Grammar, LogprobKind, PauseMode, SamplingParams
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.testing.harness.fault_runner import StepFault, StepFaultKind
 from fdasync.testing.stores.faults import StoreFaults
+from tests.support.drafters import Kind
 
 Way = Literal["complete", "stream", "slow", "leave", "abort", "cancel"]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -188,11 +190,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             close_deadline_s=60.0,
             trace_turns=1 << 20,
         )
+        drafts = Random(f"drafts {seed}")
         runs = Random(f"runs {seed}")
         if runs.random() < 0.5:
             most = runs.choice((2, 3, 4))
             runner = msgspec.structs.replace(runner, max_run_tokens=most)
             config = msgspec.structs.replace(config, max_step_tokens=max_step_tokens + (most - 1) * max_running)
+            if drafts.random() < 0.6:
+                # drafts of the engine instead of the runner's own
+                runner = msgspec.structs.replace(runner, max_run_tokens=1)
+                config = with_drafts(config, most - 1, drafts)
         # from a stream of its own, so that older draws of a seed stay
         tiers = _Tiers(Random(f"tiers {seed}"))
         draw = RequestDraw(random, runner, room=runner.max_context_tokens, most_samples=config.max_requests)
@@ -233,6 +240,13 @@ def with_policy(config: EngineConfig, random: Random) -> EngineConfig:
     # from a stream of its own, so that the other draws of a seed stay
     ageing = {"ageing_s_per_token": random.choice((0.0001, 0.01, 1.0))}
     return msgspec.structs.replace(config, policy="shortest-prompt-first", policy_config=ageing)
+
+
+def with_drafts(config: EngineConfig, max_tokens: int, random: Random) -> EngineConfig:
+    """Drafts of `ngram`, or of one that knows the answers (`support/drafters.py`), weighed or not."""
+    drafter = random.choice(("ngram", *get_args(Kind)))
+    speculation = Speculation(drafter=drafter, max_tokens=max_tokens, budget=random.random() < 0.3)
+    return msgspec.structs.replace(config, speculation=speculation)
 
 
 def _hurried(plan: RequestPlan) -> RequestPlan:
