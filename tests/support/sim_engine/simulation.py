@@ -495,8 +495,5 @@ class _Simulation:
         assert ended.keys() <= set(came)
         never = set(came) - ended.keys()
         assert not never or self.failed, f"sequences {sorted(never)} never ended"
-        drafter = self._drafter()
-        if drafter is None:
-            assert replay(trace) == len(turns)
-        else:
-            assert replay(trace, make_drafter=lambda *_: drafter) == len(turns)
+        again = self._drafter()
+        assert replay(trace, **({} if again is None else {"make_drafter": lambda *_: again})) == len(turns)
