@@ -96,7 +96,10 @@ def test_an_interrupted_run_writes_nothing(tmp_path, monkeypatch, capsys):
     assert (out / "rollout").read_text() == "of another run"
     # the work began both times, and does not where nothing can be written
     os.mkfifo(tmp_path / "pipe")
-    for path, problem in ((out / "no" / "rollout", "No such file"), (tmp_path / "pipe", "is no regular file")):
+    for path, problem in (
+        (out / "no" / "rollout", f"--write: there is no folder {out / 'no'}"),
+        (tmp_path / "pipe", "is no regular file"),
+    ):
         code, _, err = run(monkeypatch, capsys, *words, path)
         assert code == 2
         assert problem in err

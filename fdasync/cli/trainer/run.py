@@ -106,6 +106,8 @@ def _check_place(path: Path) -> None:
     """Before the work: raise BadInput or OSError unless a file can be put here. Leaves nothing behind."""
     if path.exists() and not path.is_file():
         raise BadInput("--write", f"{path} is no regular file")
+    if not path.parent.is_dir():
+        raise BadInput("--write", f"there is no folder {path.parent}")
     # without a name where the system has such files
     with TemporaryFile(dir=path.parent):
         pass

@@ -44,6 +44,12 @@ def test_arguments_that_tell_no_whole_sequences(model: Any, arguments: dict[str,
     assert "layout=" not in str(error.value)
 
 
+@pytest.mark.parametrize("wrong", [{"kernels": "cuda"}, {"kernels": None}, {"sum_slices": 3}, {"sum_slices": 2.0}])
+def test_ways_to_compute_that_there_are_not(model: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(wrong))):
+        fixed_numerics(model, **wrong)
+
+
 def test_dropout_and_noise_in_training(model: Any) -> None:
     with fixed_numerics(model):
         model.model.layers[1].self_attn.attention_dropout = 0.1

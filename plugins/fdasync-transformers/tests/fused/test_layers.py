@@ -190,6 +190,81 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations.names == ["linear", "linear"]
 
 
+class _Seen(FixedNumerics):  # type: ignore[no-untyped-call]
+    """Fixed numerics; notes what comes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().removeprefix("aten::").partition(".")[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def _other_forward(module: Any) -> None:
+    module.forward = lambda rows: torch.nn.functional.linear(rows, module.weight, module.bias) * 2
+
+
+# what makes an output projection more than a product
+MORE: dict[str, Any] = {
+    "a hook": lambda module: module.register_forward_hook(lambda _module, _args, out: out * 2),
+    "a hook before it": lambda module: module.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "a forward": _other_forward,
+    "a class": lambda module: setattr(module, "__class__", _Doubled),
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_fixed_products_of_a_layer_run_past_the_modes(biased: bool) -> None:
+    model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=1, attention_bias=biased)
+    assert fuse_layers(model).indices == (0,)
+    layer: Any = model.model.layers[0]
+    context = layer_proof._context(layer.forward, layer_proof.hidden_of(model, 1), _positions(1), pooled=True)
+    block = _Block()
+    layer.forward.block = block
+
+    def played() -> tuple[torch.Tensor, list[str]]:
+        hidden = layer_proof.hidden_of(model, layer_proof._ROWS)
+        turns = model.model.rotary_emb(hidden, position_ids=_positions(layer_proof._ROWS))
+        with torch.inference_mode(), _Seen() as seen:
+            layer(hidden, position_embeddings=turns, fd_ctx=context)
+        return block.given, seen.names
+
+    plain, names = played()
+    assert not {"linear", "mm", "addmm"} & set(names)
+    # by the module, the same bits
+    hook = layer.self_attn.o_proj.register_forward_hook(lambda _module, _args, out: out)
+    called, names = played()
+    assert {"linear", "mm", "addmm"} & set(names)
+    assert torch.equal(called, plain)
+    hook.remove()
+    for what in MORE.values():
+        again = build("qwen3_moe", torch.bfloat16, num_hidden_layers=1, attention_bias=biased)
+        layer.self_attn.o_proj = again.model.layers[0].self_attn.o_proj
+        what(layer.self_attn.o_proj)
+        assert not torch.equal(played()[0], plain), what
+
+
+class _Block:
+    """In the place of a layer's second block: keeps what comes to it."""
+
+    given: torch.Tensor
+
+    def __call__(self, normed: torch.Tensor, stream: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        self.given = normed
+        return stream, None
+
+
+def _positions(count: int) -> torch.Tensor:
+    return torch.arange(count, device=PLACE)[None]
+
+
 class _Counted:
     """In the place of a kernel: notes that it is launched."""
 

@@ -84,6 +84,7 @@ def test_another_tool_reads_it_and_writes_its_own_log_probs(tmp_path: Path) -> N
         ({"starts": np.array([0, 5, 14, 19])}, "do not rise"),
         ({"starts": np.array([1, 5, 14, 20])}, "do not rise"),
         ({"weights": np.full(20, 7, np.int32)}, "weights 7 of 2"),
+        ({"weights": np.array([*[-7] * 5, *[1] * 15], np.int32)}, "weights -7 of 2"),
         ({"prompt_lens": np.array([9, 1, 1], np.int32)}, "9 tokens of its 5"),
         ({"samples": np.zeros(3, np.int32)}, "is there twice"),
         ({"temperatures": np.array([1, np.nan, 1])}, "temperature nan"),

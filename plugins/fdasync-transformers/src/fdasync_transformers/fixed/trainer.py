@@ -105,8 +105,9 @@ def fixed_numerics(
             have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
             arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
             checkpointing that would recompute with other numerics; a recomputation after the end of the context;
-            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU; a
-            part of the model that is called alone; copies within the context.
+            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU;
+            kernels of another name; an attention layer that is called without its decoder (other parts that are called
+            alone have the library's own numerics, but for the output head); copies within the context.
         UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
             up-projection of latent attention, or in slices on what is sliced; a family whose sums have no slices.
         ConfigError: sizes that the slices do not divide.
@@ -123,7 +124,9 @@ class TrainerNumerics:
         self, model: PreTrainedModel, kernels: Literal["auto", "triton"] = "auto", sum_slices: int = 1
     ) -> None:
         self._kind = refuse_model(model)
-        if sum_slices not in COUNTS:
+        if kernels not in ("auto", "triton"):
+            raise BadInput("kernels", f"{kernels!r} is no way to compute", limit="auto, triton")
+        if type(sum_slices) is not int or sum_slices not in COUNTS:
             raise BadInput("sum_slices", f"{sum_slices!r} is no number of slices", limit=", ".join(map(str, COUNTS)))
         self._sum_slices = sum_slices
         self._slices: Slices | None = None

@@ -157,8 +157,9 @@ def checked(table: LogprobTable, field: str) -> LogprobTable:
                 )
         if not 0 <= one.prompt_len <= count:
             raise BadInput(where, f"{one.prompt_len} tokens of its {count} are the prompt's")
-        if count and not -1 <= int(one.weights.min()) <= int(one.weights.max()) < len(table.weights):
-            raise BadInput(where, f"names weights {int(one.weights.max())} of {len(table.weights)}")
+        wrong = one.weights[(one.weights < -1) | (one.weights >= len(table.weights))]
+        if wrong.size:
+            raise BadInput(where, f"names weights {int(wrong[0])} of {len(table.weights)}")
         if count and not np.isnan(one.logprobs[0]):
             raise BadInput(where, "has a log-prob at position 0, which nothing stands before")
         if not one.temperature > 0:
