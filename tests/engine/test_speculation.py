@@ -115,6 +115,14 @@ async def test_every_result_is_the_one_without_drafts(kind, depth):
         assert outcome(results) == outcome(want)
         check_idle(engine)
         stats = engine.stats().scheduler
+        samples = [sample for result in results for sample in result.samples]
+        # nothing ended but by itself
+        assert sum(sample.drafts.drafted for sample in samples) == stats.drafted_tokens
+        assert sum(sample.drafts.accepted for sample in samples) == stats.accepted_tokens
+        for sample in samples:
+            # the first token is the prefill's, and so is one after each preemption
+            assert sample.drafts.steps + sample.drafts.accepted <= len(sample.token_ids) + 3
+            assert sample.drafts.steps <= max(len(sample.token_ids) - 1, 0)
         assert stats.preemptions
         assert stats.drafter == "foretold"
         assert stats.drafted_tokens >= stats.accepted_tokens
@@ -148,6 +156,7 @@ async def test_drafters_by_name(drafter):
         assert replay(engine.trace().encode())
     if drafter == "none":
         assert (stats.drafter, stats.drafted_tokens) == ("", 0)
+        assert first.samples[0].drafts is None
     else:
         assert stats.drafter == "ngram"
 

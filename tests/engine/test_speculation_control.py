@@ -121,6 +121,9 @@ async def test_a_hand_over_goes_on_with_drafts(kind, tmp_path):
         assert [sample.finish_reason for sample in result.samples] == ["length", "length"]
         for sample in result.samples:
             check_sample(sample, PROMPT, PARAMS, oracle_of(decode))
+            assert sample.drafts.steps <= 39
+        drafted = sum(sample.drafts.drafted for sample in result.samples)
+        assert drafted == there.engine.stats().scheduler.drafted_tokens
         assert there.engine.stats().scheduler.drafted_tokens
         assert here.engine.stats().scheduler.drafted_tokens == 0
         there.engine.check()
