@@ -55,13 +55,14 @@ if TYPE_CHECKING:
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
     from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams, WeightsFingerprint
-    from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, Usage, WeightSpan
+    from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample, Usage, WeightSpan
 
 # the modules of the names that are no errors
 _HOMES = {
     "CachedTokens": "result",
     "Delta": "result",
     "DeltaStream": "generator",
+    "DraftCounts": "result",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "EngineStats": "engine.engine",
@@ -99,6 +100,7 @@ __all__ = [
     "DecodeFailed",
     "Delta",
     "DeltaStream",
+    "DraftCounts",
     "DuplicateRequestId",
     "Engine",
     "EngineBusy",

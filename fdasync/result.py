@@ -80,6 +80,20 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return self.device + self.host + self.store
 
 
+class DraftCounts(msgspec.Struct, frozen=True):
+    """What drafts did for a sample, in an engine whose configuration names a drafter.
+
+    Attributes:
+        steps: decode steps that gave tokens of it. Its output tokens over these steps are the tokens of a step.
+        drafted: drafts that the runner forwarded, as far as the tokens tell.
+        accepted: drafts that equalled the token sampled in their place, those behind the sample's last token too.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True):
     """The cost of a request in tokens.
 
@@ -136,6 +150,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         aux: rows of every other aux spec that was requested, by name, [n, *shape] of the spec's dtype; as many as of
             `routing`, row i belongs to position `start + i`. Owned by the caller.
         start: position of the first row of any kind, as requested.
+        drafts: what drafts did for it, on the instance that decoded it; None: that one has no drafter.
     """
 
     index: int
@@ -151,6 +166,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     aux: dict[str, NDArray[np.generic]]
     start: int = 0
     stop_token_id: int | None = None
+    drafts: DraftCounts | None = None
 
     @property
     def cached_tokens(self) -> int:

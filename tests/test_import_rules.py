@@ -111,7 +111,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         # an engine by its public names; of its inside, the state of requests
         "fdasync.pd.instance": (
-            *_ARENAS, "fdasync.cache.identity", "fdasync.cache.store.base", "fdasync.engine",
+            *_ARENAS, "fdasync.cache.identity", "fdasync.cache.store.base", "fdasync.drafting", "fdasync.engine",
             "fdasync.engine.request_state", "fdasync.engine.tokenizer", "fdasync.events.*", "fdasync.ipc.*",
             "fdasync.pd.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
         ),

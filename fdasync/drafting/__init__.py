@@ -2,15 +2,17 @@
 
 from fdasync.drafting.base import Drafter, DrafterLimits, DrafterStats
 from fdasync.drafting.planning import DraftCounters, DraftPlanner
-from fdasync.drafting.plugins import make_drafter
-from fdasync.drafting.speculation import Speculation
+from fdasync.drafting.plugins import drafter_class, make_drafter
+from fdasync.drafting.speculation import RUNNERS_OWN, Speculation
 
 __all__ = [
+    "RUNNERS_OWN",
     "DraftCounters",
     "DraftPlanner",
     "Drafter",
     "DrafterLimits",
     "DrafterStats",
     "Speculation",
+    "drafter_class",
     "make_drafter",
 ]

@@ -88,6 +88,8 @@ class DraftPlanner:
         # when its step begins
         self._lengths = np.zeros(0, np.int64)
         self._limits = np.zeros(0, np.int64)
+        # by row: what `end` returns
+        self._tally = np.zeros((0, 3), np.int64)
         self._acceptance = np.zeros(0)
         self._reach = np.zeros(0)
         # by turn (the step's number modulo `depth`) and row: the path's tokens, how many, how many of them are known
@@ -134,18 +136,25 @@ class DraftPlanner:
         self._keys_of_rows = None
         self._lengths[row] = (len(prompt) + len(answer)) // 4
         self._limits[row] = limit
+        self._tally[row] = 0
         self._acceptance[row] = self._common
         self._reach[row] = self._common_reach
         self._ends[:, row] = self._forward[:, row] = 0
         self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
 
-    def end(self, key: int, *, now: float = 0.0) -> None:
-        """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live."""
+    def end(self, key: int, *, now: float = 0.0) -> tuple[int, int, int]:
+        """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live.
+
+        Returns of this sequence: decode steps that gave tokens since it began, drafts forwarded, drafts accepted.
+        """
         row = self._rows.pop(key, None)
-        if row is not None:
-            self._free.append(row)
-            self._keys_of_rows = None
-            self._drafter.end(key, now=now)
+        if row is None:
+            return (0, 0, 0)
+        self._free.append(row)
+        self._keys_of_rows = None
+        self._drafter.end(key, now=now)
+        steps, drafted, accepted = self._tally[row].tolist()
+        return steps, drafted, accepted
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -241,6 +250,7 @@ class DraftPlanner:
             if other.has_paths:
                 self._heads[(self._done + number) % self._depth, rows] += many
         self._lengths[rows] += many
+        self._tally[rows[:decodes], 0] += many[:decodes] > 0
         self._drafter.take(keys, many, given)
 
     @property
@@ -298,8 +308,12 @@ class DraftPlanner:
         # a run that ends with a token of the path ended for want of room, and no draft was rejected
         width = self._paths.shape[2]
         rejected = (accepted < drafted) & (last != self._paths[turn, rows, np.minimum(heads + accepted, width - 1)])
-        self._drafted += int(np.where(rejected, drafted, np.minimum(accepted, drafted)).sum())
-        self._accepted += int(np.minimum(accepted, drafted).sum())
+        right = np.minimum(accepted, drafted)
+        forwarded = np.where(rejected, drafted, right)
+        self._tally[rows, 1] += forwarded
+        self._tally[rows, 2] += right
+        self._drafted += int(forwarded.sum())
+        self._accepted += int(right.sum())
         self._learn(rows, accepted, rejected)
 
     def _learn(self, rows: npt.NDArray[np.int64], right: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]) -> None:
@@ -336,6 +350,7 @@ class DraftPlanner:
         more = max(old, 64)
         self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int64)))
         self._limits = np.concatenate((self._limits, np.zeros(more, np.int64)))
+        self._tally = np.concatenate((self._tally, np.zeros((more, 3), np.int64)))
         self._acceptance = np.concatenate((self._acceptance, np.zeros(more)))
         self._reach = np.concatenate((self._reach, np.zeros(more)))
         self._paths = np.concatenate((self._paths, np.zeros((self._depth, more, self._paths.shape[2]), np.int32)), 1)

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from fdasync.drafting.base import DrafterLimits
 
 
+def drafter_class(name: str) -> type[Drafter]:
+    """The class of the drafter of this name. Raises PluginError."""
+    # mypy warns that the abstract base could be instantiated
+    return Registry().load(DRAFTERS, name, Drafter)  # type: ignore[type-abstract]
+
+
 def make_drafter(
     name: str, config: Mapping[str, Any], limits: DrafterLimits, *, root: str = "drafter_config"
 ) -> Drafter:
     """A drafter of the plugin of this name. Raises PluginError; ConfigError naming the key, which stands below
     `root`."""
-    # mypy warns that the abstract base could be instantiated
-    kind = Registry().load(DRAFTERS, name, Drafter)  # type: ignore[type-abstract]
+    kind = drafter_class(name)
     own = struct_of(kind.config_type, config, error=ConfigError, root=root)
     try:
         return kind(own, limits)

@@ -16,7 +16,7 @@ import numpy as np
 from fdasync.cache.aux import ROUTING
 from fdasync.engine.tokenizer import IncrementalDecoder
 from fdasync.events.catalog import RequestEnded
-from fdasync.result import CachedTokens, Delta, FinishReason, Result, Routing, Sample, WeightSpan
+from fdasync.result import CachedTokens, Delta, DraftCounts, FinishReason, Result, Routing, Sample, WeightSpan
 from fdasync.runner.prompt_scores import PromptLogprobs
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ class SampleOutput:
             aux=aux,
             start=self.start,
             stop_token_id=None if finish is None or finish.matched_stop < 0 else finish.matched_stop,
+            drafts=None if finish is None or finish.drafts is None else DraftCounts(*finish.drafts),
         )
 
 

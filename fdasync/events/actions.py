@@ -247,6 +247,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
         spans: (first output token, weight version) for each change of the version, in order.
         matched_stop: the stop id that ended it, else -1.
         note: why, with "no_lease", "never_lease" and "lease_lost".
+        drafts: steps that decoded it, its drafts and those accepted (`fdasync.result.DraftCounts`); None: no drafter.
     """
 
     key: int
@@ -257,6 +258,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     spans: tuple[tuple[int, str], ...]
     matched_stop: int = -1
     note: str = ""
+    drafts: tuple[int, int, int] | None = None
 
 
 class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):

@@ -581,6 +581,7 @@ class SampleEnd(Message, frozen=True, array_like=True, tag="sample_end"):
         cached: prompt tokens that were not computed, by tier: device, host, store.
         num_rows: number of rows sent for each spec; None without specs.
         aux: specs of the rows sent.
+        drafts: what drafts did: steps, drafted, accepted; None: the instance has no drafter.
     """
 
     request: Name
@@ -592,6 +593,7 @@ class SampleEnd(Message, frozen=True, array_like=True, tag="sample_end"):
     stop_token_id: int | None
     num_rows: Count | None
     aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
+    drafts: tuple[Count, Count, Count] | None = None
 
 
 class Moved(Message, frozen=True, array_like=True, tag="moved"):

@@ -15,7 +15,7 @@ import numpy as np
 from fdasync.cache.aux import ROUTING, AuxSpec
 from fdasync.errors import InvariantBroken, ProtocolError
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
-from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
+from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
 
@@ -59,6 +59,7 @@ def sample_messages(name: str, sample: Sample) -> Iterator[tuple[Message, memory
         stop_token_id=sample.stop_token_id,
         num_rows=len(arrays[0][1]) if arrays else None,
         aux=tuple([spec for spec, _ in arrays]),
+        drafts=None if (drafts := sample.drafts) is None else (drafts.steps, drafts.drafted, drafts.accepted),
     )
     yield end, None
 
@@ -251,6 +252,7 @@ class Incoming:
             aux=aux,
             start=self._start,
             stop_token_id=end.stop_token_id,
+            drafts=None if end.drafts is None else DraftCounts(*end.drafts),
         )
 
     def _rows(self, index: int, spec: AuxSpec, count: int) -> NDArray[Any]:

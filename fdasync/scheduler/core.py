@@ -375,11 +375,10 @@ class Scheduler:
             num_rows = max(min(last, seq.rows_have) - seq.start, 0)
         cached = seq.cached_tokens or (0, 0, 0)
         spans = tuple([span for span in seq.spans if span[0] < keep])
-        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note))
+        drafts = None if self._drafts is None else self._drafts.end(seq, self._now)
+        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note, drafts))
         self._count_end(seq, keep)
         del self._sequences[seq.key]
-        if self._drafts is not None:
-            self._drafts.end(seq, self._now)
         seq.stop_ids = frozenset()
         seq.emits = False
         if self._has_tiers:

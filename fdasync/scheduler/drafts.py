@@ -83,11 +83,12 @@ class StepDrafts:
             keys += tuple([seq.key for seq in samplers])
         self._planner.done(keys, event.counts, event.tokens, seconds=seconds)
 
-    def end(self, seq: Sequence, now: float) -> None:
-        """The sequence ended, wherever it stood; steps in flight may still name it."""
-        if seq.key in self._begun:
-            self._begun.remove(seq.key)
-            self._planner.end(seq.key, now=now)
+    def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
+        """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""
+        if seq.key not in self._begun:
+            return (0, 0, 0)
+        self._begun.remove(seq.key)
+        return self._planner.end(seq.key, now=now)
 
     @property
     def counters(self) -> DraftCounters:

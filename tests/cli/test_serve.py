@@ -16,6 +16,7 @@ import uvloop
 import fdasync
 from fdasync import BadInput, PluginError, SamplingParams
 from fdasync.cli.common.options import engine_config, parse_policy, parse_store
+from fdasync.drafting import Speculation
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.harness.engines import until
 from tests.support.commands import command, config_file, config_of, errors, is_running, wait_for
@@ -220,7 +221,8 @@ def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
              "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics",
               "sum_slices", "tensor_parallel")  # fmt: skip
-    others = {"taps": (), "store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False}
+    others = {"taps": (), "store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False,
+              "drafter": None, "draft_tokens": None}  # fmt: skip
     return {**dict.fromkeys(names), **others, **values}
 
 
@@ -278,6 +280,23 @@ def test_a_policy_is_named_with_its_settings(tmp_path: Path) -> None:
         parse_policy("shortest-prompt-first:ageing=1")
     with pytest.raises(PluginError, match=r"'shortest' of fdasync\.policies: not installed; there are: arrival, "):
         parse_policy("shortest")
+
+
+def test_a_drafter_is_named_with_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('model = "a"\n[speculation]\nmax_tokens = 5\nbudget = false\n')
+    plain = options(model=Path("a"))
+    assert engine_config(dict(plain)).speculation is None
+    assert engine_config(options(config_path=path)).speculation == Speculation(max_tokens=5, budget=False)
+    made = engine_config(options(config_path=path, drafter="ngram:keep_s=600", draft_tokens=2)).speculation
+    assert made == Speculation(drafter="ngram", drafter_config={"keep_s": 600.0}, max_tokens=2, budget=False)
+    assert engine_config({**plain, "drafter": "none"}).speculation == Speculation(drafter="none")
+    with pytest.raises(BadInput, match=r"--drafter ngram\.keep: is not a key that exists"):
+        engine_config({**plain, "drafter": "ngram:keep=1"})
+    with pytest.raises(PluginError, match=r"'nobody' of fdasync\.drafters: not installed; there are: ngram"):
+        engine_config({**plain, "drafter": "nobody"})
+    with pytest.raises(BadInput, match=r"--draft-tokens.*no drafter"):
+        engine_config({**plain, "draft_tokens": 3})
 
 
 @pytest.mark.parametrize(

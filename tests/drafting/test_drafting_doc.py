@@ -9,9 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-import msgspec
-
 from fdasync.drafting import Speculation
+from fdasync.engine.config import EngineConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafting.md"
 
@@ -20,7 +19,7 @@ def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -
     text = PAGE.read_text()
     drafter, tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     settings, project = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    msgspec.convert(tomllib.loads(settings)["speculation"], Speculation).validate()
+    assert EngineConfig.from_mapping(tomllib.loads(settings)).speculation == Speculation(drafter="ngram", max_tokens=3)
     (tmp_path / "counting.py").write_text(drafter)
     (tmp_path / "test_counting.py").write_text(tests)
     info = tmp_path / "counting-1.0.dist-info"

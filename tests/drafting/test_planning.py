@@ -250,3 +250,55 @@ def test_equal_calls_give_equal_drafts():
     first = drafts()
     assert any(first)
     assert first == drafts()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sequence_that_was_preempted_goes_on(depth):
+    """It is not among the decodes for some steps. Then its last chunk gives a token that no draft was made for, in a
+    turn whose columns still hold its path of an earlier step."""
+    planner = DraftPlanner(Seer(1.0), name="seer", max_drafts=3, depth=depth, weighs=False)
+    runner = Runner(Random(0))
+    runner.lengths = {1: 3, 2: 3}
+    for key in (1, 2):
+        planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+
+    def step(keys, sampler=None):
+        runner.launch(keys, planner.plan(keys))
+        if sampler is not None:
+            _, counts, tokens = runner.launched[-1]
+            runner.launched[-1] = ((*keys, sampler), [*counts, 1], [*tokens, truth(sampler, runner.lengths[sampler])])
+            runner.lengths[sampler] += 1
+        if len(runner.launched) == depth:
+            planner.done(*runner.launched.popleft())
+
+    for _ in range(6):
+        step((1, 2))
+        step((1, 2))
+        step((2,))
+        step((2,), sampler=1)
+        step((2, 1))
+    while runner.launched:
+        planner.done(*runner.launched.popleft())
+    counters = planner.counters
+    assert (counters.drafted, counters.accepted) == (runner.drafted, 0)
+    assert planner._drafter._drafter.known == runner.lengths
+
+
+def test_nothing_is_drafted_for_the_last_token_or_behind():
+    seer = Seer(0.0)
+    planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=2, weighs=False)
+    planner.begin(1, 1, packed([1, 2]), packed([truth(1, 2)]), limit=6)
+    first, second = planner.plan((1,)), planner.plan((1,))
+    # positions 3 and 4 can be drafted; the step in flight gives one of them at least
+    assert (first.counts, first.most) == ((2,), (2,))
+    assert (second.counts, second.most) == ((2,), (1,))
+    planner.done((1,), (2,), (truth(1, 3), truth(1, 4)))
+    planner.done((1,), None, (truth(1, 5),))
+    assert planner.plan((1,)) is None
+
+
+def test_a_step_that_is_told_as_another_one_is_refused():
+    planner = DraftPlanner(Seer(0.0), name="seer", max_drafts=3, depth=1)
+    planner.plan((1, 2))
+    with pytest.raises(InvariantBroken, match="was told as one of"):
+        planner.done((2, 1), None, (1, 2))

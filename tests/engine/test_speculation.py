@@ -21,8 +21,7 @@ from fdasync.testing import (
     synthetic_config,
     synthetic_engine,
 )
-from fdasync.testing.harness.engines import expected
-from tests.support.drafters import Broken, Foretold
+from tests.support.drafters import Broken, Foretold, answers_of
 
 PROMPTS = [[1, 2, 3], list(range(20)), [5] * 15, list(range(40, 49))]
 RUNNER = {"pass_stamp": True, "values_spec": True, "vocab_size": 60, "num_blocks": 24}
@@ -43,20 +42,9 @@ def drafting_config(drafter="foretold", *, max_tokens=3, budget=False, runner=No
     return synthetic_config({**RUNNER, **(runner or {})}, speculation=speculation, **{**defaults, **values})
 
 
-def answers(config, prompts=PROMPTS, params=PARAMS):
-    """What the samples of these requests would be if nothing but their length limit ended them."""
-    oracle = oracle_of(config)
-    free = [msgspec.structs.replace(one, stop=(), stop_token_ids=()) for one in params]
-    return [
-        (prompt, expected(prompt, one, index, oracle).token_ids)
-        for prompt in prompts
-        for one in free
-        for index in range(one.n)
-    ]
-
-
 def foretold(kind, config, limits=LIMITS):
-    return Foretold(kind, answers(config), limits)
+    requests = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+    return Foretold(kind, answers_of(requests, oracle_of(config)), limits)
 
 
 async def read(engine, prompt, params):
@@ -115,6 +103,14 @@ async def test_every_result_is_the_one_without_drafts(kind, depth):
         assert outcome(results) == outcome(want)
         check_idle(engine)
         stats = engine.stats().scheduler
+        samples = [sample for result in results for sample in result.samples]
+        # nothing ended but by itself
+        assert sum(sample.drafts.drafted for sample in samples) == stats.drafted_tokens
+        assert sum(sample.drafts.accepted for sample in samples) == stats.accepted_tokens
+        for sample in samples:
+            # the first token is the prefill's, and so is one after each preemption
+            assert sample.drafts.steps + sample.drafts.accepted <= len(sample.token_ids) + 3
+            assert sample.drafts.steps <= max(len(sample.token_ids) - 1, 0)
         assert stats.preemptions
         assert stats.drafter == "foretold"
         assert stats.drafted_tokens >= stats.accepted_tokens
@@ -148,6 +144,7 @@ async def test_drafters_by_name(drafter):
         assert replay(engine.trace().encode())
     if drafter == "none":
         assert (stats.drafter, stats.drafted_tokens) == ("", 0)
+        assert first.samples[0].drafts is None
     else:
         assert stats.drafter == "ngram"
 

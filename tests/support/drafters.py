@@ -5,16 +5,33 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 
 from fdasync.drafting import Drafter, DrafterLimits, DrafterStats
+from fdasync.testing import expected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.drafting.base import Counts, Tokens
+    from fdasync.request import SamplingParams
+    from fdasync.runner.oracle import Oracle
 
 Kind = Literal["right", "wrong", "half", "wild"]
+
+
+def answers_of(
+    requests: Sequence[tuple[Sequence[int], SamplingParams]], oracle: Oracle
+) -> list[tuple[Sequence[int], tuple[int, ...]]]:
+    """Prompt and answer of each sample, if nothing but its length limit ended it and the weights stayed."""
+    change = msgspec.structs.replace
+    free = [(prompt, change(params, stop=(), stop_token_ids=(), ignore_eos=True)) for prompt, params in requests]
+    return [
+        (prompt, expected(prompt, params, index, oracle).token_ids)
+        for prompt, params in free
+        for index in range(params.n)
+    ]
 
 
 class Foretold(Drafter):

@@ -96,7 +96,11 @@ def obeys(info: inspect.Type, value: Any) -> bool:
         case inspect.LiteralType():
             return value in info.values
         case inspect.TupleType():
-            return len(value) == len(info.item_types) and all(map(obeys, info.item_types, value))
+            return (
+                isinstance(value, tuple)
+                and len(value) == len(info.item_types)
+                and all(map(obeys, info.item_types, value))
+            )
         case inspect.VarTupleType():
             items = isinstance(value, tuple) and all(obeys(info.item_type, item) for item in value)
             return items and _long_enough(info, value)

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
+from fdasync.drafting import Speculation
 from fdasync.events.catalog import BlockDamaged, LoopHeldUp, RequestEnded, StoreCalled
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.prometheus import PrometheusTap
@@ -246,7 +247,8 @@ async def test_every_metric_is_on_the_page(page):
     rows = re.findall(r"^\| `(fdasync_\w+)` \| (\w+) \| ([^|]*?) \| [^|]+ \|$", page, re.MULTILINE)
     documented = {name: (kind, labels) for name, kind, labels in rows}
     assert len(documented) == len(rows), "a metric has two rows"
-    async with synthetic_engine() as engine, PrometheusTap(engine) as tap:
+    config = synthetic_config(speculation=Speculation())
+    async with synthetic_engine(config) as engine, PrometheusTap(engine) as tap:
         described = {}
         for family in tap.collect():
             name = f"{family.name}_total" if family.type == "counter" else family.name

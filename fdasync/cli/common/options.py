@@ -17,6 +17,7 @@ import msgspec
 
 from fdasync.cache.store.plugins import load_store
 from fdasync.cli.common.gpus import parse_gpus
+from fdasync.drafting import RUNNERS_OWN, drafter_class
 from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
@@ -129,6 +130,12 @@ _OPTIONS = (
     ),
     click.option("--policy", metavar="POLICY", help=POLICY_HELP),
     click.option(
+        "--drafter", metavar="DRAFTER",
+        help="Several tokens of a sample in a step, where drafts are right: any installed drafter, e.g. ngram or"
+        " ngram:keep_s=600; none: the runner alone drafts.  [default: one token a step]",
+    ),
+    click.option("--draft-tokens", type=_COUNT, help="With --drafter, most drafts of a sample in a step. Default: 3."),
+    click.option(
         "--tap", "taps", multiple=True, metavar="TAP",
         help="A tap plugin that reads the engine's events: NAME, or NAME:key=value,key=value.",
     ),
@@ -141,7 +148,7 @@ _PLAIN = (
 # parameters that `engine_config` takes
 _NAMES = (
     "model", "runner", "dtype", "device", "num_threads", *_PLAIN, "gpus", "share_gpus", "store", "store_required",
-    "policy", "taps",
+    "policy", "drafter", "draft_tokens", "taps",
 )  # fmt: skip
 
 
@@ -185,6 +192,15 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     policy = parse_policy(options.pop("policy"))
     if policy is not None:
         values["policy"], values["policy_config"] = policy
+    drafter, draft_tokens = parse_drafter(options.pop("drafter")), options.pop("draft_tokens")
+    if drafter is not None:
+        known = values.get("speculation")
+        own = {"drafter": drafter[0], "drafter_config": drafter[1]}
+        values["speculation"] = {**known, **own} if isinstance(known, dict) else own
+    if draft_tokens is not None:
+        if not isinstance(values.get("speculation"), dict):
+            raise BadInput("--draft-tokens", "is given, and no drafter is", hint="give --drafter ngram, too")
+        values["speculation"] = {**values["speculation"], "max_tokens": draft_tokens}
     store = parse_store(options.pop("store"))
     if store is not None:
         values["store"], values["store_config"] = store
@@ -233,6 +249,13 @@ def parse_store(text: str | None) -> tuple[str, dict[str, Any]] | None:
 def parse_policy(text: str | None) -> tuple[str, dict[str, Any]] | None:
     """Entry-point name and configuration of `--policy`; None where it is not given. Raises as `parse_plugin` does."""
     return None if text is None else parse_plugin("--policy", text, lambda name: policy_class(name).config_type)
+
+
+def parse_drafter(text: str | None) -> tuple[str, dict[str, Any]] | None:
+    """Entry-point name and configuration of `--drafter`; None where it is not given. Raises as `parse_plugin` does."""
+    if text is None or text == RUNNERS_OWN:
+        return None if text is None else (text, {})
+    return parse_plugin("--drafter", text, lambda name: drafter_class(name).config_type)
 
 
 def parse_plugin(

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fdasync.cache.store.base import Store
+    from fdasync.drafting import Drafter
     from fdasync.engine import EngineConfig, EngineStats
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action
@@ -138,7 +139,8 @@ class Instance:
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.
         links: times and bounds of the links.
-        wire, transports, runner, tokenizer, store: objects instead of those that the configuration names, for tests.
+        wire, transports, runner, tokenizer, store, drafter: objects instead of those that the configuration names, for
+            tests.
 
     Attributes:
         engine: the engine; it can be used directly as well.
@@ -161,6 +163,7 @@ class Instance:
         runner: Runner | None = None,
         tokenizer: Tokenizer | None = None,
         store: Store | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         # a model takes minutes to load, so arguments are checked first
         if len(name) > _NAME_CHARS:
@@ -169,7 +172,7 @@ class Instance:
         for peer in peers:
             check_address(peer)
         self.shows_blocks = transport == "device"
-        self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self)
+        self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self, drafter=drafter)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
         self.address = listen

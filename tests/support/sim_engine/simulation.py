@@ -43,7 +43,7 @@ from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.stores.faults import FaultyStore
-from tests.support.drafters import Foretold
+from tests.support.drafters import Foretold, answers_of
 from tests.support.groups import ranked
 from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
@@ -216,20 +216,8 @@ class _Simulation:
         if speculation is None or speculation.drafter == "ngram":
             return None
         limits = DrafterLimits.of(speculation.max_tokens, work.config.pipeline_depth, work.config.max_running)
-        return Foretold(cast("Kind", speculation.drafter), self.answers, limits)
-
-    @property
-    def answers(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What the samples would be under the first weights, if nothing but their length limits ended them."""
-        free = [
-            (plan.prompt, msgspec.structs.replace(plan.params, stop=(), stop_token_ids=(), ignore_eos=True))
-            for plan in self.work.requests
-        ]
-        return [
-            (prompt, expected(prompt, params, index, self.oracle).token_ids)
-            for prompt, params in free
-            for index in range(params.n)
-        ]
+        answers = answers_of([(plan.prompt, plan.params) for plan in work.requests], self.oracle)
+        return Foretold(cast("Kind", speculation.drafter), answers, limits)
 
     @property
     def failed(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
@@ -249,11 +250,12 @@ class _Draw:
         most = random.choice((2, 3, 4))
         budget = config.max_step_tokens + (most - 1) * config.max_running
         change = msgspec.structs.replace
-        return change(
-            plan,
-            runner=change(plan.runner, max_run_tokens=most),
-            config=change(config, max_step_tokens=budget),
-        )
+        config = change(config, max_step_tokens=budget)
+        if random.random() < 0.5:
+            # drafts of the engine instead of the runner's own
+            speculation = Speculation(max_tokens=most - 1, budget=random.random() < 0.3)
+            return change(plan, config=change(config, speculation=speculation))
+        return change(plan, runner=change(plan.runner, max_run_tokens=most), config=config)
 
     def _resized(self, plan: InstancePlan) -> InstancePlan:
         """The plan with its own number of blocks and length of context, either of which may be the limit."""

@@ -7,10 +7,12 @@ import json
 
 import numpy as np
 import pytest
+from fdasync_http.sglang.meta import meta_of
 
 from fdasync import SamplingParams
+from fdasync.drafting import Speculation
 from fdasync.routing import RoutingLayout, from_sglang
-from fdasync.testing import expected, until
+from fdasync.testing import expected, synthetic_config, synthetic_engine, until
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 # what slime sends for a rollout
@@ -287,3 +289,28 @@ async def test_what_the_gateway_makes_of_a_request_is_taken(scene):
     assert answer["output_ids"] == list(want(scene).token_ids)
     refused = await scene.client.post("/generate", json={**body, **added, "return_bytes": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_bytes")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", ""])
+async def test_drafts_have_the_names_that_trainers_read(drafter):
+    """An engine without a drafter says nothing of drafts, so that no trainer takes 0 for a rate."""
+    names = {"spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num", "spec_num_correct_drafts",
+             "spec_num_proposed_drafts"}  # fmt: skip
+    speculation = Speculation(drafter=drafter, budget=False) if drafter else None
+    async with synthetic_engine(synthetic_config(speculation=speculation)) as engine:
+        for _ in range(2):
+            # the second time, what followed is known
+            result = await engine.complete(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, n=2))
+            meta = [
+                meta_of(sample, request_id="r", prompt_tokens=7, version="0", max_tokens=40, total_s=1.0)
+                for sample in result.samples
+            ]
+        counters = engine.stats().scheduler
+    if not drafter:
+        assert not names & meta[0].keys()
+        return
+    assert names <= meta[0].keys()
+    for sample, one in zip(result.samples, meta, strict=True):
+        assert one["spec_verify_ct"] + one["spec_accept_token_num"] >= len(sample.token_ids) - 1
+        assert one["spec_accept_token_num"] == one["spec_num_correct_drafts"]
+        assert one["spec_draft_token_num"] == one["spec_num_proposed_drafts"] <= counters.drafted_tokens

@@ -16,7 +16,7 @@ from fdasync_http.parts import MARK
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fdasync import Result, Sample, TopLogprobs
+    from fdasync import DraftCounts, Result, Sample, TopLogprobs
     from fdasync_http.replies import Part
 
 #: log-prob, token id, and the token's text, which these clients do not ask for
@@ -44,11 +44,24 @@ def meta_of(
         "weight_versions": [{"version": span.version, "start": span.start, "end": span.stop} for span in spans],
         "e2e_latency": total_s,
     }
+    if sample.drafts is not None:
+        meta.update(drafts_of(sample.drafts))
     if sample.logprobs is not None:
         meta["output_token_logprobs"] = logprobs_of(sample.logprobs.tolist(), sample.token_ids)
     if sample.top_logprobs is not None:
         meta["output_top_logprobs"] = [top_of(top) for top in sample.top_logprobs]
     return meta
+
+
+def drafts_of(drafts: DraftCounts) -> dict[str, int]:
+    """Counts of speculative decoding: slime, verl and older Miles read the first names, newer Miles the last two."""
+    return {
+        "spec_verify_ct": drafts.steps,
+        "spec_accept_token_num": drafts.accepted,
+        "spec_draft_token_num": drafts.drafted,
+        "spec_num_correct_drafts": drafts.accepted,
+        "spec_num_proposed_drafts": drafts.drafted,
+    }
 
 
 def finish_of(sample: Sample, max_tokens: int) -> dict[str, Any]:
