@@ -272,7 +272,7 @@ def accept_drafts(
 
 
 def _width(most_rows: int) -> int:
-    return max(2, triton.next_power_of_2(most_rows))
+    return int(max(2, triton.next_power_of_2(most_rows)))
 
 
 def _check_runs(runs: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor) -> int:

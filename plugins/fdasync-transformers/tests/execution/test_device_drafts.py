@@ -1,0 +1,177 @@
+"""Steps of the device path that verify drafts: on a GPU where there is one, else in Triton's interpreter.
+
+Held against the path of CPUs, which computes one token a step, and against the conformance suite: all of it on a GPU,
+what takes the interpreter seconds elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from device_path import DEVICE, make_small_checkpoint
+from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from step_driver import Driver
+
+from fdasync.errors import RunnerError
+from fdasync.events.actions import Chunk
+from fdasync.runner.drafts import path_tokens
+from fdasync.testing import DraftTests
+from fdasync.testing.runners.drafts import drafts_of
+from fdasync.testing.runners.runs import runs_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from step_driver import Sequence
+
+    from fdasync.runner.base import Runner, RunnerLimits, StepOutput
+
+MOST = 3
+OWN: dict[str, Any] = {"self_check": False, **DEVICE}
+
+
+class OnTheDevice(DraftTests):
+    """On a folder's checkpoint."""
+
+    logprob_error = 1e-4
+    own = OWN
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.SelectorEventLoop()
+
+    def make(self, limits: RunnerLimits) -> Runner:
+        limits = msgspec.structs.replace(limits, model=str(self.folder), max_context_tokens=64)
+        return TransformersRunner(TransformersConfig(**{"dtype": "float32", **self.own}), limits)
+
+
+@pytest.mark.gpu
+class TestDraftsOnAGpu(OnTheDevice):
+    """All of the suite, with graphs of a few numbers of rows."""
+
+    own = {"self_check": False, "device": "cuda", "graph_sizes": (1, 4, 8)}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True, params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
+    def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.getbasetemp() / f"device-drafts-{request.param}"
+        if not self.folder.exists():
+            make_tiny_checkpoint(self.folder, request.param)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_a_step_goes_on_where_the_path_leads_it",
+        "test_a_path_that_was_wrong_is_followed_on",
+        "test_positions_behind_a_rejected_draft_have_no_rows",
+        "test_each_sequence_has_its_own_drafts",
+        pytest.param("test_what_is_right_is_accepted", marks=pytest.mark.slow),
+        pytest.param("test_log_probs_stand_beside_their_tokens", marks=pytest.mark.slow),
+        pytest.param("test_drafts_that_do_not_fit_fail_the_step", marks=pytest.mark.slow),
+    ],
+)
+def test_the_suite(tmp_path: Path, test: str) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    suite = OnTheDevice()
+    suite.folder = tmp_path  # type: ignore[attr-defined]
+    getattr(suite, test)()
+
+
+def prompts_of(driver: Driver, count: int) -> list[Sequence]:
+    """A greedy one, one that draws and wants log-probs, and one whose samples depend on the tokens before."""
+    asked = [
+        driver.sequence([1, 8, 15, 22, 29], count),
+        driver.sequence([3, 5, 9, 11, 2, 3], count, temperature=1.0, seed=4, raw=True, processed=True, top=2),
+        driver.sequence([3] * 7, count, repetition_penalty=1.3, presence_penalty=0.2),
+    ]
+    return asked[: driver.runner.limits.max_running]
+
+
+async def plainly(folder: Path, count: int) -> list[tuple[list[int], Any, list[float]]]:
+    """Tokens, rows and raw log-probs without drafts, by the path of CPUs."""
+    driver = await Driver.open(folder, config={"self_check": False, "device": "cpu", "num_threads": 1})
+    asked = prompts_of(driver, count)
+    await driver.run(asked)
+    found = [(one.tokens, np.sort(driver.rows(one), -1), one.raw if one.spec.raw else []) for one in asked]
+    await driver.close()
+    return found
+
+
+def guessed(kind: str, stream: list[int], start: int) -> list[int]:
+    """A path from a position of the stream: right, wrong, or wrong at every third position."""
+    path = stream[start : start + path_tokens(MOST, 2)]
+    bad = {"right": 0, "wrong": 1, "half right": 3}[kind]
+    return [(token + 1) % 50 if bad and (start + at) % bad == 0 else token for at, token in enumerate(path)]
+
+
+async def drafted(
+    folder: Path, kind: str, count: int, wanted: list[tuple[list[int], Any, list[float]]], **options: Any
+) -> tuple[list[tuple[list[int], Any, list[float]]], int]:
+    """The same with drafts and two steps in flight; and how many steps it took."""
+    driver = await Driver.open(folder, config={**OWN, **options}, pipeline_depth=2, speculation=MOST)
+    assert driver.capacity.max_run_tokens == MOST + 1
+    asked = prompts_of(driver, count)
+    starts = [driver.start(one) for one in asked]
+    flights = [driver.launch(starts=starts, chunks=[Chunk(one.key, len(one.prompt), True) for one in asked])]
+    steps = 0
+
+    def take(output: StepOutput) -> None:
+        place = 0
+        for one, run in zip(asked, runs_of(output), strict=True):
+            one.tokens += run
+            if one.spec.raw:
+                assert output.raw is not None
+                one.raw += output.raw[place : place + len(run)]
+            place += len(run)
+
+    while min(len(one.tokens) for one in asked) < count:
+        steps += 1
+        # room for all that two steps in flight may take; several blocks at once
+        appends = [entry for one in asked for entry in driver.append(one, 2 * MOST + 3)]
+        paths = {}
+        for one, (tokens, _, _) in zip(asked, wanted, strict=True):
+            stream, start = one.prompt + tokens, len(one.prompt) + len(one.tokens)
+            if one.tokens and (path := guessed(kind, stream, start)):
+                paths[one.key] = (start, path, MOST)
+        flights.append(driver.launch(appends=appends, drafts=drafts_of(paths) if paths else None))
+        take(await flights.pop(0))
+    for flight in flights:
+        take(await flight)
+    found = []
+    for one in asked:
+        one.tokens = one.tokens[:count]
+        found.append((one.tokens, np.sort(driver.rows(one), -1), one.raw[:count]))
+    await driver.close()
+    return found, steps
+
+
+@pytest.mark.parametrize(
+    "kind", ["half right", *[pytest.param(one, marks=pytest.mark.slow) for one in ("right", "wrong")]]
+)
+async def test_whatever_is_drafted_answers_stay(tmp_path: Path, kind: str) -> None:
+    """Two steps in flight, runs over the ends of blocks, beside a sequence that takes no drafts."""
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    count = 9
+    wanted = await plainly(tmp_path, count)
+    found, steps = await drafted(tmp_path, kind, count, wanted)
+    for (tokens, rows, raw), (right_tokens, right_rows, right_raw) in zip(found, wanted, strict=True):
+        assert tokens == right_tokens
+        assert np.array_equal(rows, right_rows)
+        assert np.allclose(raw, right_raw, atol=2e-4)
+    # the last one has a token a step
+    assert steps >= count
+
+
+async def test_drafts_are_refused_where_none_were_asked_for(tmp_path: Path) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config=OWN)
+    assert driver.capacity.max_run_tokens == 1
+    one = driver.sequence([3, 4, 5], 3)
+    await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
+    with pytest.raises(RunnerError, match="has drafts, and this runner verifies none"):
+        await driver.launch(drafts=drafts_of({one.key: (4, [1], 1)}))
+    await driver.close()
