@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from device_path import DEVICE, make_small_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from step_driver import Sequence
 
     from fdasync.runner.base import Runner, RunnerLimits, StepOutput
+    from fdasync.testing.runners.bench import Answer
 
 MOST = 3
 OWN: dict[str, Any] = {"self_check": False, **DEVICE}
@@ -46,14 +48,16 @@ class OnTheDevice(DraftTests):
 
     def make(self, limits: RunnerLimits) -> Runner:
         limits = msgspec.structs.replace(limits, model=str(self.folder), max_context_tokens=64)
-        return TransformersRunner(TransformersConfig(**{"dtype": "float32", **self.own}), limits)
+        # of as many rows as may run
+        sizes = (1, 4, 16) if limits.speculation else (1, 4)
+        return TransformersRunner(TransformersConfig(**{"dtype": "float32", "graph_sizes": sizes, **self.own}), limits)
 
 
 @pytest.mark.gpu
 class TestDraftsOnAGpu(OnTheDevice):
     """All of the suite, with graphs of a few numbers of rows."""
 
-    own = {"self_check": False, "device": "cuda", "graph_sizes": (1, 4, 8)}  # noqa: RUF012
+    own = {"self_check": False, "device": "cuda"}  # noqa: RUF012
 
     @pytest.fixture(autouse=True, params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
     def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -79,6 +83,84 @@ def test_the_suite(tmp_path: Path, test: str) -> None:
     suite = OnTheDevice()
     suite.folder = tmp_path  # type: ignore[attr-defined]
     getattr(suite, test)()
+
+
+@pytest.mark.gpu
+class TestFixedDraftsOnAGpu(OnTheDevice):
+    """With fixed numerics tokens and log-probs have the bits that they have without drafts, in bfloat16 too."""
+
+    limits = msgspec.structs.replace(OnTheDevice.limits, numerics="fixed")
+    logprob_error = 0.0
+    own = {"device": "cuda", "dtype": "bfloat16"}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def checkpoint(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        make_tiny_checkpoint(tmp_path, "qwen3_moe")
+
+    def assert_same(self, one: Answer, other: Answer) -> None:
+        assert one.tokens == other.tokens
+        for name, rows in one.rows.items():
+            assert np.array_equal(np.sort(rows, axis=-1), np.sort(other.rows[name], axis=-1)), f"rows of {name} differ"
+
+
+@pytest.mark.parametrize(
+    "way", ["decodes", pytest.param("tiles", marks=pytest.mark.slow), pytest.param("both", marks=pytest.mark.slow)]
+)
+async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the step attends: rows of drafts that were not wanted are padding among those of a prompt."""
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    plain = await Driver.open(tmp_path, config={"self_check": False, "device": "cpu", "num_threads": 1})
+    wanted = [plain.sequence([1, 8, 15, 22, 29], 8), plain.sequence([3, 5, 9, 11, 2, 3], 5)]
+    await plain.run(wanted)
+    rows = [np.sort(plain.rows(one), -1) for one in wanted]
+    await plain.close()
+    ways = []
+    kept = DeviceExecutor._way
+    monkeypatch.setattr(DeviceExecutor, "_way", lambda self, batch: ways.append(kept(self, batch)) or ways[-1])
+    driver = await Driver.open(tmp_path, config=OWN, pipeline_depth=2, speculation=MOST)
+    executor: Any = driver.runner._executor
+    executor.flat_tokens = 64 if way == "decodes" else 0
+    if way == "tiles":
+        with executor._services.streams.on("compute"):
+            executor.capture_mixed((16,), 16)
+    one, two = driver.sequence(wanted[0].prompt, 8), driver.sequence(wanted[1].prompt, 5)
+    stream = wanted[0].prompt + wanted[0].tokens
+    await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 5, True)])
+    one.tokens = stream[5:6]
+    # the path is too short for the second step, which has rows for drafts of the first one all the same
+    path = drafts_of({one.key: (6, stream[6:10], MOST)})
+    flights = [
+        driver.launch(appends=driver.append(one, 7), starts=[driver.start(two)], chunks=[Chunk(two.key, 2, False)],
+                      drafts=path),
+        driver.launch(chunks=[Chunk(two.key, 4, True)], drafts=path),
+    ]  # fmt: skip
+    runs = [runs_of(await flight) for flight in flights]
+    assert runs == [[stream[6:10]], [stream[10:11], wanted[1].tokens[:1]]]
+    one.tokens += stream[6:11]
+    two.tokens = wanted[1].tokens[:1]
+    assert set(ways[-2:]) == {way}
+    for number, seq in enumerate((one, two)):
+        found = np.sort(driver.rows(seq), -1)
+        assert np.array_equal(found, rows[number][: len(found)])
+    await driver.close()
+
+
+async def test_a_full_block_table_forwards_nothing(tmp_path: Path) -> None:
+    """As a step in flight finds out, and alone: it goes on with a block, where it was."""
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    (tokens, _, _), *_ = await plainly(tmp_path, 6)
+    driver = await Driver.open(tmp_path, config=OWN, pipeline_depth=2, speculation=MOST)
+    one = driver.sequence([1, 8, 15, 22, 29], 6)
+    await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 5, True)])
+    # three positions are free
+    paths = drafts_of({one.key: (6, tokens[1:6], MOST)})
+    flights = [driver.launch(drafts=paths), driver.launch(drafts=paths)]
+    assert [runs_of(await flight) for flight in flights] == [[tokens[1:4]], [[]]]
+    assert runs_of(await driver.launch()) == [[]]
+    one.tokens = tokens[:4]
+    assert runs_of(await driver.launch(appends=driver.append(one))) == [tokens[4:5]]
+    await driver.close()
 
 
 def prompts_of(driver: Driver, count: int) -> list[Sequence]:
