@@ -13,11 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 from device_path import DEVICE, make_small_checkpoint
-from fdasync_transformers import TransformersConfig, TransformersRunner
+from device_waits import waits_raise
+from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
+from fdasync import Grammar
 from fdasync.errors import RunnerError
 from fdasync.events.actions import Chunk
 from fdasync.runner.drafts import path_tokens
@@ -165,12 +167,11 @@ async def test_a_full_block_table_forwards_nothing(tmp_path: Path) -> None:
 
 def prompts_of(driver: Driver, count: int) -> list[Sequence]:
     """A greedy one, one that draws and wants log-probs, and one whose samples depend on the tokens before."""
-    asked = [
+    return [
         driver.sequence([1, 8, 15, 22, 29], count),
         driver.sequence([3, 5, 9, 11, 2, 3], count, temperature=1.0, seed=4, raw=True, processed=True, top=2),
         driver.sequence([3] * 7, count, repetition_penalty=1.3, presence_penalty=0.2),
     ]
-    return asked[: driver.runner.limits.max_running]
 
 
 async def plainly(folder: Path, count: int) -> list[tuple[list[int], Any, list[float]]]:
@@ -257,3 +258,52 @@ async def test_drafts_are_refused_where_none_were_asked_for(tmp_path: Path) -> N
     with pytest.raises(RunnerError, match="has drafts, and this runner verifies none"):
         await driver.launch(drafts=drafts_of({one.key: (4, [1], 1)}))
     await driver.close()
+
+
+async def test_beside_a_sequence_under_a_grammar(tmp_path: Path) -> None:
+    """Which has one row a step, sampled when the step before has ended, or none where its block table is full."""
+    make_random_checkpoint(tmp_path, size="tiny")
+    grammar = Grammar("regex", "[a-f]{2}[0-9]{4}x*").packed()
+    plain = await Driver.open(tmp_path, config={"self_check": False, "device": "cpu", "num_threads": 1})
+    wanted = [plain.sequence([5, 6, 7], 4, grammar=grammar), plain.sequence([8, 9, 10], 12)]
+    await plain.run(wanted)
+    await plain.close()
+    driver = await Driver.open(tmp_path, config=OWN, pipeline_depth=2, speculation=MOST)
+    held, free = driver.sequence([5, 6, 7], 4, grammar=grammar), driver.sequence([8, 9, 10], 12)
+    flights = [
+        driver.launch(
+            starts=[driver.start(held), driver.start(free)], chunks=[Chunk(held.key, 3, True), Chunk(free.key, 3, True)]
+        )
+    ]
+    stream = free.prompt + wanted[1].tokens
+    runs: list[list[list[int]]] = []
+    for turn in range(4):
+        known = 3 + sum(len(run[1]) for run in runs)
+        drafts = drafts_of({free.key: (known, stream[known : known + 7], MOST)}) if runs else None
+        appends = driver.append(free, 12)
+        if turn == 3:
+            held.tokens = [run[0][0] for run in runs if run[0]]
+            appends += driver.append(held)
+        flights.append(driver.launch(appends=appends, drafts=drafts))
+        runs.append(runs_of(await flights.pop(0)))
+    runs += [runs_of(await flight) for flight in flights]
+    await driver.close()
+    assert [token for run in runs for token in run[0]] == wanted[0].tokens[:3]
+    assert [len(run[0]) for run in runs] == [1, 1, 0, 0, 1]
+    assert [token for run in runs for token in run[1]][:12] == wanted[1].tokens
+    assert max(len(run[1]) for run in runs) == MOST + 1
+
+
+@pytest.mark.gpu
+async def test_no_step_with_drafts_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    wanted = await plainly(tmp_path, 20)
+    honest = TransformersRunner.launch
+
+    def strictly(self: TransformersRunner, step: Any) -> Any:
+        with waits_raise():
+            return honest(self, step)
+
+    monkeypatch.setattr(TransformersRunner, "launch", strictly)
+    found, _ = await drafted(tmp_path, "half right", 20, wanted)
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in wanted]
