@@ -133,9 +133,8 @@ class InputBatch:
         else:
             lanes, counts = decodes, np.ones(num_decodes, np.int64)
         if self._max_run_tokens > 1:
-            room = np.minimum(self.num_blocks[decodes] * self.block_tokens, self._max_context_tokens)
             wanted = self._max_run_tokens if widths is None else widths(decodes)
-            counts[:num_decodes] = np.clip(room - self.length[decodes], 0, wanted)
+            counts[:num_decodes] = np.clip(self.room_of(decodes) - self.length[decodes], 0, wanted)
         batch = Batch(step.step_id, lanes, counts, num_decodes)
         self._flatten(batch)
         lasts = [num_decodes + i for i, chunk in enumerate(step.chunks) if chunk.last]
@@ -158,6 +157,10 @@ class InputBatch:
     def block_table(self, lane: int, tokens: int) -> NDArray[np.int32]:
         """Block ids that hold the first `tokens` tokens of a lane (a view)."""
         return self.blocks[lane, : -(-tokens // self.block_tokens)]
+
+    def room_of(self, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first position of each lane that its block table, or a context, has no room for."""
+        return np.minimum(self.num_blocks[lanes] * self.block_tokens, self._max_context_tokens)
 
     def slots_of(self, blocks: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Slot and generation that each block was last written with (for tests that watch them)."""

@@ -33,7 +33,7 @@ from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound, Executor
 from fdasync_transformers.execution.gpu_services import make_services
-from fdasync_transformers.execution.graphs import ladder
+from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
@@ -116,7 +116,7 @@ class TransformersRunner(Runner):
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
         check_config(self.config, self.limits)
         device = device_of(self.config, self.limits)
-        check_device(self.config, device)
+        check_device(self.config, self.limits, device)
         check_numerics(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
@@ -153,7 +153,7 @@ class TransformersRunner(Runner):
         config = self.config
         check_config(config, self.limits)
         device = device_of(config, self.limits)
-        check_device(config, device)
+        check_device(config, self.limits, device)
         check_numerics(config, self.limits, device)
         if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
             raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")
@@ -236,9 +236,9 @@ class TransformersRunner(Runner):
         if not self.config.cuda_graphs or not executor.on_gpu:
             return
         try:
-            executor.capture_graphs(self.config.graph_sizes or ladder(self.limits.max_running))
+            executor.capture_graphs(self.config.graph_sizes or ladder(decode_rows(self.limits)))
             if self._graph_tokens:
-                executor.capture_mixed(self._graph_tokens, self.limits.max_running)
+                executor.capture_mixed(self._graph_tokens, decode_rows(self.limits))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # models, kernels' compilers and drivers raise errors of many types
@@ -401,7 +401,7 @@ class TransformersRunner(Runner):
             return StepModel(model, layout, fixed=fixed)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live, fixed=fixed)
+        return DeviceStepModel(model, layout, decode_rows(self.limits), live=self._live, fixed=fixed)
 
     def _describe(
         self,
@@ -443,8 +443,7 @@ class TransformersRunner(Runner):
             numerics=self.limits.numerics,
             sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
-            # kernels verify no drafts
-            max_run_tokens=1 if isinstance(opened.step_model, DeviceStepModel) else 1 + self.limits.speculation,
+            max_run_tokens=1 + self.limits.speculation,
             notes=notes,
         )
 

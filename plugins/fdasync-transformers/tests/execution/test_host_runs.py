@@ -20,8 +20,6 @@ from fdasync.testing.runners.drafts import drafts_of
 from fdasync.testing.runners.runs import columns_of, runs_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fdasync.request import SamplerSpec
     from fdasync.runner.base import Runner, RunnerLimits
 
@@ -112,16 +110,3 @@ class TestHostRuns(DraftTests):
             await on.launch_prefill(on.start(0, on.prompt(3), [0]))
             with pytest.raises(RunnerError, match="has drafts, and this runner verifies none"):
                 await on.launch(drafts=drafts_of({0: (4, [1], 1)}))
-
-
-async def test_kernels_verify_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their capacity says so, and an engine that wants drafts does not start."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
-    limits = msgspec.structs.replace(TestHostRuns.limits, model=str(tmp_path), max_context_tokens=64)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config = TransformersConfig(dtype="float32", device="cpu", num_threads=1, self_check=False, kernels="triton")
-    runner = TransformersRunner(config, limits)
-    try:
-        assert (await runner.open()).max_run_tokens == 1
-    finally:
-        await runner.aclose()

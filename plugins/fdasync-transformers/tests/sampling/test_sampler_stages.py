@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,3 +214,22 @@ def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(own: list[SamplerSpec
         if mine is not None and other is not None:
             assert mine.token_ids == other.token_ids
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_rows_that_do_not_count_are_left_out():
+    """Bad logits among them too; alternatives stay with their rows."""
+    logits = torch.randn((4, 9), generator=torch.Generator().manual_seed(2))
+    logits[1, 3] = math.nan
+    own = [spec(raw=True, top=2), spec(raw=True, top=2), spec(), spec(processed=True, top=1)]
+    plan = plan_samples(own, [5] * 4, range(4))
+    sent = {name: torch.from_numpy(values) for name, values in plan.arrays.items()}
+    arrays = {name: values.numpy() for name, values in compute_samples(logits, plan, sent, None).items()}
+    with pytest.raises(RunnerError, match="row 1"):
+        read_samples(plan, arrays)
+    out = read_samples(plan, arrays, np.array([0, 3]))
+    kept = [0, 3]
+    plan = plan_samples([own[row] for row in kept], [5] * 2, range(2))
+    sent = {name: torch.from_numpy(values) for name, values in plan.arrays.items()}
+    results = compute_samples(logits[kept], plan, sent, None)
+    assert out == read_samples(plan, {name: values.numpy() for name, values in results.items()})
+    assert out.top is not None

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from fdasync.gpu.completion import Hold
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.device_step import Way
+    from fdasync_transformers.execution.drafts.device_drafts import Placed
+    from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.lane_matchers import StepMatchers
     from fdasync_transformers.sampling.sampler import SamplePlan
     from fdasync_transformers.sampling.scoring import ScorePlan
 
 T = TypeVar("T")
 
-#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
-SAMPLER, SCORES, AUX = "sampler.", "scores.", "aux."
+#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, rows, and runs
+SAMPLER, SCORES, AUX, RUNS = "sampler.", "scores.", "aux.", "runs."
 #: name of what the ranks of a group tell each other
 RANKS = "ranks"
 
@@ -39,6 +41,8 @@ class BegunStep(NamedTuple):
         logits: of the rows that are sampled; None: nothing is forwarded.
         results: tensors that go to the host.
         holds: buffers that the queued work uses.
+        drafted: the step where it may have drafts: `batch` is its rows.
+        placed: of `drafted`, where it samples.
     """
 
     batch: Batch
@@ -50,6 +54,8 @@ class BegunStep(NamedTuple):
     logits: torch.Tensor | None
     results: dict[str, torch.Tensor]
     holds: list[Hold]
+    drafted: StepRows | None = None
+    placed: Placed | None = None
 
 
 def own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:

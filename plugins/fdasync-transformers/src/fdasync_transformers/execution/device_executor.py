@@ -34,9 +34,10 @@ from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.kernels.layout import scatter_updates
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
-from fdasync_transformers.execution.begun_step import AUX, RANKS, SAMPLER, SCORES, BegunStep, own
+from fdasync_transformers.execution.begun_step import AUX, RANKS, RUNS, SAMPLER, SCORES, BegunStep, own
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.device_step import batch_arrays, device_batch
+from fdasync_transformers.execution.drafts.device_drafts import DeviceDrafts
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
@@ -90,6 +91,8 @@ class DeviceExecutor(Executor):
         # of a group rank 0 alone samples, scores prompts, follows grammars and has the rows' arena
         self._leads = self._ends is None or self._ends.leads
         self._lanes = DeviceLanes(bound.table, services.streams.device)
+        # None: no step has drafts
+        self._drafts = DeviceDrafts(bound, self._lanes) if bound.speculation else None
         self._failure = ""
         # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
         # fails behind it
@@ -182,6 +185,8 @@ class DeviceExecutor(Executor):
         with services.streams.on("compute"):
             nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
+            if self._drafts is not None:
+                self._drafts.warm()
             if self._ends is not None:
                 rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
                 self._ends.queue(0, rows, None, None, 0)
@@ -277,13 +282,21 @@ class DeviceExecutor(Executor):
     def _begin(self, step: RunStep) -> BegunStep:
         """Queue a step up to its logits."""
         bound, services, lanes = self._bound, self._services, self._lanes
-        batch = bound.table.plan(step)
+        drafted = None if self._drafts is None else self._drafts.plan(step)
+        if drafted is not None:
+            batch = drafted.rows
+        elif step.drafts is not None:
+            raise InvariantBroken(f"step {step.step_id} has drafts, and this runner verifies none")
+        else:
+            batch = bound.table.plan(step)
         if self._leads:
             bound.matchers.follow(step)
         total = len(batch.positions)
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
-        plan = self._plan_samples(batch) if self._leads else None
+        # the device draws the noise of positions that the host does not know
+        undrawn = 0 if drafted is None else batch.num_decodes
+        plan = self._plan_samples(batch, rows, undrawn) if self._leads else None
         scores = plan_scores(scored_runs(batch, bound.table))
         # graphs keep no hidden states: a step that scores is launched operation by operation
         way = self._way(batch) if scores is None else "both"
@@ -293,7 +306,9 @@ class DeviceExecutor(Executor):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        if len(batch.sampled):
+        if drafted is not None and plan is not None:
+            arrays.update({RUNS + name: array for name, array in DeviceDrafts.arrays(drafted).items()})
+        elif drafted is None and len(batch.sampled):
             sampling = batch.lanes[batch.sampled]
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
         if plan is not None:
@@ -303,7 +318,7 @@ class DeviceExecutor(Executor):
         holds: list[Hold] = []
         sent: dict[str, torch.Tensor] = {}
         results: dict[str, torch.Tensor] = {}
-        logits = None
+        logits = placed = None
         try:
             with services.streams.on("compute"):
                 if arrays:
@@ -311,13 +326,15 @@ class DeviceExecutor(Executor):
                     holds.append(hold)
                     if len(index):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
+                    if self._drafts is not None and drafted is not None and plan is not None:
+                        placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if total:
                         logits, results = self._compute(batch, scores, sent, way)
         except Exception:
             self._abandon(holds, results)
             raise
         matchers = None if plan is None else bound.matchers.of(batch.lanes[batch.sampled])
-        return BegunStep(batch, way, plan, scores, matchers, sent, logits, results, holds)
+        return BegunStep(batch, way, plan, scores, matchers, sent, logits, results, holds, drafted, placed)
 
     @staticmethod
     def _kind(begun: BegunStep) -> Hashable:
@@ -352,7 +369,10 @@ class DeviceExecutor(Executor):
                     if not self._leads:
                         results.clear()
                     results[RANKS] = told
-                if tokens is not None:
+                if self._drafts is not None and begun.placed is not None and tokens is not None:
+                    runs = self._drafts.accept(begun.placed, own(begun.sent, RUNS), tokens)
+                    results.update({RUNS + name: tensor for name, tensor in runs.items()})
+                elif tokens is not None:
                     scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
             self._pass_on(holds)
             with services.streams.on("results"):
@@ -427,13 +447,14 @@ class DeviceExecutor(Executor):
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return logits, results
 
-    def _plan_samples(self, batch: Batch) -> SamplePlan | None:
-        if not len(batch.sampled):
+    def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], undrawn: int) -> SamplePlan | None:
+        """`rows`: of the step, whose logits are sampled from; the noise of the first `undrawn` comes later."""
+        if not len(rows):
             return None
         table = self._bound.table
         lanes = batch.lanes[batch.sampled]
         specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
-        return plan_samples(specs, table.length[lanes], lanes)
+        return plan_samples(specs, batch.positions[rows] + 1, lanes, undrawn=undrawn)
 
     def _finish(self, begun: BegunStep, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
         """After the device is done: scatter the rows into their slots, and make the step's output of the tokens."""
@@ -444,12 +465,24 @@ class DeviceExecutor(Executor):
         if self._ends is not None and RANKS in fetched:
             told: Any = fetched[RANKS]
             output = StepOutput(batch.step_id, self._ends.read(told, batch.step_id, len(batch.sampled)))
+        settled = None
+        if self._drafts is not None and begun.drafted is not None:
+            settled = self._drafts.settle(begun.drafted, own(fetched, RUNS))
         if aux is not None and arena is not None and len(batch.positions):
-            arena.scatter(batch.aux_index, batch.generations, aux.read(own(fetched, AUX), batch.positions))
+            rows = own(fetched, AUX)
+            if settled is not None:
+                rows = {name: values[settled.stands] for name, values in rows.items()}
+            where = batch if settled is None else settled
+            arena.scatter(where.aux_index, where.generations, aux.read(rows, where.positions))
         if begun.plan is not None:
-            output = read_samples(begun.plan, own(fetched, SAMPLER)).step_output(batch.step_id)
+            chosen = None if settled is None else settled.samples
+            output = read_samples(begun.plan, own(fetched, SAMPLER), chosen).step_output(batch.step_id)
         if begun.matchers is not None:
-            output = msgspec.structs.replace(output, problems=begun.matchers.accept(output.tokens))
+            # a sequence under a grammar has one row or none
+            tokens = fetched[SAMPLER + "tokens"].tolist()
+            output = msgspec.structs.replace(output, problems=begun.matchers.accept(tokens))
+        if settled is not None:
+            output = msgspec.structs.replace(output, counts=settled.counts)
         if begun.scores is not None:
             output = msgspec.structs.replace(output, scores=read_scores(begun.scores, own(fetched, SCORES)))
         return output

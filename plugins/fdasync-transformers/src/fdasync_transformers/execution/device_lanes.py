@@ -26,6 +26,8 @@ class DeviceLanes:
         flat: int32, tables and then tokens; the indices of `deltas` and `after` point into it.
         tables: int32 [lanes, max_blocks], a view.
         tokens: int32 [lanes, max_tokens], a view.
+        lengths: int32 [lanes], of sequences that decode: position of the last token, whose KV is not there yet. Kept
+            where steps may have drafts.
     """
 
     def __init__(self, table: InputBatch, device: torch.device) -> None:
@@ -35,6 +37,8 @@ class DeviceLanes:
         self.flat = torch.zeros(self._first_token + lanes * self._max_tokens, dtype=torch.int32, device=device)
         self.tables = self.flat[: self._first_token].view(lanes, blocks)
         self.tokens = self.flat[self._first_token :].view(lanes, self._max_tokens)
+
+        self.lengths = torch.zeros(lanes, dtype=torch.int32, device=device)
 
     def mirror(self, table: InputBatch) -> None:
         """Copy the whole table; waits for the device. For start-up, where no step builds on another."""
@@ -55,10 +59,13 @@ class DeviceLanes:
             lane = table.lane_of(start.key)
             put(lane * width, table.blocks[lane, : table.num_blocks[lane]])
             put(self._first_token + lane * self._max_tokens, table.tokens[lane, : table.known[lane]])
-        grown = [table.lane_of(append.key) for append in step.appends]
-        if grown:
-            lanes = np.array(grown)
+        if step.appends:
+            lanes = np.array([table.lane_of(append.key) for append in step.appends])
             columns = table.num_blocks[lanes] - 1
+            if len(set(lanes.tolist())) < len(lanes):
+                # several blocks of a lane: each entry has those before it that come behind it in the step
+                behind = np.tril(lanes[:, None] == lanes[None, :], -1).sum(axis=0)
+                columns -= behind
             indices.append(lanes * width + columns)
             values.append(table.blocks[lanes, columns])
         if not indices:

@@ -39,19 +39,19 @@ class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
     def __init__(
-        self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows, fixed: bool = False
+        self, model: PreTrainedModel, layout: KVLayout, most_decodes: int, *, live: LiveRows, fixed: bool = False
     ) -> None:
         """Takes a model on a device where kernels run.
 
         Args:
-            max_running: most sequences that decode in a step.
+            most_decodes: most rows of a step that are computed as decodes, but for those of chunks.
             live: of the model's fused modules; set in each pass.
             fixed: with fixed numerics.
         """
         super().__init__(model, layout, fixed=fixed)
         self._live = live
         self.interpreted = model.device.type == "cpu"
-        self._workspaces = Workspaces(max_running, model.device, fixed=fixed)
+        self._workspaces = Workspaces(most_decodes, model.device, fixed=fixed)
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""

@@ -16,6 +16,7 @@ import torch
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:
+    from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.execution.device_lanes import DeviceLanes
     from fdasync_transformers.execution.device_step import DeviceStepModel
     from fdasync_transformers.model.kv import KVPool
@@ -25,16 +26,21 @@ if TYPE_CHECKING:
 MOST_ERROR = 0.05
 
 
-def ladder(max_running: int) -> tuple[int, ...]:
-    """Batch sizes to capture: every power of two, half-way points from 16 on, and `max_running` itself."""
-    sizes = {1, max_running}
+def ladder(most_rows: int) -> tuple[int, ...]:
+    """Batch sizes to capture: every power of two, half-way points from 16 on, and `most_rows` itself."""
+    sizes = {1, most_rows}
     power = 2
-    while power < max_running:
+    while power < most_rows:
         sizes.add(power)
-        if power >= 16 and power * 3 // 2 < max_running:
+        if power >= 16 and power * 3 // 2 < most_rows:
             sizes.add(power * 3 // 2)
         power *= 2
     return tuple(sorted(sizes))
+
+
+def decode_rows(limits: RunnerLimits) -> int:
+    """Most rows of a step that decodes: the last token of each sequence, and its drafts."""
+    return max(limits.max_running, min(limits.max_running * (1 + limits.speculation), limits.max_step_tokens))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fdasync.errors import ConfigError
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.input_batch import InputBatch
+from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.sampling.scoring import SCORE_ROWS
 
@@ -89,7 +90,7 @@ def _free_nbytes(
     beside = _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
     if graphs:
         # graphs keep the memory of a step for good, and each the logits of as many rows as may sample
-        logits = limits.max_running * int(step_model.model.config.vocab_size) * step_model.layout.dtype.itemsize
+        logits = decode_rows(limits) * int(step_model.model.config.vocab_size) * step_model.layout.dtype.itemsize
         beside += peak + graphs * logits
     return int(free * _GPU_SHARE) - peak - beside
 
@@ -100,9 +101,10 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     columns = -(-max_context_tokens // block_tokens)
     tables = limits.max_running * columns * (1 + block_tokens) * 4
     # the logits of every captured size, at most those of twice the largest, in the model's dtype
-    graphs = 2 * limits.max_running * vocab * step_model.layout.dtype.itemsize
+    rows = decode_rows(limits)
+    graphs = 2 * rows * vocab * step_model.layout.dtype.itemsize
     # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives
-    sampling = limits.max_running * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
+    sampling = rows * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
     # float32 logits and log-probs, and the masks, places and values of alternatives
     scoring = SCORE_ROWS * vocab * (4 + 4 + 16)
     return tables + graphs + max(sampling, scoring)
@@ -121,7 +123,7 @@ def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_t
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     # float32 logits of as many rows as may sample
-    step_model.run(batch, table, pool, np.arange(min(limits.max_running, sum(counts)))).float()
+    step_model.run(batch, table, pool, np.arange(min(decode_rows(limits), sum(counts)))).float()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device)) - before
 

@@ -97,11 +97,22 @@ def scale_of(temperature: float) -> float:
     return 1.0 / temperature if temperature > 1.0 / _MOST_SCALE else _MOST_SCALE
 
 
+def takes_drafts(spec: SamplerSpec) -> bool:
+    """Whether several samples of a sequence can be planned at once, before the first is known and its position.
+
+    Not where a sample depends on the tokens before it by more than its logits, or on how many there are.
+    """
+    stops = spec.min_tokens > 0 and any(stop >= 0 for stop in spec.stop_ids)
+    return not (_has_penalty(spec) or spec.grammar or stops)
+
+
 def plan_samples(
     specs: Sequence[SamplerSpec],
     positions: Sequence[int] | np.ndarray[Any, Any],
     lanes: Sequence[int] | np.ndarray[Any, Any],
     lengths: Sequence[int] | None = None,
+    *,
+    undrawn: int = 0,
 ) -> SamplePlan:
     """Plan the sampling of one token per row.
 
@@ -111,6 +122,7 @@ def plan_samples(
             sampled before it.
         lanes: of each row in the table of known tokens that `compute_samples` gets; read for penalties only.
         lengths: how many tokens of its lane belong to each row; None: `positions`.
+        undrawn: the first rows, whose noise the caller puts into `floats` (second column) before they are sampled.
 
     Raises:
         InvariantBroken: lengths disagree.
@@ -123,7 +135,7 @@ def plan_samples(
     changes = _Changes(specs, at, np.asarray(lanes, np.int64).tolist(), ends)
     jobs = _Jobs()
     for row, spec in enumerate(specs):
-        jobs.add(row, spec, at[row], changes)
+        jobs.add(row, spec, _noise(spec, at[row]) if row >= undrawn else 0.0, changes)
     for row, spec in enumerate(specs):
         if spec.raw and jobs.changed[row]:
             jobs.add_raw(row)
@@ -170,14 +182,14 @@ class _Jobs:
         self.floats: list[tuple[float, float, float, float]] = []
         self.changed: list[bool] = []
 
-    def add(self, row: int, spec: SamplerSpec, position: int, changes: _Changes) -> None:
+    def add(self, row: int, spec: SamplerSpec, noise: float, changes: _Changes) -> None:
         slots = [changes.edited.get(row, -1), changes.stopped.get(row, -1), changes.masked.get(row, -1)]
         drawn = spec.temperature > 0.0
         floats, top_k = _PLAIN_FLOATS, 0
         if drawn:
             scale = scale_of(spec.temperature)
             floor = math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf
-            floats = (scale, uniform(spec.seed, spec.index, position), spec.top_p, floor)
+            floats = (scale, noise, spec.top_p, floor)
             top_k = max(spec.top_k, 0)
         # filters leave the sum of all probabilities what it is
         changed = max(slots) >= 0 or floats[0] != 1.0
@@ -238,6 +250,10 @@ class _Changes:
             stops = [(slot, row, stop) for row, slot in self.stopped.items() for stop in specs[row].stop_ids]
             made["stop_cells"] = np.array([cell for cell in stops if cell[2] >= 0], np.int64)
         return made
+
+
+def _noise(spec: SamplerSpec, position: int) -> float:
+    return uniform(spec.seed, spec.index, position) if spec.temperature > 0.0 else 0.0
 
 
 def _has_penalty(spec: SamplerSpec) -> bool:

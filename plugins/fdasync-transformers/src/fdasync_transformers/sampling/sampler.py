@@ -176,16 +176,21 @@ def sample_on_device(
     return {name: values for name, values in sampled._asdict().items() if values is not None}
 
 
-def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -> SampleOutput:
+def read_samples(
+    plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]], chosen: np.ndarray[Any, Any] | None = None
+) -> SampleOutput:
     """Make lists of the results of `compute_samples`.
 
     Args:
         plan: of the same rows.
         arrays: the results, copied to the host: same names, shapes and dtypes. Read only, and not kept.
+        chosen: int64 [M], the rows that count, ascending; None: all.
 
     Raises:
-        RunnerError: a row has NaN or +inf among its logits, or no finite one.
+        RunnerError: a row that counts has NaN or +inf among its logits, or no finite one.
     """
+    if chosen is not None:
+        plan, arrays = _of_rows(plan, arrays, chosen)
     finite = arrays["finite"]
     if not finite.all():
         raise RunnerError(f"row {int(finite.argmin())} of the logits has NaN or +inf, or nothing finite")
@@ -205,6 +210,20 @@ def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -
             order = order[: np.count_nonzero(values > _NEG_INF)]
             top[row] = TopLogprobs(tuple(ids[order].tolist()), tuple(values[order].tolist()))
     return SampleOutput(arrays["tokens"].tolist(), raw, processed, top)
+
+
+def _of_rows(
+    plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]], chosen: np.ndarray[Any, Any]
+) -> tuple[SamplePlan, dict[str, np.ndarray[Any, Any]]]:
+    """A plan and its results without the other rows."""
+    asks = np.array(plan.top_rows, np.int64)
+    kept = np.isin(asks, chosen)
+    results = {name: values[kept if name.startswith("top_") else chosen] for name, values in arrays.items()}
+    tops = tuple(np.searchsorted(chosen, asks[kept]).tolist())
+    plan = msgspec.structs.replace(
+        plan, count=len(chosen), raw=plan.raw[chosen], processed=plan.processed[chosen], top_rows=tops
+    )
+    return plan, results
 
 
 def _rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

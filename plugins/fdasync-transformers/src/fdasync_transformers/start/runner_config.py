@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from fdasync_transformers.fixed.refusals import FIXED_DTYPES, refuse_settings
 from fdasync_transformers.model.moe_layers import GROUPED_NBYTES, fits_grouped_product
@@ -58,7 +59,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         fused_layers: compute norms, rotary embeddings, activations and known decoder layers by single kernels, each
             proven at start-up; None: on GPUs.
         cuda_graphs: replay decode steps from CUDA graphs.
-        graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
+        graph_sizes: rows of decode steps to capture, rising: a sequence has one, and one for each draft; None: a ladder
+            up to the most that can run.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
@@ -100,8 +102,8 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         raise ConfigError(
             "runner_config.graph_sizes", f"{list(sizes)} are not rising batch sizes", hint="such as 1, 8, 64"
         )
-    if sizes is not None and sizes[-1] > limits.max_running:
-        raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
+    if sizes is not None and sizes[-1] > decode_rows(limits):
+        raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=decode_rows(limits))
     tokens = config.graph_tokens
     if tokens and (list(tokens) != sorted(set(tokens)) or tokens[0] < 2 or tokens[-1] > limits.max_step_tokens):
         raise ConfigError(
@@ -152,8 +154,11 @@ def memory_share(config: TransformersConfig, limits: RunnerLimits, device: torch
     return 1 / (config.instances * limits.tensor_parallel)
 
 
-def check_device(config: TransformersConfig, device: torch.device) -> None:
+def check_device(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
     """Raise ConfigError naming the first key that asks for what this device cannot do."""
+    if limits.speculation and limits.tensor_parallel > 1 and uses_kernels(config, device):
+        problem = f"kernels verify no drafts on {limits.tensor_parallel} ranks yet"
+        raise ConfigError("speculation", problem, hint="leave it out, or use tensor_parallel=1")
     fuses_experts(config, device)
     fuses_layers(config, device)
     if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
@@ -254,7 +259,7 @@ def graph_tokens(
     gathers = model.config._experts_implementation == "batched_mm"
     if gathers and _gathered_nbytes(model, layers, limits.max_step_tokens) > _MOST_KEPT_NBYTES:
         return ()
-    flat_tokens = config.graph_sizes[-1] if config.graph_sizes else limits.max_running
+    flat_tokens = config.graph_sizes[-1] if config.graph_sizes else decode_rows(limits)
     return token_ladder(limits.max_step_tokens, flat_tokens)
 
 

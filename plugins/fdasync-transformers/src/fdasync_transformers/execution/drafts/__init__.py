@@ -1,0 +1,1 @@
+"""Steps on the device that verify drafts: their rows, and which of them stand."""
