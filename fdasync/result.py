@@ -228,6 +228,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples[0].logprobs
 
     @property
+    def drafts(self) -> DraftCounts | None:
+        return self.samples[0].drafts
+
+    @property
     def raw_logprobs(self) -> NDArray[np.float32] | None:
         return self.samples[0].raw_logprobs
 

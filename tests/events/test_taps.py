@@ -279,6 +279,7 @@ def test_taps_of_the_command_line_join_those_of_the_file(tmp_path):
              "max_running", "max_step_tokens", "host_blocks", "seed", "numerics", "sum_slices",
              "tensor_parallel")  # fmt: skip
     others = {"store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False}
+    others |= {"drafter": None, "draft_tokens": None}
     given = {**dict.fromkeys(names), "config_path": path, **others}
     config = engine_config({**given, "taps": ("collect:limit=4",)})
     assert config.taps == {"raises": {}, "collect": {"limit": 4}}
