@@ -8,7 +8,8 @@ and rows must be equal, or the run is void.
     tokens_per_step_all      with as many drafts in every step as the drafter has (aim of the greater one: 1.6)
     cpu_per_token_ratio      CPU time of the engine's process for each emitted token, `ngram` over none, whole requests
                              at 128 running; the model is in a worker
-    accepted_share           drafts that were right, over all that were forwarded
+    accepted_share           drafts that were right, over all that were forwarded; those behind the end of an answer
+                             count too, and make tokens_per_step a little too high
     rollout_ratio            wall time, `ngram` over none
 """
 

@@ -94,8 +94,8 @@ def decode_workspace(
 
 
 def decode_launch(group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False, lonely: bool = False) -> Launch:
-    """For `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: of so few sequences that a processor
-    has one program at most."""
+    """For `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: kv heads of all sequences are at
+    most half as many as processors."""
     rows = max(16, min(64, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers

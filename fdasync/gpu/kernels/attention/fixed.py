@@ -43,8 +43,8 @@ def grain_of(key_dim: int, dtype: torch.dtype) -> Grain:
     """For heads of this size, whatever else the layer is: one choice for all kernels, or their bits would differ.
 
     Few sequences have as many programs as parts: small parts make one sequence quicker and, as each is joined, many
-    keys of several slower. At 128 dimensions on an H200, parts of 512, 256 and 128: 1 sequence of 1,024 tokens 16, 9.7
-    and 7.8 us a layer, 64 of them 41, 42 and 44, 8 of 16,384 tokens 88, 104 and 135.
+    keys of several slower. At 128 dimensions, parts of 512 keys held one sequence back on an H200, and parts of 128
+    long contexts.
     """
     if dtype == torch.float32:
         return Grain(16 if key_dim > 64 else 32, 512)

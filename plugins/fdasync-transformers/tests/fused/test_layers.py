@@ -191,7 +191,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Seen(FixedNumerics):  # type: ignore[no-untyped-call]
-    """Fixed numerics; notes what comes to it."""
+    """Fixed numerics; notes the names of the operations that it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_fixed_products_of_a_layer_run_past_the_modes(biased: bool) -> None:
 
 
 class _Block:
-    """In the place of a layer's second block: keeps what comes to it."""
+    """In the place of a layer's second block: keeps the normed input that the layer gives it."""
 
     given: torch.Tensor
 

@@ -37,7 +37,6 @@ class DeviceLanes:
         self.flat = torch.zeros(self._first_token + lanes * self._max_tokens, dtype=torch.int32, device=device)
         self.tables = self.flat[: self._first_token].view(lanes, blocks)
         self.tokens = self.flat[self._first_token :].view(lanes, self._max_tokens)
-
         self.lengths = torch.zeros(lanes, dtype=torch.int32, device=device)
 
     def mirror(self, table: InputBatch) -> None:
