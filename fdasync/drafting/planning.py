@@ -102,8 +102,9 @@ class DraftPlanner:
         self._common_reach = 1.0
         self._planned = 0
         self._done = 0
-        # whether drafts paid when paths were last there
+        # whether drafts paid when paths were last there; with about so many running
         self._pays = True
+        self._weighed_at = 0
         self._try_at, self._try_every = _TRY_EVERY, _TRY_EVERY
         self._drafted = self._accepted = self._drafting_steps = 0
 
@@ -270,6 +271,10 @@ class DraftPlanner:
             return True
         if self._planned % _PLAIN_EVERY == 0 or not running or not self._prices.knows(running):
             return False
+        if not self._weighed_at < 2 * running < 4 * self._weighed_at:
+            # rows that were dear beside many sequences may be nearly free beside few, and the other way round
+            self._weighed_at, self._pays = running, True
+            self._try_at, self._try_every = min(self._try_at, self._planned + _TRY_EVERY), _TRY_EVERY
         return self._pays or self._planned >= self._try_at
 
     def _budget(

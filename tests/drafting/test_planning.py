@@ -188,6 +188,29 @@ def test_dear_rows_are_not_used():
     assert planner.counters.steps < 60
 
 
+def test_few_sequences_draft_at_once_where_many_did_not():
+    """The tail of a rollout: rows that are dear beside 32 sequences are free beside 8."""
+    planner = DraftPlanner(Seer(0.1), name="seer", max_drafts=3, depth=1)
+    runner = Runner(Random(0))
+    for key in range(32):
+        runner.lengths[key] = 3
+        planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+
+    def step(keys):
+        columns = planner.plan(keys)
+        runner.launch(keys, columns)
+        rows = len(keys) + (sum(columns.most) if columns else 0)
+        planner.done(*runner.launched.popleft(), seconds=0.01 if rows <= 32 else rows * 1e-3)
+        return columns is not None
+
+    many = [step(tuple(range(32))) for _ in range(2000)]
+    assert sum(many) < 20
+    few = [step(tuple(range(8))) for _ in range(20)]
+    # the first step tells the price without drafts
+    assert few[1]
+    assert sum(few) >= 18
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_paths_reach_over_the_steps_in_flight(depth):
     planner, _ = play(0.0, depth, churn=0.0)
