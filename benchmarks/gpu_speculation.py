@@ -377,7 +377,7 @@ def _equal(one: Sample, other: Sample) -> bool:
 def measure(run: Run, args: argparse.Namespace, folder: str) -> None:
     """All parts that were asked for, one after the other."""
     stages: dict[str, Callable[[Run, str, argparse.Namespace], Coroutine[Any, Any, None]]] = {
-        "r": rows, "x": numerics, "b": rates, "c": tail, "i": idle,
+        "b": rates, "c": tail, "i": idle, "r": rows, "x": numerics,
     }  # fmt: skip
     for part, stage in stages.items():
         if part not in run.parts:
