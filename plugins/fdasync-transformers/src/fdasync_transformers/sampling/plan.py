@@ -21,7 +21,7 @@ import numpy as np
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fdasync.request import SamplerSpec
 
@@ -90,6 +90,14 @@ def uniform(seed: int, index: int, position: int) -> float:
     """The noise of one token: in [0, 1), 53 bits of BLAKE2b over the three numbers."""
     digest = blake2b(_NOISE_KEY.pack(seed, index, position), digest_size=8, person=b"fdasync noise").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def uniforms(tokens: Iterable[tuple[int, int, int]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """`uniform` of many tokens, float64 [n], given as (seed, index, position)."""
+    pack = _NOISE_KEY.pack
+    digests = [blake2b(pack(*token), digest_size=8, person=b"fdasync noise").digest() for token in tokens]
+    numbers = np.frombuffer(b"".join(digests), "<u8") >> np.uint64(11)
+    return numbers.astype(np.float64) * 2.0**-53
 
 
 def scale_of(temperature: float) -> float:
