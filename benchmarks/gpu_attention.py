@@ -20,6 +20,9 @@ rounds; the first warms up.
 
 With --strides only decodes, prefills and stores are timed, in pairs: *_us_* as above, *_beside_us_* with all heads of a
 token side by side, as pools had them before, and *_ratio_*, the first over the second, round by round.
+
+With --rows only decodes with 4 rows a sequence (drafts) of 2,048 tokens are timed: rows_us_SxN of S sequences in tiles,
+rows_single_us_* with a program for each row, rows_ratio_* of both.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks._gpu_latents import measure_latents
+from benchmarks._gpu_rows import measure_rows
 from benchmarks._gpu_strides import measure_strides
 from benchmarks._report import Report
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
@@ -87,6 +91,8 @@ class Sizes:
     copy_nbytes: int = 4 << 30
 
 
+# of decodes with several rows a sequence
+ROWS_OF = tuple((count, 2048) for count in (1, 16, 64, 256))
 REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 0, 40), (2, 20, 3)), 1, (1, 8), ((1, 40), (3, 40)), 1 << 20)
 
 
@@ -334,6 +340,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of everything (default 9)")
     parser.add_argument("--decodes", action="store_true", help="only decodes, of KV and of latents")
     parser.add_argument("--strides", action="store_true", help="only pairs with all heads of a token side by side")
+    parser.add_argument("--rows", action="store_true", help="only decodes with 4 rows a sequence, in tiles and not")
     parser.add_argument("--sweep", action="store_true", help="try other launches and splits as well")
     parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds that the sweep may take (default 60)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU: shows that it runs, no figures")
@@ -346,8 +353,12 @@ def main() -> None:
     report.conditions["torch"] = torch.__version__
     report.conditions["gpu"] = "rehearsal" if options.rehearse else torch.cuda.get_device_name(device)
     sizes = REHEARSAL if options.rehearse else Sizes()
-    rig = Rig(device, replace(sizes, prefills=(), stores=()) if options.decodes else sizes)
-    if options.strides:
+    if options.rows:
+        sizes = replace(sizes, decodes=sizes.decodes if options.rehearse else ROWS_OF)
+    rig = Rig(device, replace(sizes, prefills=(), stores=()) if options.decodes or options.rows else sizes)
+    if options.rows:
+        measure_rows(rig, options.rounds, (HEADS, DIM), report)
+    elif options.strides:
         measure_strides(rig, options.rounds, report)
     else:
         measure(rig, options.rounds, report)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
+from device_path import DEVICE, ON_GPU, make_small_checkpoint
+from fdasync_transformers.execution import triton_paging
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, SamplingParams
@@ -105,3 +108,45 @@ async def test_results_are_those_without_drafts(tmp_path: Path, family: str) -> 
     assert stats.accepted_tokens > 50
     assert stats.accepted_tokens < stats.drafted_tokens
     assert stats.steps < plain.steps
+
+
+@pytest.mark.parametrize("numerics", ["default", pytest.param("fixed", marks=pytest.mark.gpu)])
+async def test_kernels_give_the_results_of_the_host(
+    tmp_path: Path, numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps in flight, rows of a sequence in tiles: on a GPU where there is one, else in Triton's interpreter."""
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+    tokens = 20 if ON_GPU else 5
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=temperature, seed=3, logprobs="raw")
+        for temperature in (0.0, 1.0)
+    ]  # fmt: skip
+    prompts = [prompt[:5] for prompt in PROMPTS[:2]]
+
+    async def play_two(engine: Engine) -> list[Result]:
+        work = [engine.complete(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        return list(await asyncio.gather(*work))
+
+    async with Engine(config(tmp_path, None)) as engine:
+        wanted = await play_two(engine)
+    answers = {
+        np.array(prompt, "<i4").tobytes(): [sample.token_ids for sample in result.samples]
+        for prompt, result in zip(prompts, wanted, strict=True)
+    }
+    sizes = []
+    attend = triton_paging.attend_rows
+
+    def seen(query: Any, *rest: Any, **more: Any) -> None:
+        sizes.append(len(query))
+        attend(query, *rest, **more)
+
+    monkeypatch.setattr(triton_paging, "attend_rows", seen)
+    asked = config(tmp_path, Speculation(drafter="known", max_tokens=3, budget=False))
+    own = {**asked.runner_config, **DEVICE}
+    asked = msgspec.structs.replace(asked, runner_config=own, numerics=numerics)
+    async with Engine(asked, drafter=Known(answers, DrafterLimits.of(3, 2, 6))) as engine:
+        assert_same(await play_two(engine), wanted)
+        stats = engine.stats().scheduler
+        engine.check()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert max(sizes) > 2

@@ -146,6 +146,39 @@ def join_splits(  # type: ignore[no-untyped-def]
     tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
+@triton.jit(do_not_specialize=["lanes", "positions", "tiles", "reach_size", "splits"])  # type: ignore[untyped-decorator]
+def join_rows(  # type: ignore[no-untyped-def]
+    partials, stats, lanes, positions, tiles, out, reach_size, splits, capacity, width, out_row, out_head,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # a program does one head of one row, whose tile's keys were split; padding was written before
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.load(lanes + row)
+    if (lane < 0) | (tl.load(positions + row) < 0):
+        return
+    lowest = tl.load(positions + tl.load(tiles + 2 * row)).to(tl.int32)
+    length = lowest + tl.load(tiles + 2 * row + 1) - first_visible(lowest, REACH, reach_size)
+    used = tl.cdiv(length, span_of(length, splits, BLOCK_N))
+    dims = tl.arange(0, DV)
+    numbers = tl.arange(0, AT_ONCE)
+    first = row * splits * HEADS + head
+    # a number that the loop carries keeps its type
+    best = tl.max(tl.full([AT_ONCE], float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros([AT_ONCE], tl.float32), 0)
+    sums = tl.zeros([DV], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        real = start + numbers < used
+        peaks, weights, parts = _partials(
+            partials, stats, first, start + numbers, real, dims, capacity, width, HEADS
+        )  # fmt: skip
+        best, total, sums = _added(peaks, weights, parts, real, best, total, sums)
+    out_row_at = out + row * out_row + head.to(tl.int64) * out_head + dims
+    tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _partials(  # type: ignore[no-untyped-def]
     partials, stats, first, numbers, real, dims, capacity, width, HEADS: tl.constexpr
@@ -164,10 +197,11 @@ def _partials(  # type: ignore[no-untyped-def]
 def _added(peaks, weights, parts, real, best, total, sums):  # type: ignore[no-untyped-def]
     """What was summed, and these splits with it."""
     peaks = tl.where(real, peaks, float("-inf"))
-    # every used split saw a key, so its peak is finite
     higher = tl.maximum(best, tl.max(peaks, 0))
-    grow = tl.math.exp2(peaks - higher)
-    shrink = tl.math.exp2(best - higher)
+    # a row of a tile may see nothing in its first splits: -inf less -inf would be NaN
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    grow = tl.math.exp2(peaks - base)
+    shrink = tl.math.exp2(best - base)
     total = total * shrink + tl.sum(tl.where(real, weights, 0.0) * grow, 0)
     sums = sums * shrink + tl.sum(tl.where(real[:, None], parts, 0.0) * grow[:, None], 0)
     return higher, total, sums

@@ -401,7 +401,10 @@ class TransformersRunner(Runner):
             return StepModel(model, layout, fixed=fixed)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, decode_rows(self.limits), live=self._live, fixed=fixed)
+        limits = self.limits
+        return DeviceStepModel(
+            model, layout, decode_rows(limits), live=self._live, fixed=fixed, most_run=1 + limits.speculation
+        )
 
     def _describe(
         self,

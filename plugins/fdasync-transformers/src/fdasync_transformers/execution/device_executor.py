@@ -43,6 +43,7 @@ from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
 from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
+from fdasync_transformers.sampling.repeat import repeat_rows
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 from fdasync_transformers.sampling.warm_up import warm_up
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from fdasync.gpu.completion import Hold
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.device_step import DeviceStepModel, Way
+    from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
     from fdasync_transformers.sampling.sampler import SamplePlan
@@ -294,9 +296,7 @@ class DeviceExecutor(Executor):
         total = len(batch.positions)
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
-        # the device draws the noise of positions that the host does not know
-        undrawn = 0 if drafted is None else batch.num_decodes
-        plan = self._plan_samples(batch, rows, undrawn) if self._leads else None
+        plan = self._plan_samples(batch, rows, drafted) if self._leads else None
         scores = plan_scores(scored_runs(batch, bound.table))
         # graphs keep no hidden states: a step that scores is launched operation by operation
         way = self._way(batch) if scores is None else "both"
@@ -447,14 +447,24 @@ class DeviceExecutor(Executor):
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return logits, results
 
-    def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], undrawn: int) -> SamplePlan | None:
-        """`rows`: of the step, whose logits are sampled from; the noise of the first `undrawn` comes later."""
+    def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
+        """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""
         if not len(rows):
             return None
         table = self._bound.table
-        lanes = batch.lanes[batch.sampled]
+        lanes, positions = batch.lanes[batch.sampled], batch.positions[rows] + 1
+        # the device draws the noise of positions that the host does not know
+        undrawn = 0
+        times = None
+        if drafted is not None:
+            widths = drafted.widths[drafted.widths > 0]
+            undrawn = len(widths)
+            times = np.concatenate([widths, np.ones(len(rows) - batch.num_decodes, np.int64)])
+            first = np.cumsum(times) - times
+            lanes, positions = lanes[first], positions[first]
         specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
-        return plan_samples(specs, batch.positions[rows] + 1, lanes, undrawn=undrawn)
+        plan = plan_samples(specs, positions, lanes, undrawn=undrawn)
+        return plan if times is None else repeat_rows(plan, times)
 
     def _finish(self, begun: BegunStep, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
         """After the device is done: scatter the rows into their slots, and make the step's output of the tokens."""

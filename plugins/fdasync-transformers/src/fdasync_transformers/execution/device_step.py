@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from fdasync.gpu.kernels.attention.decode_rows import row_tiles, tile_rows
 from fdasync.gpu.kernels.attention.prefill import prefill_tiles
 from fdasync.gpu.kernels.layout import step_layout
 from fdasync_transformers.execution.device_lanes import DeviceLanes
@@ -39,7 +40,14 @@ class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
     def __init__(
-        self, model: PreTrainedModel, layout: KVLayout, most_decodes: int, *, live: LiveRows, fixed: bool = False
+        self,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        most_decodes: int,
+        *,
+        live: LiveRows,
+        fixed: bool = False,
+        most_run: int = 1,
     ) -> None:
         """Takes a model on a device where kernels run.
 
@@ -47,11 +55,13 @@ class DeviceStepModel(StepModel):
             most_decodes: most rows of a step that are computed as decodes, but for those of chunks.
             live: of the model's fused modules; set in each pass.
             fixed: with fixed numerics.
+            most_run: most rows of one sequence that decode side by side, its drafts among them.
         """
         super().__init__(model, layout, fixed=fixed)
         self._live = live
         self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(most_decodes, model.device, fixed=fixed)
+        self._run_rows = tile_rows(most_run)
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
@@ -81,9 +91,16 @@ class DeviceStepModel(StepModel):
             slots,
         )
         latents = LatentCatcher()
+        tiles = None
+        if self._run_rows > 1 and batch.decodes:
+            tiles = row_tiles(batch.lanes[: batch.decodes], positions[: batch.decodes], self._run_rows)
+        paging = TritonPaging(
+            pool, lanes.tables, batch, positions, slots, self._workspaces, fixed=self.fixed, run_rows=self._run_rows,
+            run_tiles=tiles,
+        )  # fmt: skip
         context = StepContext(
             layers=self._layers,
-            paging=TritonPaging(pool, lanes.tables, batch, positions, slots, self._workspaces, fixed=self.fixed),
+            paging=paging,
             positions=positions,
             latents=latents,
         )

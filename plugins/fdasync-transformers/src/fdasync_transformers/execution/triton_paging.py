@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
+from fdasync.gpu.kernels.attention.decode_rows import WIDEST_KEY, attend_rows
 from fdasync.gpu.kernels.attention.latent import attend_latents
 from fdasync.gpu.kernels.attention.prefill import attend_prefill
 from fdasync.gpu.kernels.store import store_kv
@@ -81,6 +82,8 @@ class TritonPaging(Paging):
         slots: int64 [T], place of each token's KV in the pool; -1: not stored.
         workspaces: of the decode kernel.
         fixed: attend in the fixed order, in which a token's bits depend on its own sequence alone.
+        run_rows, run_tiles: where decodes may be several rows of a sequence, the rows of a tile and `row_tiles` of the
+            decodes; else 1 and None.
     """
 
     pool: KVPool
@@ -90,6 +93,8 @@ class TritonPaging(Paging):
     slots: torch.Tensor
     workspaces: Workspaces = field(repr=False)
     fixed: bool = field(default=False, kw_only=True)
+    run_rows: int = field(default=1, kw_only=True)
+    run_tiles: torch.Tensor | None = field(default=None, kw_only=True)
 
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
         values = None if value is None else self.pool.values[layer.index]
@@ -116,7 +121,22 @@ class TritonPaging(Paging):
             "value_dim": value_dim,
             "fixed": self.fixed,
         }
-        if batch.decodes:
+        tiles = self.run_tiles
+        if batch.decodes and tiles is not None and values is not None and query.shape[2] <= WIDEST_KEY:
+            attend_rows(
+                query[: batch.decodes],
+                keys,
+                values,
+                self.tables,
+                batch.lanes[: batch.decodes],
+                self.positions[: batch.decodes],
+                tiles,
+                rows=self.run_rows,
+                out=out[: batch.decodes],
+                workspace=self.workspaces.of(heads, value_dim),
+                **{name: value for name, value in shared.items() if name != "value_dim"},
+            )
+        elif batch.decodes:
             attend_decode(
                 query[: batch.decodes],
                 keys,

@@ -21,7 +21,7 @@ import numpy as np
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fdasync.request import SamplerSpec
 
@@ -90,6 +90,14 @@ def uniform(seed: int, index: int, position: int) -> float:
     """The noise of one token: in [0, 1), 53 bits of BLAKE2b over the three numbers."""
     digest = blake2b(_NOISE_KEY.pack(seed, index, position), digest_size=8, person=b"fdasync noise").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def uniforms(tokens: Iterable[tuple[int, int, int]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """`uniform` of many tokens, float64 [n], given as (seed, index, position)."""
+    pack = _NOISE_KEY.pack
+    digests = [blake2b(pack(*token), digest_size=8, person=b"fdasync noise").digest() for token in tokens]
+    numbers = np.frombuffer(b"".join(digests), "<u8") >> np.uint64(11)
+    return numbers.astype(np.float64) * 2.0**-53
 
 
 def scale_of(temperature: float) -> float:
@@ -162,16 +170,19 @@ def plan_samples(
         plan.arrays.update(changes.arrays())
     if tops:
         # a row that asks for both gets the alternatives by raw log-probs
-        of = [jobs.ints[row][_RAW] if specs[row].raw else row for row in tops]
+        of = [jobs.ints[row][RAW] if specs[row].raw else row for row in tops]
         plan.arrays["top_jobs"] = np.array(of, np.int64)
         plan.arrays["top_counts"] = np.array([specs[row].top for row in tops], np.int64)
         plan.arrays["top_raw"] = np.array([specs[row].raw for row in tops], np.int64)
     return plan
 
 
-# columns of a job's integers
-_ROW, _EDIT, _STOP, _MASK, _MASS, _DRAWN, _TOP_K, _RAW = range(8)
-_PLAIN_FLOATS = (1.0, 0.0, 1.0, -math.inf)
+#: columns of a job's integers
+ROW, EDIT, STOP, MASK, _MASS, _DRAWN, _TOP_K, RAW = range(8)
+#: of a job that leaves logits as they are
+PLAIN_FLOATS = (1.0, 0.0, 1.0, -math.inf)
+#: integers of a second job, but for its row
+RAW_JOB = (0, -1, -1, -1, 1, 0, 0, -1)
 
 
 class _Jobs:
@@ -185,7 +196,7 @@ class _Jobs:
     def add(self, row: int, spec: SamplerSpec, noise: float, changes: _Changes) -> None:
         slots = [changes.edited.get(row, -1), changes.stopped.get(row, -1), changes.masked.get(row, -1)]
         drawn = spec.temperature > 0.0
-        floats, top_k = _PLAIN_FLOATS, 0
+        floats, top_k = PLAIN_FLOATS, 0
         if drawn:
             scale = scale_of(spec.temperature)
             floor = math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf
@@ -200,9 +211,9 @@ class _Jobs:
         self.changed.append(changed)
 
     def add_raw(self, row: int) -> None:
-        self.ints[row][_RAW] = len(self.ints)
-        self.ints.append([row, -1, -1, -1, 1, 0, 0, -1])
-        self.floats.append(_PLAIN_FLOATS)
+        self.ints[row][RAW] = len(self.ints)
+        self.ints.append([row, *RAW_JOB[1:]])
+        self.floats.append(PLAIN_FLOATS)
 
 
 class _Changes:

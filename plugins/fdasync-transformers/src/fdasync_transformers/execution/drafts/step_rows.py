@@ -19,7 +19,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.drafts import RUN_COLUMNS
 from fdasync.runner.drafts import Path, read_paths
 from fdasync.runner.input_batch import Batch
-from fdasync_transformers.sampling.plan import takes_drafts, uniform
+from fdasync_transformers.sampling.plan import takes_drafts, uniforms
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -209,19 +209,28 @@ class RowPlanner:
 
     def _noise_of(self, lanes: Ints, known: Ints, reach: Ints, span: int) -> NDArray[np.float64] | None:
         """The noise of each position is drawn once, however often it is in reach."""
-        ring, undrawn = self._noise, self._undrawn
+        ring = self._noise
+        stops = known + 1 + reach
+        begins = np.maximum(self._undrawn[lanes], known + 1)
+        samplers = self._table.samplers
         draws = False
-        for lane, start, far in zip(lanes.tolist(), known.tolist(), reach.tolist(), strict=True):
-            sampler = self._table.samplers[lane]
+        tokens: list[tuple[int, int, int]] = []
+        new = np.zeros(len(lanes), np.int64)
+        for number, (lane, begin, stop) in enumerate(zip(lanes.tolist(), begins.tolist(), stops.tolist(), strict=True)):
+            sampler = samplers[lane]
             if sampler is None or sampler.temperature <= 0.0:
                 continue
             draws = True
-            stop = start + 1 + far
-            for position in range(max(int(undrawn[lane]), start + 1), stop):
-                ring[lane, position % ring.shape[1]] = uniform(sampler.seed, sampler.index, position)
-            undrawn[lane] = max(int(undrawn[lane]), stop)
+            if begin < stop:
+                seed, index = sampler.seed, sampler.index
+                tokens += [(seed, index, position) for position in range(begin, stop)]
+                new[number] = stop - begin
         if not draws:
             return None
+        if tokens:
+            nth = np.arange(len(tokens)) - np.repeat(np.cumsum(new) - new, new)
+            ring[np.repeat(lanes, new), (np.repeat(begins, new) + nth) % ring.shape[1]] = uniforms(tokens)
+        self._undrawn[lanes] = np.maximum(self._undrawn[lanes], stops)
         places = (known[:, None] + 1 + np.arange(span)) % ring.shape[1]
         drawn: NDArray[np.float64] = ring[lanes[:, None], places]
         return drawn
