@@ -1,7 +1,11 @@
-"""A real Ray cluster of several raylets on this machine, once for all tests of a module."""
+"""A real Ray cluster of several raylets, once for all tests of a module, in a network that has only loopback.
+
+Elsewhere Ray listens on the machine's own address, whatever it is told.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +19,24 @@ NODE_CPUS = 2
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def loopback() -> Iterator[None]:
+    """This module's tests run in a network of their own; skips where none can be made."""
+    testing = pytest.importorskip("fdasync_mooncake.testing", reason="its loopback network namespace is used")
+    if os.geteuid() != 0:
+        pytest.skip("a network namespace for Ray needs root")
+    try:
+        namespace = testing.LoopbackNamespace()
+    except OSError as error:
+        pytest.skip(f"no network namespace for Ray can be made: {error}")
+    try:
+        with namespace.entered():
+            yield
+    finally:
+        namespace.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(loopback: None) -> Iterator[Any]:
     """A head that takes no instances, and three nodes with two CPUs each; this process is connected to it."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
     import ray

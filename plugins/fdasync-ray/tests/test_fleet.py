@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +82,7 @@ async def test_a_node_killed_under_load_costs_retries_only_and_its_instance_come
 
         now = await fleet.until(replaced, "the fleet to be whole", WHOLE_S)
         assert time.monotonic() - began < WHOLE_S
+        print(f"whole again after {time.monotonic() - began:.1f} s")
         assert victim.node not in {one.node for one in now}
         # every request ended whole: what the dead node had was sent again
         assert await load.end() > 6
@@ -109,6 +116,60 @@ async def test_it_scales_while_it_serves_and_an_actor_of_another_process_finds_a
         view = await fleet.view()
         assert view.current is not None
         assert view.current.version == "9"
+
+
+@pytest.mark.slow
+async def test_the_command_drains_at_a_signal_and_leaves_nothing_when_it_is_killed(cluster, tmp_path):
+    config = tmp_path / "engine.json"
+    config.write_text(json.dumps({"runner_config": {"vocab_size": 128, "num_blocks": 256, "max_context_tokens": 512}}))
+    for number in (signal.SIGINT, signal.SIGKILL):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from fdasync_ray.command import ray; ray()", "up", "--mixed", "2"),
+            *("--address", cluster.address, "--runner", "synthetic", "--config", str(config), "--name", "commanded"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        try:
+            lines = []
+            async with asyncio.timeout(WHOLE_S):
+                while not lines or "ready; find it" not in lines[-1]:
+                    lines.append((await process.stdout.readline()).decode())
+                    assert lines[-1], lines
+            client = attach("commanded")
+            async with client.router() as router:
+                assert (await router.complete(PROMPT, PARAMS)).samples[0].finish_reason == "length"
+            pids = [one.pid for one in await client.members()]
+            assert len(pids) == 2
+            process.send_signal(number)
+            async with asyncio.timeout(WHOLE_S):
+                said, _ = await process.communicate()
+                while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - they are no children of this process
+                    await asyncio.sleep(0.05)
+            if number == signal.SIGINT:
+                assert process.returncode == 0
+                assert b"all drained" in said
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_the_example_runs(loopback):
+    example = Path(__file__).parents[3] / "examples" / "rl_on_ray.py"
+    done = subprocess.run(
+        [sys.executable, str(example), "--steps", "2"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step \d: 16 samples of version (\d),", done.stdout, re.MULTILINE) == ["0", "1"], done.stdout
 
 
 class Trainer:
