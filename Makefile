@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
 INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
-PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
+PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake plugins/fdasync-ray
 # more than cores: tests that wait for processes and deadlines leave theirs to others
 WORKERS ?= 3
 SEEDS ?= 2000

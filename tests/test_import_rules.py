@@ -218,6 +218,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
             "fdasync.request",
         ),
+        # fleets: instances as the command line starts them, under actors, and routers that follow them
+        "fdasync_ray": (
+            "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config", "fdasync.engine.weight_source",
+            "fdasync.ipc.deadlines", "fdasync.pd.router.*", "fdasync.request", "fdasync.runner.synthetic",
+        ),
     },
 )  # fmt: skip
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

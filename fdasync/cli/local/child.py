@@ -43,12 +43,17 @@ _KILL_S = 10.0
 class _Ready(msgspec.Struct, frozen=True):
     """What is read of a child's ready line (`fdasync.cli.service.Ready`)."""
 
+    address: str
     notes: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start one instance; the fields are options of `fdasync serve`."""
+    """How to start one instance; the fields are options of `fdasync serve`.
+
+    Attributes:
+        extra: further options, each word by itself, as `("--metrics-port", "0")`.
+    """
 
     name: str
     role: Role
@@ -56,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     drain_s: float = 600.0
     json_log: str = ""
+    extra: tuple[str, ...] = ()
 
 
 class ChildEnded(FdasyncError):
@@ -79,7 +85,7 @@ class Child:
 
     Attributes:
         name, role: as planned.
-        address: where it listens.
+        address: where it listens; with the port that the system gave once it is ready.
         pid: of its process.
         state: what it does, as far as this process knows.
         exited: its exit status, set when it was reaped.
@@ -111,6 +117,7 @@ class Child:
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.address, "--name", plan.name),
             *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}"),
             *("--parent", str(os.getpid()), "--json-log", plan.json_log),
+            *plan.extra,
         ]
         ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))
         self._fds = {ready_fd, error_fd}
@@ -198,7 +205,7 @@ class Child:
         self._ready_line += data
         if self._ready_line.endswith(b"\n") and self.ready_at is None:
             ready = msgspec.json.decode(self._ready_line, type=_Ready)
-            self.notes, self.gpus = ready.notes, ready.gpus
+            self.address, self.notes, self.gpus = ready.address, ready.notes, ready.gpus
             self.state = "ready" if self.state == "loading" else self.state
             self.ready_at = self._loop.time()
             if not self.ready.done():

@@ -1,0 +1,135 @@
+"""The actor of one instance: it starts `fdasync serve` as a child that dies with it, and tells how the child does.
+
+Ray runs the loop of an async actor in a second Python thread, so no engine may live in the actor itself. The kernel
+kills the child when that thread ends, and Ray ends the actor with its node. The actor also writes weights from the
+object store to its node's memory, in a thread of its own since gigabytes are copied. Started by `fleet.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from fdasync.cli.local.child import Child, ChildEnded, in_words
+from fdasync.errors import FdasyncError
+from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import connect
+from fdasync_ray.config import Current, Published, Told
+from fdasync_ray.weights import NodeFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.cli.local.child import Plan
+
+_START_S = 10.0
+_READ_S = 600.0
+_CONNECT_S = 30.0
+
+
+class Supervisor:
+    """See the module. All methods run on the actor's loop, and none of them raises an error of this package: each is
+    told in words, because an error's class and fields would not survive the way between processes.
+
+    Args:
+        plan: of the child.
+        listen: its address.
+        uid: of the fleet, for its folder on this node.
+    """
+
+    def __init__(self, plan: Plan, listen: str, uid: str) -> None:
+        self._plan = plan
+        self._listen = listen
+        self._child: Child | None = None
+        self._folder = NodeFolder(uid, plan.config.model, plan.config.runner)
+        self._placing = asyncio.Lock()
+
+    async def node(self) -> str:
+        """Ray's id of this actor's node: returns as soon as the actor has its place."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def start(self) -> Told:
+        """Start the child, and wait until it takes requests or has ended."""
+        limit_s = self._plan.config.start_deadline_s + _START_S
+        try:
+            self._child = Child(self._plan, self._listen, lambda _child: None)
+            async with Within(limit_s):
+                await asyncio.shield(self._child.ready)
+        except (ChildEnded, OSError) as error:
+            return Told(state="ended", problem=str(error))
+        except TimeoutError:
+            return Told(state="loading", problem=f"{self._plan.name} was not ready within {limit_s:g} s")
+        return self._told()
+
+    async def watch(self, limit_s: float) -> Told:
+        """How the child does when it has ended, or when the time is over."""
+        if self._child is not None:
+            await wait_within([self._child.exited], limit_s)
+        return self._told()
+
+    def _told(self) -> Told:
+        child = self._child
+        if child is None:
+            return Told(state="ended", problem=f"{self._plan.name} was not started")
+        if not child.exited.done():
+            return Told(state="ready", address=child.address, pid=child.pid)
+        status = child.exited.result()  # of one that was reaped
+        line = f": {child.lines[-1]}" if child.lines else ""
+        problem = f"{child.name} {in_words(status)}{line}"
+        return Told(state="ended", address=child.address, pid=child.pid, status=status, problem=problem)
+
+    async def place(self, published: Sequence[Published]) -> str:
+        """Have these weights in this node's memory, and no older ones. Returns a problem in words, or ""."""
+        async with self._placing:
+            for one in published:
+                try:
+                    await self._place(one)
+                except TimeoutError:
+                    return f"{one.path} could not be read from the object store within {_READ_S:g} s"
+                except Exception as error:
+                    # of Ray, whose object may be lost, or of the node, whose memory may be full
+                    return f"{one.path}: {type(error).__name__}: {error}"
+            self._folder.keep_only([one.path for one in published])
+            return ""
+
+    async def _place(self, one: Published) -> None:
+        if self._folder.has(one.path):
+            return
+        locked = await asyncio.to_thread(self._folder.lock)
+        try:
+            if not self._folder.has(one.path):
+                async with Within(_READ_S):
+                    weights = await one.parts[0]
+                await asyncio.to_thread(self._folder.write, one.path, weights)
+        finally:
+            os.close(locked)
+
+    async def update(self, current: Current) -> str:
+        """Bring the child alone to the fleet's weights, before it has met a router. Returns a problem, or ""."""
+        if self._child is None:
+            return "it was not started"
+        try:
+            async with connect([self._child.address], RouterConfig(connect_s=_CONNECT_S)) as router:
+                await router.update_weights(current.version, current.path)
+        except FdasyncError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def drain(self) -> None:
+        """Have the child take no new requests, and end when it has none."""
+        if self._child is not None:
+            self._child.drain()
+
+    async def aclose(self) -> str:
+        """End the child, and kill it if it does not end. Returns a problem, or ""."""
+        try:
+            if self._child is not None:
+                await self._child.aclose()
+        except FdasyncError as error:
+            return str(error)
+        self._folder.close()
+        return ""

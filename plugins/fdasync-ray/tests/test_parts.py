@@ -1,0 +1,142 @@
+"""What needs no Ray: the registry's rules, folders of weights, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from fdasync_ray import FleetConfig, Member
+from fdasync_ray import command as command_module
+from fdasync_ray.config import Current, Published
+from fdasync_ray.registry import Registry
+from fdasync_ray.weights import NodeFolder, packed
+
+from fdasync.engine.config import EngineConfig
+from fdasync.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MEMBER = Member(name="d0", role="decode", address="tcp://127.0.0.1:1", pid=1, node="n")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for a node's memory."""
+    monkeypatch.setattr("fdasync_ray.weights.ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "no instances"),
+        ({"prefill": 1}, "decode instances are missing"),
+        ({"mixed": 1, "cpus": 0.0}, "needs a resource"),
+        ({"mixed": -1}, "below zero"),
+        ({"mixed": 1, "name": ""}, "name"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        FleetConfig(engine=EngineConfig(runner="synthetic"), **values).check()
+
+
+def test_an_instance_takes_its_resources_on_one_node():
+    config = FleetConfig(engine=EngineConfig(runner="synthetic"), mixed=1, cpus=2, gpus=4, resources={"big": 1})
+    assert config.bundle() == {"CPU": 2, "GPU": 4, "big": 1}
+    assert msgspec.structs.replace(config, gpus=0, resources={}).bundle() == {"CPU": 2}
+
+
+def test_the_command_says_what_is_missing_where_ray_is(monkeypatch):
+    monkeypatch.setattr(command_module, "find_spec", lambda _name: None)
+    done = CliRunner().invoke(command_module.ray, ["up", "--mixed", "1", "--runner", "synthetic"])
+    assert isinstance(done.exception, ConfigError)
+    assert "fdasync-ray[ray]" in str(done.exception)
+
+
+async def test_who_lacks_published_weights_or_the_current_ones_does_not_join():
+    registry = Registry("u")
+    supervisors = await registry.publish(Published("/w/1", ()))
+    assert supervisors == []
+    assert (await registry.join(MEMBER, (), None)).members == ()
+    assert (await registry.join(MEMBER, ("/w/1",), None)).members == (MEMBER,)
+    await registry.leave("d0")
+    await registry.serve(Current("5", "/w/1"))
+    assert (await registry.join(MEMBER, ("/w/1",), None)).members == ()
+    assert (await registry.join(MEMBER, ("/w/1",), Current("5", "/w/1"))).members == (MEMBER,)
+
+
+async def test_weights_in_use_are_kept_whatever_is_published():
+    registry = Registry("u")
+    for number in range(4):
+        await registry.publish(Published(f"/w/{number}", ()))
+    assert [one.path for one in (await registry.view()).published] == ["/w/2", "/w/3"]
+    await registry.serve(Current("1", "/w/2"))
+    for number in range(4, 7):
+        await registry.publish(Published(f"/w/{number}", ()))
+    assert [one.path for one in (await registry.view()).published] == ["/w/2", "/w/5", "/w/6"]
+
+
+async def test_a_view_waits_for_a_change():
+    registry = Registry("u")
+    before = await registry.view()
+    assert (await registry.view(before.serial, 0.01)).serial == before.serial
+    await registry.join(MEMBER, (), None)
+    assert (await registry.view(before.serial, 60)).members == (MEMBER,)
+
+
+def test_a_folder_is_a_checkpoint_and_goes_with_the_last_that_uses_it(root, tmp_path_factory):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"a": 1}')
+    (model / "model.safetensors.index.json").write_text("{}")
+    one, other = NodeFolder("u", str(model), "transformers"), NodeFolder("u", str(model), "transformers")
+    path = root / "fdasync-ray-u" / "1"
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    half = np.array([7], np.uint16)
+    one.write(str(path), packed([("a", "float32", (2, 3), values), ("b", "bfloat16", (1,), half.tobytes())]))
+    assert other.has(str(path))
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    data = (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert header["b"] == {"dtype": "BF16", "shape": [1], "data_offsets": [24, 26]}
+    assert data[8 + length + 24 :] == half.tobytes()
+    del header
+    one.write(str(root / "fdasync-ray-u" / "2"), packed([("a", "float32", (2, 3), values)]))
+    read = safetensors.load_file(root / "fdasync-ray-u" / "2" / "model.safetensors")
+    assert np.array_equal(read["a"], values)
+    one.keep_only([str(path)])
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["1"]
+    one.close()
+    assert path.is_dir()
+    other.close()
+    assert not path.parent.exists()
+
+
+def _hold(root: Path) -> None:
+    NodeFolder("dead", "", "synthetic").write(
+        str(root / "fdasync-ray-dead" / "1"), packed([("weights", "uint64", (1,), np.array([3], np.uint64))])
+    )
+
+
+def test_the_folder_of_a_fleet_that_was_killed_goes_when_the_next_one_comes(root):
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(root,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert json.loads((root / "fdasync-ray-dead" / "1" / "weights.json").read_text()) == {"weights_id": 3}
+    folder = NodeFolder("alive", "", "synthetic")
+    assert [entry.name for entry in root.iterdir()] == ["fdasync-ray-alive"]
+    folder.close()
+
+
+def test_a_tensor_that_is_none_is_named():
+    with pytest.raises(BadInput, match="b'"):
+        packed([("b", "float32", (2,), b"123")])
