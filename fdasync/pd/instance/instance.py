@@ -43,7 +43,7 @@ from fdasync.pd.instance.prefill_service import PrefillService
 from fdasync.pd.instance.responses import Responses
 from fdasync.pd.instance.result_sender import failed
 from fdasync.pd.instance.text_digest import text_digest
-from fdasync.pd.link.address import check_address, check_free
+from fdasync.pd.link.address import check_address, check_free, is_ipc, number_of
 from fdasync.pd.link.keys import FleetKeys, keys_of
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
@@ -73,6 +73,7 @@ from fdasync.pd.messages import (
 from fdasync.pd.transfer.device import DeviceTransport
 from fdasync.pd.transfer.device_blocks import BlockPuller
 from fdasync.pd.transfer.shm import shm_problem
+from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.pd.transfer.transports import Transports, make_transport
 from fdasync.request import GenerateRequest, HandOffTarget
 
@@ -189,7 +190,7 @@ class Instance:
         self.notice = ""
         if transports is None:
             kinds, self.notice = _auto(listen) if transport in ("auto", "device") else ((transport,), "")
-            transports = [make_transport(kind) for kind in kinds]
+            transports = [self._transport(kind) for kind in kinds]
         self._transports = Transports(transports)
         self._links: Links | None = None
         self._context: InstanceContext | None = None
@@ -198,6 +199,11 @@ class Instance:
         self._claimed: tuple[Peer | None, float] = (None, 0.0)
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
+
+    def _transport(self, kind: str) -> Transport:
+        if kind == "tcp" and self._keys is not None and not is_ipc(self._listen):
+            return TcpTransport(number_of(self._listen), keyed=True)
+        return make_transport(kind)
 
     # -- life ---------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ Called by `links.py`, `zmq_wire.py`, `zmq_listener.py`, routers and instances.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import re
 import socket
 import stat
+import struct
 
 from fdasync.errors import ConfigError
 
@@ -20,6 +22,7 @@ FileId = tuple[int, int]
 _IPC, _TCP = "ipc://", "tcp://127.0.0.1:"
 # Linux's limit for a Unix socket's path is 108 with the closing zero
 _MAX_PATH_NBYTES = 107
+_SIOCGIFADDR, _MAX_INTERFACE = 0x8915, 15
 _MAX_PORT, _PORT_DIGITS = 65535, 5
 _HINT = (
     "use ipc:///path or tcp://127.0.0.1:port; links to other machines need keys: `fdasync keys new FILE`, then"
@@ -51,6 +54,22 @@ def absolute(address: str) -> str:
         path = os.path.join(os.getcwd(), path)  # blocking: microseconds, the kernel has it at hand
     # a path may begin with two slashes, which `normpath` keeps
     return _IPC + "/" + os.path.normpath(path).lstrip("/")
+
+
+def number_of(address: str) -> str:
+    """The host of a tcp address in numbers; that of an interface is its IPv4 address. Raises ConfigError."""
+    host = host_of(address)
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", host.encode()[:_MAX_INTERFACE]))
+    except OSError as error:
+        hint = "name an address of this machine, or an interface that has one (`ip address`)"
+        raise ConfigError("address", f"{host!r} is no interface with an address: {error.strerror}", hint=hint) from None
+    return socket.inet_ntoa(found[20:24])
 
 
 def check_address(address: str, *, listens: bool = False, keyed: bool = False) -> None:
