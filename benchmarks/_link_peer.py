@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from fdasync.pd.link.keys import load_keys
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.link.zmq_wire import ZmqWire
@@ -68,9 +69,9 @@ class Side:
         raise error
 
 
-async def main(address: str) -> None:
+async def main(address: str, keys: str = "") -> None:
     side = Side("other", echoes=True)
-    links = Links(ZmqWire(), side, CONFIG)
+    links = Links(ZmqWire(keys=load_keys(keys) if keys else None), side, CONFIG)
     links.listen(address)
     print("listening", flush=True)
     try:
@@ -81,4 +82,4 @@ async def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1]))
+    uvloop.run(main(*sys.argv[1:3]))

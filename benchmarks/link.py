@@ -4,6 +4,7 @@ decoded and given to its callback.
     link_msgs_per_s           small messages one way (`BlocksTaken`), from the first `send` to the last acknowledgement
     link_lease_asks_per_s     the same for a `LeaseRequest` with a prompt of 1,280 tokens and its 80 block keys
     link_round_trip_us_p50/99 a small message there and its echo back, one at a time, while nothing else is sent
+    curve_ratio               with --curve: messages/s over loopback tcp with keys (CURVE), as a part of those without
     lease_p50/p99_ms_N        from a lease request to its grant by a real decode instance, N of them in flight
 
 The other process is `benchmarks/_link_peer.py`, for leases `benchmarks/_leases.py`; both run on uvloop.
@@ -17,6 +18,7 @@ import contextlib
 import cProfile
 import os
 import pstats
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from benchmarks import _leases
 from benchmarks._link_peer import CONFIG, ECHO, Side
 from benchmarks._report import Report, calibrate_us
 from fdasync.errors import PeerBusy
+from fdasync.pd.link.keys import FleetKeys, load_keys, new_keys, save_keys
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import BlocksTaken, LeaseRequest, Message, Wanted
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
     from fdasync.pd.link.peer import Peer
 
-AIMS = {"link_msgs_per_s": 100_000.0, "lease_p99_ms_512": 100.0}
+AIMS = {"link_msgs_per_s": 100_000.0, "curve_msgs_per_s": 100_000.0, "curve_ratio": 0.6, "lease_p99_ms_512": 100.0}
 # requests in flight, and how many are measured
 LEASES = {1: 500, 64: 4000, 512: 8000}
 PROMPT_TOKENS = 1280
@@ -103,8 +106,8 @@ def measure_leases(in_flight: int, count: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def other_process(address: str, module: str = "_link_peer") -> Iterator[None]:
-    command = [sys.executable, "-m", f"benchmarks.{module}", address]
+def other_process(address: str, module: str = "_link_peer", *more: str) -> Iterator[None]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", address, *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -122,6 +125,49 @@ class Run:
 
     def __init__(self) -> None:
         self.small = self.asks = self.p50 = self.p99 = 0.0
+
+
+async def measure_curve(address: str, messages: int, keys: FleetKeys | None) -> float:
+    """Small messages per second over tcp; with keys, authenticated and encrypted."""
+    links = Links(ZmqWire(keys=keys), Side("one", echoes=False), CONFIG)
+    try:
+        peer = links.dial(address)
+        await peer.ready(10.0)
+        await one_way(peer, SMALL, messages // 10)
+        return await one_way(peer, SMALL, messages)
+    finally:
+        await links.aclose()
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def curve(runs: int, messages: int) -> Report:
+    """Links over loopback tcp with keys and without, in turn."""
+    plain, with_keys, calibration = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/keys"
+        save_keys(file, new_keys(), replace=False)
+        keys = load_keys(file)
+        for _ in range(runs):
+            calibration.append(calibrate_us())
+            address = free_address()
+            with other_process(address):
+                plain.append(uvloop.run(measure_curve(address, messages, None)))
+            address = free_address()
+            with other_process(address, "_link_peer", file):
+                with_keys.append(uvloop.run(measure_curve(address, messages, keys)))
+    report = Report("Links between two processes over loopback tcp, with keys and without")
+    report.conditions |= {"messages": messages}
+    report.add("tcp_msgs_per_s", plain)
+    report.add("curve_msgs_per_s", with_keys, aim=AIMS["curve_msgs_per_s"])
+    ratios = [ours / bare for ours, bare in zip(with_keys, plain, strict=True)]
+    report.add("curve_ratio", ratios, aim=AIMS["curve_ratio"])
+    report.add("calibration_us", calibration)
+    return report
 
 
 async def measure(address: str, messages: int, trips: int, profile: cProfile.Profile | None) -> Run:
@@ -155,7 +201,11 @@ def main() -> None:
     parser.add_argument("--trips", type=int, default=5000, help="round trips in each run (default 5000)")
     parser.add_argument("--runs", type=int, default=5, help="runs; medians are reported (default 5)")
     parser.add_argument("--profile", action="store_true", help="profile the sender of small messages; no figures")
+    parser.add_argument("--curve", action="store_true", help="what keys cost over tcp, and nothing else")
     args = parser.parse_args()
+    if args.curve:
+        curve(args.runs, args.messages).finish(args.json)
+        return
     profile = cProfile.Profile() if args.profile else None
     runs, calibration = [], []
     for _ in range(1 if args.profile else args.runs):

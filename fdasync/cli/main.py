@@ -1,4 +1,4 @@
-"""The `fdasync` command, also `python -m fdasync`: serve, up, demo, verify-trainer, doctor, plugins, store.
+"""The `fdasync` command, also `python -m fdasync`: serve, up, demo, verify-trainer, doctor, plugins, store, keys.
 
 Parses, prints and sets exit codes. A command imports its work when it runs: `demo/run.py`, `doctor.py`, the registry.
 Called by the command `fdasync` (`fdasync_command.py`).
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from fdasync.cli.common.options import POLICY_HELP, STORE_HELP, engine_config, engine_options
 from fdasync.cli.common.stdout import print_json
+from fdasync.cli.keys import keys
 from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
 from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
@@ -240,6 +241,7 @@ def plugins(no_load: bool, as_json: bool) -> None:
 cli.add_command(serve)
 cli.add_command(up)
 cli.add_command(store)
+cli.add_command(keys)
 
 
 def main() -> None:

@@ -29,7 +29,18 @@ _drain_s = click.option(
     type=click.Choice(["mixed", "prefill", "decode"]),
     help="mixed serves requests whole; prefill ones compute prompts and hand over to decode ones.  [default: mixed]",
 )
-@click.option("--listen", required=True, metavar="ADDRESS", help="ipc:///path, or tcp://127.0.0.1:PORT (0: any).")
+@click.option(
+    "--listen",
+    required=True,
+    metavar="ADDRESS",
+    help="ipc:///path, or tcp://127.0.0.1:PORT (0: any). With --keys tcp://HOST:PORT: an address that the other"
+    " machines reach, or an interface's name.",
+)
+@click.option(
+    "--keys",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of `fdasync keys new`: every link that is not ipc is authenticated and encrypted.",
+)
 @click.option(
     "--peer",
     "peers",
@@ -56,8 +67,8 @@ _drain_s = click.option(
 def serve(**options: Any) -> None:
     """Run one instance until Ctrl-C or SIGTERM, for `fdasync.connect([ADDRESS, ...])`.
 
-    It speaks the native protocol only; `fdasync http` serves HTTP in front of it. Addresses are ipc:// or loopback
-    tcp:// only, because links are not authenticated yet: every process that can connect is trusted.
+    It speaks the native protocol only; `fdasync http` serves HTTP in front of it. Without --keys, addresses are ipc://
+    or loopback tcp:// only, and every process that can connect is trusted.
 
     When requests may come, a line "fdasync serve: ready at ADDRESS as NAME (ROLE): ..." goes to stdout, and with
     --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks, worker_pids, gpus and

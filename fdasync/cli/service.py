@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,6 +47,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line; see `fdasync serve --help`."""
 
     listen: str
+    keys: Path | None = None
     peers: tuple[str, ...] = ()
     name: str = ""
     transport: str = "auto"
@@ -103,7 +105,12 @@ def run_serve(config: EngineConfig, options: ServeOptions) -> int:
 
 async def _serve(config: EngineConfig, options: ServeOptions) -> int:
     instance = Instance(
-        config, listen=options.listen, peers=options.peers, name=options.name, transport=options.transport
+        config,
+        listen=options.listen,
+        peers=options.peers,
+        name=options.name,
+        transport=options.transport,
+        keys=options.keys,
     )
     voice = Voice(_STDOUT)
     with Signals() as signals:

@@ -562,6 +562,21 @@ class LinkChanged(Notice, frozen=True, kw_only=True):
     problem: str = ""
 
 
+class ConnectionsRefused(Notice, frozen=True, kw_only=True):
+    """Connections to this instance were refused; at most once a second for each reason.
+
+    Attributes:
+        address: at which this instance listens.
+        reason: "key": the client's key is not allowed; "mechanism": it came without keys; "handshake": it has another
+            server key, is no client, or went away; "stranger": it does not speak the protocol.
+        count: connections since the last event.
+    """
+
+    address: str
+    reason: str
+    count: int
+
+
 class LoopHeldUp(Notice, frozen=True, kw_only=True):
     """The engine's loop was blocked.
 
@@ -630,6 +645,7 @@ AnyEvent = (
     | BreakerChanged
     | RequestEnded
     | LinkChanged
+    | ConnectionsRefused
     | LoopHeldUp
     | TapFailed
     | EngineDied

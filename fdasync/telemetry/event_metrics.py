@@ -16,6 +16,7 @@ from fdasync.events.catalog import (
     BlockDamaged,
     BlocksReceived,
     BreakerChanged,
+    ConnectionsRefused,
     FetchEnded,
     LeaseAnswered,
     LinkChanged,
@@ -168,6 +169,9 @@ class EventMetrics:
         )
         self.receive = Histogram("fdasync_receive_seconds", "Copies of some blocks from other instances.", _TRANSFER_S)
         self.received = Counter("fdasync_received_bytes_total", "KV and rows that came from other instances.")
+        self.refused = Counter(
+            "fdasync_connections_refused_total", "Connections without the fleet's keys that were refused.", ("reason",)
+        )
         self.lost = Counter("fdasync_links_lost_total", "Links to other instances that were lost.", ("role",))
         for answer in ("granted", "denied", "silent"):
             self.asked.add(0.0, answer)
@@ -191,6 +195,7 @@ class EventMetrics:
             LeaseAnswered: self._lease_answered,
             BlocksReceived: self._blocks_received,
             LinkChanged: self._link_changed,
+            ConnectionsRefused: self._refused,
         }
 
     def take(self, event: Event) -> None:
@@ -265,6 +270,9 @@ class EventMetrics:
     def _link_changed(self, event: LinkChanged) -> None:
         if not event.up:
             self.lost.add(1.0, event.role)
+
+    def _refused(self, event: ConnectionsRefused) -> None:
+        self.refused.add(float(event.count), event.reason)
 
     def _loop_held_up(self, event: LoopHeldUp) -> None:
         self.held_up.observe(event.seconds)

@@ -31,6 +31,7 @@ from fdasync.events.catalog import (
     BlockDamaged,
     BreakerChanged,
     CacheResetRequested,
+    ConnectionsRefused,
     EngineDied,
     FetchEnded,
     LateTransferEnded,
@@ -65,6 +66,7 @@ NOTEWORTHY: Final = (
     BlockDamaged,
     BreakerChanged,
     CacheResetRequested,
+    ConnectionsRefused,
     EngineDied,
     FetchEnded,
     LeaseLost,
@@ -248,6 +250,8 @@ def level_of(event: Event) -> Level:
             return "debug" if event.answered else "warning"
         case StoreCalled():
             return "warning" if event.error or event.failed or event.damaged else "debug"
+        case ConnectionsRefused():
+            return "warning"
         case LinkChanged():
             return "info" if event.up else "warning"
         case LeaseLost() | LateTransferEnded() | PauseRequested() | ResumeRequested():

@@ -21,3 +21,14 @@ def test_link_writes_figures_and_conditions(tmp_path: Path) -> None:
     assert report["conditions"]["messages"] == 2000
     # the other process ended, and nobody complained
     assert "Traceback" not in done.stderr
+
+
+def test_what_keys_cost(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.link", "--curve", "--runs", "1", "--messages", "2000"]
+    done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert {"tcp_msgs_per_s", "curve_msgs_per_s", "curve_ratio"} <= set(figures)
+    assert all(value > 0 for value in figures.values())
+    assert "Traceback" not in done.stderr

@@ -34,7 +34,7 @@ from fdasync.events.actions import (
     SendBlocks,
     TellBlocks,
 )
-from fdasync.events.catalog import LinkChanged
+from fdasync.events.catalog import ConnectionsRefused, LinkChanged
 from fdasync.ipc.deadlines import wait_within
 from fdasync.pd.instance.context import InstanceContext
 from fdasync.pd.instance.decode_service import DecodeService
@@ -43,7 +43,8 @@ from fdasync.pd.instance.prefill_service import PrefillService
 from fdasync.pd.instance.responses import Responses
 from fdasync.pd.instance.result_sender import failed
 from fdasync.pd.instance.text_digest import text_digest
-from fdasync.pd.link.address import check_address, check_free
+from fdasync.pd.link.address import check_address, check_free, is_ipc, number_of
+from fdasync.pd.link.keys import FleetKeys, keys_of
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import (
@@ -72,11 +73,13 @@ from fdasync.pd.messages import (
 from fdasync.pd.transfer.device import DeviceTransport
 from fdasync.pd.transfer.device_blocks import BlockPuller
 from fdasync.pd.transfer.shm import shm_problem
+from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.pd.transfer.transports import Transports, make_transport
 from fdasync.request import GenerateRequest, HandOffTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from fdasync.cache.store.base import Store
     from fdasync.drafting import Drafter
@@ -139,6 +142,7 @@ class Instance:
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.
         links: times and bounds of the links.
+        keys: keys of the fleet, or their file; needed for an address beyond the loopback.
         wire, transports, runner, tokenizer, store, drafter: objects instead of those that the configuration names, for
             tests.
 
@@ -158,6 +162,7 @@ class Instance:
         name: str = "",
         transport: str = "auto",
         links: LinkConfig | None = None,
+        keys: FleetKeys | str | Path | None = None,
         wire: Wire | None = None,
         transports: Sequence[Transport] | None = None,
         runner: Runner | None = None,
@@ -168,9 +173,10 @@ class Instance:
         # a model takes minutes to load, so arguments are checked first
         if len(name) > _NAME_CHARS:
             raise ConfigError("name", f"has {len(name)} characters", limit=_NAME_CHARS)
-        check_address(listen, listens=True)
+        self._keys = keys_of(keys)
+        check_address(listen, listens=True, keyed=self._keys is not None)
         for peer in peers:
-            check_address(peer)
+            check_address(peer, keyed=self._keys is not None)
         self.shows_blocks = transport == "device"
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self, drafter=drafter)
         if self.engine.config.role == "alone":
@@ -184,7 +190,7 @@ class Instance:
         self.notice = ""
         if transports is None:
             kinds, self.notice = _auto(listen) if transport in ("auto", "device") else ((transport,), "")
-            transports = [make_transport(kind) for kind in kinds]
+            transports = [self._transport(kind) for kind in kinds]
         self._transports = Transports(transports)
         self._links: Links | None = None
         self._context: InstanceContext | None = None
@@ -193,6 +199,11 @@ class Instance:
         self._claimed: tuple[Peer | None, float] = (None, 0.0)
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
+
+    def _transport(self, kind: str) -> Transport:
+        if kind == "tcp" and self._keys is not None and not is_ipc(self._listen):
+            return TcpTransport(number_of(self._listen), keyed=True)
+        return make_transport(kind)
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -212,7 +223,8 @@ class Instance:
             self._weights = self.engine.weights
             shared, capacity = self.engine.share(), self.engine.capacity
             self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
-            links = Links(self._wire or ZmqWire(on_guard=self._on_guard), self, self._link_config)
+            wire = self._wire or ZmqWire(on_guard=self._on_guard, keys=self._keys, on_refused=self._on_refused)
+            links = Links(wire, self, self._link_config)
             # from here to the services nothing waits: a close finds either none of them or all
             self._links = links
             self._context = context = InstanceContext(
@@ -479,6 +491,9 @@ class Instance:
 
     def _on_guard(self, address: str, problem: str) -> None:
         self.engine.bus.publish(LinkChanged(peer=address, role="listener", up=not problem, problem=problem))
+
+    def _on_refused(self, reason: str, count: int) -> None:
+        self.engine.bus.publish(ConnectionsRefused(address=self.address, reason=reason, count=count))
 
     def on_failure(self, error: Exception) -> None:
         self.engine.fail(error)

@@ -1,15 +1,19 @@
-"""Checks addresses: a wire takes Unix sockets and loopback only, and refuses any other address by name.
+"""Checks addresses: without keys a wire takes Unix sockets and loopback only, and refuses any other address by name.
 
-Links are not authenticated yet, so any process that can connect can pretend to be an instance. Knows no sockets of ZMQ.
+Without keys any process that can connect can pretend to be an instance (`keys.py`). Knows no sockets of ZMQ.
 Called by `links.py`, `zmq_wire.py`, `zmq_listener.py`, routers and instances.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import os
+import re
 import socket
 import stat
+import struct
 
 from fdasync.errors import ConfigError
 
@@ -18,8 +22,23 @@ FileId = tuple[int, int]
 _IPC, _TCP = "ipc://", "tcp://127.0.0.1:"
 # Linux's limit for a Unix socket's path is 108 with the closing zero
 _MAX_PATH_NBYTES = 107
+_SIOCGIFADDR, _MAX_INTERFACE = 0x8915, 15
 _MAX_PORT, _PORT_DIGITS = 65535, 5
-_HINT = "links are not authenticated yet: use ipc:///path or tcp://127.0.0.1:port"
+_HINT = (
+    "use ipc:///path or tcp://127.0.0.1:port; links to other machines need keys: `fdasync keys new FILE`, then"
+    " --keys FILE on all of them"
+)
+# a name of a host or an interface
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+
+
+def is_ipc(address: str) -> bool:
+    return address.startswith(_IPC)
+
+
+def host_of(address: str) -> str:
+    """The host of a tcp address, as a number without brackets where it is one; "" of an ipc address."""
+    return "" if is_ipc(address) else address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def absolute(address: str) -> str:
@@ -37,14 +56,33 @@ def absolute(address: str) -> str:
     return _IPC + "/" + os.path.normpath(path).lstrip("/")
 
 
-def check_address(address: str, *, listens: bool = False) -> None:
-    """Raises ConfigError, which names the address, for one that is malformed or not of this machine."""
-    if address.startswith(_IPC):
+def number_of(address: str) -> str:
+    """The host of a tcp address in numbers; that of an interface is its IPv4 address. Raises ConfigError."""
+    host = host_of(address)
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", host.encode()[:_MAX_INTERFACE]))
+    except OSError as error:
+        hint = "name an address of this machine, or an interface that has one (`ip address`)"
+        raise ConfigError("address", f"{host!r} is no interface with an address: {error.strerror}", hint=hint) from None
+    return socket.inet_ntoa(found[20:24])
+
+
+def check_address(address: str, *, listens: bool = False, keyed: bool = False) -> None:
+    """Raises ConfigError, which names the address, for one that is malformed, or beyond this machine and `keyed` is
+    false: there are no keys."""
+    if is_ipc(address):
         _check_path(address, address.removeprefix(_IPC))
         return
     port = address.removeprefix(_TCP)
     if port == address and f"{address}:" != _TCP:
-        raise ConfigError("address", f"{address!r} is neither ipc nor loopback", hint=_HINT)
+        if not keyed:
+            raise ConfigError("address", f"{address!r} is neither ipc nor loopback", hint=_HINT)
+        port = _check_host(address)
     if listens and port == "*":
         return
     limit = "1 to 65535, and 0 or * to listen"
@@ -53,6 +91,27 @@ def check_address(address: str, *, listens: bool = False) -> None:
         raise ConfigError("address", f"{address!r} has no port", limit=limit)
     if len(port) > _PORT_DIGITS or not (0 if listens else 1) <= int(port) <= _MAX_PORT:
         raise ConfigError("address", f"the port of {address!r} is out of range", limit=limit)
+
+
+def _check_host(address: str) -> str:
+    """Check the host of a tcp address; returns its port."""
+    hint = "say tcp://HOST:PORT, with an address of the machine; [..] around one of IPv6"
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host:
+        raise ConfigError("address", f"{address!r} is neither ipc nor tcp, or has no port", hint=hint)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        found = ipaddress.ip_address(bare)
+    except ValueError:
+        if bare != host or not _NAME.fullmatch(host) or not any(map(str.isalpha, host)):
+            raise ConfigError("address", f"{address!r} has no host", hint=hint) from None
+        return port
+    if (found.version == 6) != (bare != host):
+        raise ConfigError("address", f"{address!r} has no host", hint=hint)
+    if found.is_unspecified or found.is_multicast:
+        # it is passed on to other machines, which could not dial it
+        raise ConfigError("address", f"{address!r} names no machine", hint=hint)
+    return port
 
 
 def _check_path(address: str, path: str) -> None:
@@ -93,14 +152,19 @@ def check_free(address: str) -> None:
 
 
 def _check_port(address: str) -> None:
-    port = address.removeprefix(_TCP)
+    port = address.rpartition(":")[2]
     if port in ("*", "0"):
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    try:
+        host = ipaddress.ip_address(host_of(address))
+    except ValueError:
+        # the name of an interface: ZMQ finds its address
+        return
+    with socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # as ZMQ does, so that connections of a listener that is gone do not matter
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", int(port)))
+            probe.bind((str(host), int(port)))
         except OSError as error:
             raise ConfigError("address", f"cannot listen at {address!r}: {error.strerror}") from None
 

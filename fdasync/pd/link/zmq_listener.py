@@ -60,6 +60,7 @@ class ListenerGuard:
 
     Args:
         on_change: called with an address and a reason when its listener is closed, and with "" when it listens again.
+        secure: called with an address before the socket is bound to it: sets the options of that listener.
 
     Attributes:
         shut: addresses whose listeners are closed now, for lack of descriptors.
@@ -67,13 +68,18 @@ class ListenerGuard:
     """
 
     def __init__(
-        self, sock: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, on_change: Callable[[str, str], None] | None
+        self,
+        sock: zmq.Socket[bytes],
+        loop: asyncio.AbstractEventLoop,
+        on_change: Callable[[str, str], None] | None,
+        secure: Callable[[str], None],
     ) -> None:
         self.shut: list[str] = []
         self.times_shut = 0
         self._sock = sock
         self._loop = loop
         self._on_change = on_change
+        self._secure = secure
         self._open: list[str] = []
         self._files: dict[str, FileId] = {}
         self._again_at = 0.0
@@ -92,6 +98,7 @@ class ListenerGuard:
 
     def _bind(self, address: str) -> str:
         try:
+            self._secure(address)
             self._sock.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError("address", f"cannot listen at {address!r}: {error.strerror}") from None

@@ -4,6 +4,8 @@ ZMQ connects, reconnects and queues on native threads of its own, which run no P
 triggered: it reports a possible change once, and any call on the socket may swallow the report. So a socket is read
 until it is empty, and read again after each turn in which a frame was sent. (`zmq.asyncio` is about 15 times slower.)
 
+With keys, CURVE authenticates and encrypts every connection that is not ipc; `zap.py` has the allow list.
+
 Knows no messages and no sessions. Called by `Links`; routers and instances make it.
 """
 
@@ -19,13 +21,16 @@ from typing import TYPE_CHECKING
 import zmq
 
 from fdasync.errors import ConfigError, ProtocolError
-from fdasync.pd.link.address import check_address, check_free
+from fdasync.pd.link.address import check_address, check_free, is_ipc
 from fdasync.pd.link.session import MAX_FRAME_NBYTES
 from fdasync.pd.link.wire import NAME_NBYTES, Frame, Pipe, Wire
+from fdasync.pd.link.zap import DOMAIN, OPEN_DOMAIN, ZAP_ADDRESS, Doorkeeper
 from fdasync.pd.link.zmq_listener import ListenerGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fdasync.pd.link.keys import FleetKeys
 
 _HIGH_WATER = 1000
 # messages read in one callback of the loop
@@ -34,6 +39,11 @@ _RECONNECT_MS = (50, 1000)
 # so that a Bye just before hanging up still goes out
 _LINGER_MS = 50
 _TRY_FULL_S = 0.005
+# libzmq closes a connection without a handshake after so long
+_HANDSHAKE_S = 5.0
+_MONITOR = "inproc://refusals"
+# how long a dialed process has to take one of our two keys before the other one is tried
+_TRY_KEY_S = 2.0
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # descriptors of a context and its first sockets; ZMQ ends the process if it can open no more
 _FILES = 24
@@ -113,6 +123,12 @@ class ZmqWire(Wire):
         max_frame_nbytes: ZMQ disconnects a process that sends a longer frame.
         on_guard: called with an address and a reason when its listener is closed for lack of file descriptors
             (`zmq_listener.py`), and with "" when it listens again.
+        keys: keys of the fleet (`keys.py`); without them, addresses beyond the loopback are refused.
+        on_refused: called with a reason and a number of connections that were refused (`zap.py`).
+
+    Attributes:
+        guard: the guard of the listeners; None before the first.
+        door: says who may connect, and counts who may not; None without keys.
     """
 
     def __init__(
@@ -121,6 +137,8 @@ class ZmqWire(Wire):
         high_water: int = _HIGH_WATER,
         max_frame_nbytes: int = MAX_FRAME_NBYTES,
         on_guard: Callable[[str, str], None] | None = None,
+        keys: FleetKeys | None = None,
+        on_refused: Callable[[str, int], None] | None = None,
     ) -> None:
         self._high_water = high_water
         self._max_frame_nbytes = max_frame_nbytes
@@ -130,6 +148,12 @@ class ZmqWire(Wire):
         self._dealers: dict[_Port, ZmqPipe] = {}
         self._on_guard = on_guard
         self.guard: ListenerGuard | None = None
+        self._keys = keys
+        self._on_refused = on_refused
+        self.door: Doorkeeper | None = None
+        # the ZAP handler's socket and the monitor's
+        self._doors: list[_Port] = []
+        self._trying: dict[_Port, asyncio.TimerHandle] = {}
         self._name = b""
         self._dials = 0
         # pipes that refused frames, of processes that dialed us
@@ -149,7 +173,7 @@ class ZmqWire(Wire):
         _check_files()
         self._context = zmq.Context(io_threads=1)
 
-    def _port(self, kind: int, options: dict[int, int | bytes]) -> _Port:
+    def _port(self, kind: int, options: dict[int, int | bytes], read: Callable[[_Port], None] | None = None) -> _Port:
         if self._context is None or self._closed:
             raise ProtocolError("the wire is closed, or was not opened")
         try:
@@ -162,39 +186,106 @@ class ZmqWire(Wire):
             zmq.SNDHWM: self._high_water,
             zmq.RCVHWM: self._high_water,
             zmq.MAXMSGSIZE: self._max_frame_nbytes,
+            zmq.HANDSHAKE_IVL: int(_HANDSHAKE_S * 1000),
             zmq.RECONNECT_IVL: low,
             zmq.RECONNECT_IVL_MAX: high,
         }
         for option, value in (common | options).items():
             sock.setsockopt(option, value)
-        return _Port(self._loop, sock, self._read)
+        return _Port(self._loop, sock, read or self._read)
+
+    def _open_door(self) -> None:
+        """Answer libzmq's questions about clients, and count refusals. Before the first listener: who comes while
+        nobody answers is refused."""
+        assert self._keys is not None
+        assert self._router is not None
+        door = self.door = Doorkeeper(self._loop, self._keys.allowed, 1.2 * _HANDSHAKE_S, self._on_refused)
+
+        def read(port: _Port) -> None:
+            done = door.answer(port.sock) if port is self._doors[0] else door.read_failures(port.sock)
+            if not done:
+                port.again()
+
+        self._doors.append(self._port(zmq.ROUTER, {}, read))
+        self._doors[0].sock.bind(ZAP_ADDRESS)
+        door.watch(self._router.sock, _MONITOR)
+        # without a limit: libzmq's thread would wait for this loop, and links with it
+        self._doors.append(self._port(zmq.PAIR, {zmq.RCVHWM: 0, zmq.MAXMSGSIZE: -1}, read))
+        self._doors[1].sock.connect(_MONITOR)
+        for port in self._doors:
+            port.again()
+
+    def _secure(self, address: str) -> None:
+        """Set the options of the next listener."""
+        assert self._router is not None
+        sock = self._router.sock
+        sock.setsockopt(zmq.IPV6, int("[" in address))
+        if self._keys is None:
+            return
+        if is_ipc(address):
+            sock.setsockopt(zmq.CURVE_SERVER, 0)
+            sock.setsockopt(zmq.ZAP_DOMAIN, OPEN_DOMAIN)
+            return
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.keys[0].server.secret.encode())
+        sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def listen(self, address: str) -> str:
-        check_address(address, listens=True)
+        check_address(address, listens=True, keyed=self._keys is not None)
         check_free(address)
         if self._router is None:
             options: dict[int, int | bytes] = {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             self._router = self._port(zmq.ROUTER, options)
+        if self._keys is not None and self.door is None:
+            self._open_door()
         if self.guard is None:
-            self.guard = ListenerGuard(self._router.sock, self._loop, self._on_guard)
+            self.guard = ListenerGuard(self._router.sock, self._loop, self._on_guard, self._secure)
         actual = self.guard.listen(address)
         self._router.again()
         return actual
 
     def dial(self, address: str) -> Pipe:
-        check_address(address)
+        check_address(address, keyed=self._keys is not None)
         self._dials += 1
         # differs from the name of an earlier pipe to the same listener, which may not have noticed that pipe's end
         name = self._name + self._dials.to_bytes(4, "big")
-        port = self._port(zmq.DEALER, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1})
+        port = self._port(zmq.DEALER, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1, zmq.IPV6: int("[" in address)})
         try:
-            port.sock.connect(address)
+            self._connect(port, address, 0)
         except zmq.ZMQError as error:
             port.close(0)
             raise ConfigError("address", f"cannot dial {address!r}: {error.strerror}") from None
         pipe = self._dealers[port] = ZmqPipe(address, b"")
         pipe.port = port
         return pipe
+
+    def _connect(self, port: _Port, address: str, number: int) -> None:
+        """Connect with one of our keys; if nothing comes of it, with the other one, in turn."""
+        self._trying.pop(port, None)
+        if self._keys is not None and not is_ipc(address):
+            keys = self._keys.keys
+            server, client = keys[number % len(keys)].server, keys[0].client
+            port.sock.setsockopt(zmq.CURVE_SERVERKEY, server.public.encode())
+            port.sock.setsockopt(zmq.CURVE_PUBLICKEY, client.public.encode())
+            port.sock.setsockopt(zmq.CURVE_SECRETKEY, client.secret.encode())
+            if len(keys) > 1:
+                # bare timer: looks whether the connection is up
+                self._trying[port] = self._loop.call_later(_TRY_KEY_S, self._try_other, port, address, number + 1)
+        port.sock.connect(address)
+
+    def _try_other(self, port: _Port, address: str, number: int) -> None:
+        pipe = self._dealers.get(port)
+        if pipe is None or port.closed:
+            self._trying.pop(port, None)
+            return
+        if not int(port.sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            port.sock.disconnect(address)
+            self._connect(port, address, number)
+        else:
+            # bare timer: it may be another process with another key that listens there later
+            self._trying[port] = self._loop.call_later(_TRY_KEY_S, self._try_other, port, address, number)
+        port.again()
 
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
         assert isinstance(pipe, ZmqPipe)
@@ -236,6 +327,8 @@ class ZmqWire(Wire):
             self._inbound.pop(pipe.name, None)
         else:
             del self._dealers[pipe.port]
+            if pipe.port in self._trying:
+                self._trying.pop(pipe.port).cancel()
             pipe.port.close(_LINGER_MS)
 
     async def aclose(self) -> None:
@@ -248,7 +341,13 @@ class ZmqWire(Wire):
         # first, before another process can take the address
         if self.guard is not None:
             self.guard.close()
-        for port in ports:
+        if self.door is not None:
+            self.door.close()
+        while self._trying:
+            self._trying.popitem()[1].cancel()
+        if self._router is not None and self._doors:
+            self._router.sock.disable_monitor()
+        for port in (*ports, *self._doors):
             port.close(0)
         self._dealers.clear()
         self._inbound.clear()

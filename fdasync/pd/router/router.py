@@ -27,6 +27,7 @@ from fdasync.errors import (
 )
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.pd.link.address import absolute
+from fdasync.pd.link.keys import keys_of
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import (
@@ -60,8 +61,10 @@ from fdasync.request import MAX_VOCAB_SIZE, SamplingParams, ask_of, check_name, 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
     from typing import Unpack
 
+    from fdasync.pd.link.keys import FleetKeys
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.link.session import LinkConfig
     from fdasync.pd.link.wire import Frame, Wire
@@ -83,6 +86,7 @@ class Router(Generator):
             to the working directory, wherever an address is given.
         config: settings.
         links: times and bounds of the links.
+        keys: keys of the fleet, or their file; needed for addresses beyond the loopback.
         wire: a wire instead of ZMQ, for tests.
         seed: seed of the sampling seeds and request ids that the router draws; None: from the system.
 
@@ -98,6 +102,7 @@ class Router(Generator):
         config: RouterConfig | None = None,
         *,
         links: LinkConfig | None = None,
+        keys: FleetKeys | str | Path | None = None,
         wire: Wire | None = None,
         seed: int | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class Router(Generator):
         # two spellings of one address are one instance
         self._addresses = list(dict.fromkeys(map(absolute, addresses)))
         self._link_config = links
+        self._keys = keys_of(keys)
         self._wire = wire
         self._rng = random.Random(seed)
         self._base = ""
@@ -135,7 +141,7 @@ class Router(Generator):
         than half fit together (or not all); ConfigError for an address.
         """
         self._loop = asyncio.get_running_loop()
-        self._links = Links(self._wire or ZmqWire(), self, self._link_config)
+        self._links = Links(self._wire or ZmqWire(keys=self._keys), self, self._link_config)
         self._base = self._links.incarnation[:8].hex()
         self.dispatch = Dispatch(self.config, self.table, self._base, self._check_open)
         self.commands = ControlPlane(self.table, self.dispatch, self._links, self.config, self._drop, self.on_failure)

@@ -1,9 +1,11 @@
 """The transport over TCP: the receiver requests runs of bytes, the sender replies from its regions.
 
-Loopback only, since links are not authenticated yet. Both sides use non-blocking sockets and the loop's readers and
-writers, so that bytes go from region to kernel to region without other copies. A receiver has one connection to each
-sender; it dials at the first receive, and at the next one after the connection broke. `tcp_wire.py` is the protocol,
-`tcp_server.py` the sender's side, `tcp_client.py` the receiver's. Knows no messages. Made by `transports.py`.
+Loopback only, unless links have keys. The token of its source is a secret that the link hands over; who does not know
+it hears nothing (`tcp_wire.py`). Blocks are neither secret nor tamper-proof on their way, though their checksums come
+by the link. Both sides use non-blocking sockets and the loop's readers and writers, so that bytes go from region to
+kernel to region without other copies. A receiver has one connection to each sender; it dials at the first receive, and
+at the next one after the connection broke. `tcp_wire.py` is the protocol, `tcp_server.py` the sender's side,
+`tcp_client.py` the receiver's. Knows no messages. Made by `transports.py` and instances.
 """
 
 from __future__ import annotations
@@ -39,25 +41,33 @@ class TcpTransport(Endpoint):
     """See the module.
 
     Args:
-        host: loopback address to listen on, in numbers.
+        host: address to listen on, in numbers; loopback, unless `keyed`.
         token: token of its source, 16 random bytes; None: drawn.
         stuck_s: a connection that owes bytes and does not move for so long is dropped.
         idle_s: a connection without receives for so long is closed.
+        keyed: links are authenticated and encrypted (`pd/link/keys.py`), so senders may be on other machines.
     """
 
     name: ClassVar[str] = "tcp"
     _regions: Sequence[SharedRegion]
 
     def __init__(
-        self, host: str = "127.0.0.1", token: bytes | None = None, *, stuck_s: float = 5.0, idle_s: float = 60.0
+        self,
+        host: str = "127.0.0.1",
+        token: bytes | None = None,
+        *,
+        stuck_s: float = 5.0,
+        idle_s: float = 60.0,
+        keyed: bool = False,
     ) -> None:
-        """Raises BadInput for an address that is not loopback."""
+        """Raises BadInput for an address that is malformed, or not loopback without keys."""
         try:
-            self._host, _ = parse_address(f"[{host}]:1" if ":" in host else f"{host}:1")
+            self._host, _ = parse_address(f"[{host}]:1" if ":" in host else f"{host}:1", keyed=keyed)
         except ProtocolError as error:
             raise BadInput("host", error.problem, hint="leave it out to listen on 127.0.0.1") from None
         super().__init__(token)
         self._stuck_s = stuck_s
+        self._keyed = keyed
         self._idle_s = idle_s
         self._server: Server | None = None
         self._connections: dict[tuple[bytes, str], Connection] = {}
@@ -113,7 +123,7 @@ class TcpTransport(Endpoint):
         if found is not None and not found.closed:
             return found
         try:
-            made = Connection(asyncio.get_running_loop(), source.address, source.token)
+            made = Connection(asyncio.get_running_loop(), source.address, source.token, keyed=self._keyed)
         except ProtocolError as error:
             return refused(error.problem)
         except OSError as error:

@@ -21,12 +21,16 @@ from fdasync.cache.store.base import DONE, Outcome
 from fdasync.errors import ProtocolError
 from fdasync.pd.transfer.base import SLICE_NBYTES
 from fdasync.pd.transfer.tcp_wire import (
+    ANSWER_NBYTES,
     MAX_REQUESTS,
+    NONCE_NBYTES,
     REPLY_NBYTES,
     Request,
-    greeting,
+    check_answer,
+    knock,
     pack_request,
     parse_address,
+    proof,
     read_reply,
 )
 from fdasync.pd.transfer.validation import FORGOTTEN, broken, damaged, refused
@@ -148,8 +152,8 @@ class Connection:
         moved_at: time at which bytes last arrived.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, token: bytes) -> None:
-        """Raises ProtocolError for an address that is malformed or not loopback, OSError."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, token: bytes, *, keyed: bool = False) -> None:
+        """`keyed`: it may be beyond the loopback. Raises ProtocolError for the address, OSError."""
         self.closed = False
         self._loop = loop
         self._address = address
@@ -158,14 +162,19 @@ class Connection:
         self._asked: deque[Run] = deque()
         self._asked_nbytes = 0
         self._number = 0  # of the next request
-        self._unsent = bytearray(greeting(token))
+        self._token = token
+        self._nonce = os.urandom(NONCE_NBYTES)
+        self._unsent = bytearray(knock(token, self._nonce))
+        self._greeted = False
+        self._answer_got = bytearray()
+        self._held = bytearray()  # requests, until the sender has answered
         self._head = bytearray(REPLY_NBYTES)
         self._head_got = 0
         self._left = 0  # bytes of the first requested run that are still to come, once its head was read
         self._at_once = 1  # bytes after which the kernel wakes us
         self._scratch: bytearray | None = None
         self.moved_at = loop.time()
-        host, port = parse_address(address)
+        host, port = parse_address(address, keyed=keyed)
         self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             self._sock.setblocking(False)
@@ -242,7 +251,8 @@ class Connection:
                 self._queue.popleft()
                 continue
             self._queue.rotate(-1)
-            self._unsent += pack_request(transfer.request(self._number + len(self._asked), run))
+            waiting = self._unsent if self._greeted else self._held
+            waiting += pack_request(transfer.request(self._number + len(self._asked), run))
             self._asked.append(run)
             self._asked_nbytes += run.length
         if self._unsent and not self._writing:
@@ -269,6 +279,9 @@ class Connection:
 
     def _read(self) -> None:
         """Read the bytes that are there, at most a slice, so that a callback stays short."""
+        if not self._greeted:
+            self._read_answer()
+            return
         budget = SLICE_NBYTES
         try:
             while budget > 0 and not self.closed:
@@ -294,6 +307,32 @@ class Connection:
             self._ask()
         if not self.closed:
             self._wake_for(min(max(self._left, 1), _AT_ONCE_NBYTES))
+
+    def _read_answer(self) -> None:
+        """Read the sender's answer to our knock; then prove who we are, and send the requests that wait."""
+        try:
+            data = self._sock.recv(ANSWER_NBYTES - len(self._answer_got))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        if not data:
+            self._fail("the sender closed it")
+            return
+        self._answer_got += data
+        self.moved_at = self._loop.time()
+        if len(self._answer_got) < ANSWER_NBYTES:
+            return
+        try:
+            theirs = check_answer(bytes(self._answer_got), self._token, self._nonce)
+        except ProtocolError as error:
+            self._fail(error)
+            return
+        self._greeted = True
+        self._unsent += proof(self._token, self._nonce, theirs) + self._held
+        self._held.clear()
+        self._write()
 
     def _wake_for(self, nbytes: int) -> None:
         """Wake us after so many bytes. Only a run whose head was read is sure to have bytes."""

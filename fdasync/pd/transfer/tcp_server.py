@@ -10,6 +10,8 @@ the token yet, have few places and little time, and take no place of others. Kno
 from __future__ import annotations
 
 import contextlib
+import hmac
+import os
 import socket
 from collections import deque
 from typing import TYPE_CHECKING
@@ -18,14 +20,18 @@ from fdasync.errors import ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.transfer.base import TURN_NBYTES
 from fdasync.pd.transfer.tcp_wire import (
-    GREETING_NBYTES,
+    KNOCK_NBYTES,
     MAX_REQUESTS,
+    NONCE_NBYTES,
     NOT_OFFERED,
     OK,
+    PROOF_NBYTES,
     REQUEST_NBYTES,
     Request,
-    check_greeting,
+    answer,
+    check_knock,
     pack_reply,
+    proof,
     read_requests,
 )
 
@@ -65,7 +71,7 @@ class Server:
         offers: Offers,
         stuck_s: float,
     ) -> None:
-        """Listens from now on; `host` is a loopback address. Raises OSError."""
+        """Listens from now on; `host` is a number. Raises OSError."""
         self.loop = loop
         self.token = token
         self.regions = regions
@@ -125,8 +131,13 @@ class Server:
         if self._strangers:
             self._time_strangers()
 
+    def knocked(self, connection: ServerConnection) -> None:
+        """A connection was answered: its proof has as much time again, since this loop may have been blocked."""
+        del self._strangers[connection]
+        self._strangers[connection] = self.loop.time() + _GREET_S
+
     def greeted(self, connection: ServerConnection) -> bool:
-        """A connection has sent the token. False: there are too many such connections, and it was dropped."""
+        """A connection has shown that it knows the token. False: there are too many such, and it was dropped."""
         del self._strangers[connection]
         if len(self._connections) - len(self._strangers) <= MAX_CONNECTIONS:
             return True
@@ -173,6 +184,8 @@ class ServerConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._fd = sock.fileno()
         self._greeted = False
+        # the proof that is awaited; b"": no knock came
+        self._proof = b""
         self._unread = bytearray()
         # requests whose replies are not sent whole; of the first reply the unsent rest of its head, and the number of
         # its bytes that were sent
@@ -208,7 +221,7 @@ class ServerConnection:
             loop.add_writer(self._fd, self._write) if writing else loop.remove_writer(self._fd)
 
     def _read(self) -> None:
-        room = GREETING_NBYTES + MAX_REQUESTS * REQUEST_NBYTES - len(self._unread)
+        room = KNOCK_NBYTES + MAX_REQUESTS * REQUEST_NBYTES - len(self._unread)
         try:
             data = self._sock.recv(room)
         except (BlockingIOError, InterruptedError):
@@ -225,11 +238,14 @@ class ServerConnection:
     def _take(self) -> None:
         """Take requests out of the bytes read."""
         try:
+            if not self._proof and len(self._unread) >= KNOCK_NBYTES:
+                self._answer()
             if not self._greeted:
-                if len(self._unread) < GREETING_NBYTES:
+                if not self._proof or len(self._unread) < PROOF_NBYTES:
                     return
-                check_greeting(self._unread[:GREETING_NBYTES], self._server.token)
-                del self._unread[:GREETING_NBYTES]
+                if not hmac.compare_digest(bytes(self._unread[:PROOF_NBYTES]), self._proof):
+                    raise ProtocolError("the process that dialled repeats what another one said")
+                del self._unread[:PROOF_NBYTES]
                 self._greeted = True
                 if not self._server.greeted(self):
                     return
@@ -238,6 +254,23 @@ class ServerConnection:
             self._server.drop(self, "protocol")
             return
         self._watch()
+
+    def _answer(self) -> None:
+        """Answer a knock. Raises ProtocolError if it does not know the token."""
+        token = self._server.token
+        theirs = check_knock(bytes(self._unread[:KNOCK_NBYTES]), token)
+        del self._unread[:KNOCK_NBYTES]
+        nonce = os.urandom(NONCE_NBYTES)
+        self._proof = proof(token, theirs, nonce)
+        words = answer(token, theirs, nonce)
+        try:
+            whole = self._sock.send(words) == len(words)
+        except OSError:
+            whole = False
+        if not whole:
+            # a new connection has room for so few bytes
+            raise ProtocolError("the process that dialled went away")
+        self._server.knocked(self)
 
     def _write(self) -> None:
         """Send bytes of the first reply: one call of the kernel, at most a turn's bytes."""

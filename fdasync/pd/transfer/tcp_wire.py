@@ -1,8 +1,14 @@
 """The protocol of `tcp.py`: a greeting, requests of one size, and replies of one size followed by bytes.
 
-    receiver: greeting = magic (8), token of the sender (16)
+    receiver: knock    = magic (8), nonce (16), MAC of both (32)
+    sender:   answer   = nonce (16), MAC of both nonces (32)
+    receiver: proof    = another MAC of both nonces (32)
     receiver: request  = number (8), part: region (4), offset (8), nbytes (8); run in it: start (8), length (4)
     sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
+
+A MAC is HMAC-SHA256 under the sender's token, a secret that its Hello hands over by the link; the token itself never
+goes over this socket. Who does not know it hears nothing from a sender. A knock that was recorded gets an answer, whose
+nonce is new, so that a recorded proof does not fit; and a process that took the sender's port cannot answer.
 
 All numbers are little-endian. Replies come in the order of the requests. A reply with verdict OK has the requested
 length, any other the length 0. A run is at most MAX_RUN_NBYTES, so that many receives share a connection fairly. Any
@@ -22,8 +28,11 @@ from fdasync.ipc.shared_memory import Part
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAGIC = b"fdblk\0\0\1"
-GREETING_NBYTES = len(MAGIC) + 16
+MAGIC = b"fdblk\0\0\2"
+NONCE_NBYTES, _MAC_NBYTES = 16, 32
+KNOCK_NBYTES = len(MAGIC) + NONCE_NBYTES + _MAC_NBYTES
+ANSWER_NBYTES = NONCE_NBYTES + _MAC_NBYTES
+PROOF_NBYTES = _MAC_NBYTES
 #: most bytes of one reply
 MAX_RUN_NBYTES = 1 << 20
 #: most requests of a connection without a whole reply; the sender reads no more
@@ -46,16 +55,40 @@ class Request(NamedTuple):
     length: int
 
 
-def greeting(token: bytes) -> bytes:
-    return MAGIC + token
+def _mac(token: bytes, step: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(token, step + b"".join(parts), "sha256")
 
 
-def check_greeting(data: bytes | bytearray | memoryview, token: bytes) -> None:
-    """Raises ProtocolError unless the bytes are the greeting for this token."""
-    if bytes(data[: len(MAGIC)]) != MAGIC:
+def knock(token: bytes, nonce: bytes) -> bytes:
+    return MAGIC + nonce + _mac(token, b"knock", MAGIC, nonce)
+
+
+def check_knock(data: bytes, token: bytes) -> bytes:
+    """The receiver's nonce. Raises ProtocolError unless the bytes are a knock for this token."""
+    if data[: len(MAGIC)] != MAGIC:
         raise ProtocolError("the process that dialled does not speak this protocol")
-    if not hmac.compare_digest(bytes(data[len(MAGIC) :]), token):
+    nonce = data[len(MAGIC) : len(MAGIC) + NONCE_NBYTES]
+    if not hmac.compare_digest(data, knock(token, nonce)):
         raise ProtocolError("the process that dialled means another sender")
+    return nonce
+
+
+def answer(token: bytes, theirs: bytes, nonce: bytes) -> bytes:
+    """Of the sender, to a knock with the nonce `theirs`."""
+    return nonce + _mac(token, b"answer", theirs, nonce)
+
+
+def check_answer(data: bytes, token: bytes, ours: bytes) -> bytes:
+    """The sender's nonce. Raises ProtocolError unless the bytes answer our knock."""
+    nonce = data[:NONCE_NBYTES]
+    if not hmac.compare_digest(data, answer(token, ours, nonce)):
+        raise ProtocolError("another process than the sender answered")
+    return nonce
+
+
+def proof(token: bytes, receivers: bytes, senders: bytes) -> bytes:
+    """Of the receiver, from the nonces of both."""
+    return _mac(token, b"proof", receivers, senders)
 
 
 def pack_request(request: Request) -> bytes:
@@ -89,8 +122,8 @@ def read_reply(data: bytes | bytearray | memoryview, number: int, length: int) -
     return bool(verdict == OK)
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises ProtocolError for a malformed address, and for one that is not loopback."""
+def parse_address(address: str, *, keyed: bool = False) -> tuple[str, int]:
+    """Host and port. Raises ProtocolError for a malformed address, and unless `keyed` for one that is not loopback."""
     host, _, port = address.rpartition(":")
     try:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
@@ -98,6 +131,8 @@ def parse_address(address: str) -> tuple[str, int]:
         found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         raise ProtocolError(f"{address!r:.100} is no address: host:port, with a number of a host") from None
-    if not found.is_loopback:
-        raise ProtocolError(f"{address!r:.100} is not loopback: links are not authenticated yet")
+    if not keyed and not found.is_loopback:
+        raise ProtocolError(f"{address!r:.100} is not loopback: without keys, links end at this machine")
+    if found.is_unspecified or found.is_multicast:
+        raise ProtocolError(f"{address!r:.100} is the address of no machine")
     return str(found), int(port)

@@ -22,19 +22,25 @@ from fdasync.pd.transfer.base import CopySpec
 from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.pd.transfer.tcp_client import RUN_NBYTES, TcpTransfer
 from fdasync.pd.transfer.tcp_wire import (
-    GREETING_NBYTES,
+    ANSWER_NBYTES,
+    KNOCK_NBYTES,
     MAGIC,
     MAX_REQUESTS,
     MAX_RUN_NBYTES,
     NOT_OFFERED,
     OK,
+    PROOF_NBYTES,
     REPLY_NBYTES,
     REQUEST_NBYTES,
     Request,
-    greeting,
+    answer,
+    check_answer,
+    check_knock,
+    knock,
     pack_reply,
     pack_request,
     parse_address,
+    proof,
 )
 from fdasync.pd.transfer.transfers import Transfers
 from fdasync.testing import until
@@ -87,6 +93,18 @@ async def dial(sender, data=b""):
     return reader, writer
 
 
+NONCE = bytes(range(16))
+
+
+async def greet(sender, data=b""):
+    """Dial as a receiver does that knows the token."""
+    token = sender.source.token
+    reader, writer = await dial(sender, knock(token, NONCE))
+    theirs = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
+    writer.write(proof(token, NONCE, theirs) + data)
+    return reader, writer
+
+
 async def hung_up(reader, writer, seconds=2.0) -> bool:
     """The sender ends the connection; with what it sent before, if anything."""
     try:
@@ -104,24 +122,98 @@ async def hung_up(reader, writer, seconds=2.0) -> bool:
 async def test_garbage_ends_the_connection_and_nothing_else():
     async with Hooks().sides() as (sender, receiver):
         parts, _ = sender.block("a", 1000)
-        hello = greeting(sender.source.token)
-        bad = [
+        hello = knock(sender.source.token, NONCE)
+        strange = [
             b"GET / HTTP/1.1\r\n\r\n" + bytes(50),
-            MAGIC + bytes(16),
-            hello + pack_request(Request(0, parts[0], 0, 0)),
-            hello + pack_request(Request(0, parts[0], 999, 2)),
-            hello + pack_request(Request(0, parts[0], 2**64 - 1, 1)),
-            hello + pack_request(Request(0, Part(0, 0, 2**63), 0, MAX_RUN_NBYTES + 1)),
-            hello + b"\xff" * REQUEST_NBYTES,
+            MAGIC + bytes(48),
+            knock(bytes(16), NONCE),
+            hello[:-1] + bytes([hello[-1] ^ 1]),
+        ]
+        for data in strange:
+            reader, writer = await dial(sender, data)
+            async with asyncio.timeout(2.0):
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b"", "a stranger was answered"
+            writer.close()
+        assert await hung_up(*await dial(sender, hello + bytes(PROOF_NBYTES)))
+        assert sender.transport._server.drops["protocol"] == len(strange) + 1
+        bad = [
+            pack_request(Request(0, parts[0], 0, 0)),
+            pack_request(Request(0, parts[0], 999, 2)),
+            pack_request(Request(0, parts[0], 2**64 - 1, 1)),
+            pack_request(Request(0, Part(0, 0, 2**63), 0, MAX_RUN_NBYTES + 1)),
+            pack_request(Request(0, parts[0], 0, 2**32 - 1)),
+            b"\xff" * REQUEST_NBYTES,
         ]
         for data in bad:
-            assert await hung_up(*await dial(sender, data)), data
-        assert sender.transport._server.drops["protocol"] == len(bad)
+            assert await hung_up(*await greet(sender, data)), data
+        assert sender.transport._server.drops["protocol"] == len(strange) + 1 + len(bad)
         # half of something, and nothing at all
-        for data in (b"", MAGIC, hello[:-1], hello + b"x" * (REQUEST_NBYTES - 1)):
+        for data in (b"", MAGIC, hello[:-1]):
             assert await hung_up(*await dial(sender, data)), data
+        assert await hung_up(*await greet(sender, b"x" * (REQUEST_NBYTES - 1)))
         assert sender.transport._server.drops["stuck"] == 4
         assert await receiver.take(sender.source, [receiver.wanted(sender, "b", 50_000)]) == ["done"]
+
+
+async def test_what_another_receiver_said_is_no_proof():
+    """A recorded greeting, replayed: it gets an answer with a new nonce, and no block."""
+    async with Hooks().sides(1) as (sender,):
+        parts, _ = sender.block("a", 1000)
+        token = sender.source.token
+        request = pack_request(Request(0, parts[0], 0, 100))
+        reader, writer = await dial(sender, knock(token, NONCE))
+        theirs = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
+        recorded = proof(token, NONCE, theirs) + request
+        writer.write(recorded)
+        assert len(await reader.readexactly(REPLY_NBYTES + 100)) == REPLY_NBYTES + 100
+        writer.close()
+        reader, writer = await dial(sender, knock(token, NONCE) + recorded)
+        async with asyncio.timeout(2.0):
+            with contextlib.suppress(ConnectionError):
+                assert len(await reader.read()) <= ANSWER_NBYTES
+        writer.close()
+        assert sender.transport._server.drops["protocol"] == 1
+
+
+async def test_a_process_that_took_the_senders_port_is_not_believed():
+    async def talk(reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readexactly(KNOCK_NBYTES)
+            writer.write(bytes(ANSWER_NBYTES) + pack_reply(0, OK, 100) + bytes(100))
+            await writer.drain()
+        writer.close()
+
+    async with Hooks().sides() as (sender, receiver):
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        source = msgspec.structs.replace(sender.source, address=f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 100)])
+        assert outcome.status == "failed"
+        assert "another process" in outcome.problem
+        server.close()
+        await server.wait_closed()
+
+
+async def test_with_keys_a_sender_may_be_beyond_the_loopback():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # sends nothing: asks for the route
+            probe.connect_ex(("192.0.2.1", 9))
+            host = probe.getsockname()[0]
+        except OSError:
+            host = "127.0.0.1"
+    if host.startswith(("127.", "0.")):
+        pytest.skip("this machine has the loopback alone")
+    with pytest.raises(BadInput, match="without keys"):
+        TcpTransport(host)
+    for wrong in ("0.0.0.0", "::", "224.0.0.1"):
+        with pytest.raises(BadInput, match="no machine"):
+            TcpTransport(wrong, keyed=True)
+    hooks = Hooks()
+    hooks.make = lambda: TcpTransport(host, keyed=True)
+    async with hooks.sides() as (sender, receiver):
+        assert sender.source.address.startswith(f"{host}:")
+        assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100_000)]) == ["done"]
 
 
 async def test_what_is_not_on_offer_is_not_read():
@@ -137,10 +229,10 @@ async def test_what_is_not_on_offer_is_not_read():
             Part(1, parts[0].offset, 1000),
             Part(2**32 - 1, 2**64 - 1, 2**64 - 1),
         ]
-        data = greeting(sender.source.token)
+        data = b""
         for number, part in enumerate([*asked, parts[0]]):
             data += pack_request(Request(number, part, 0, 500))
-        reader, writer = await dial(sender, data)
+        reader, writer = await greet(sender, data)
         for number in range(len(asked)):
             assert REPLY.unpack(await reader.readexactly(REPLY_NBYTES)) == (number, NOT_OFFERED, 0)
         assert REPLY.unpack(await reader.readexactly(REPLY_NBYTES)) == (len(asked), OK, 500)
@@ -153,13 +245,13 @@ async def test_a_receiver_that_does_not_read_is_dropped_and_holds_up_no_other():
         parts, _ = sender.block("a", 30 << 20)
         run = pack_request(Request(0, parts[0], 0, MAX_RUN_NBYTES))
         # more than it takes to fill every buffer between the two, and more requests than are read at a time
-        reader, writer = await dial(sender, greeting(sender.source.token))
+        reader, writer = await greet(sender)
         reader._transport.pause_reading()
         writer.write(run * 20 * MAX_REQUESTS)
         await asyncio.sleep(0.1)
         (connection,) = sender.transport._server._connections
         assert len(connection._replies) <= MAX_REQUESTS
-        assert len(connection._unread) <= GREETING_NBYTES + MAX_REQUESTS * REQUEST_NBYTES
+        assert len(connection._unread) <= KNOCK_NBYTES + MAX_REQUESTS * REQUEST_NBYTES
         for number in range(20):
             assert await receiver.take(sender.source, [receiver.wanted(sender, number, 10_000)], 2.0) == ["done"]
         await asyncio.sleep(0.5)
@@ -174,7 +266,7 @@ async def test_so_many_connections_and_no_more(monkeypatch):
     monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 3)
     async with Hooks().sides() as (sender, receiver):
         assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100)]) == ["done"]
-        idle = [await dial(sender, greeting(sender.source.token)) for _ in range(5)]
+        idle = [await greet(sender) for _ in range(5)]
         await asyncio.sleep(0.05)
         assert len(sender.transport._server) == 3
         assert sender.transport._server.drops["full"] == 3
@@ -343,7 +435,10 @@ async def liar(sender, answers, hang=False):
     async def talk(reader, writer):
         running.add(asyncio.current_task())
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readexactly(GREETING_NBYTES)
+            token = sender.source.token
+            theirs = check_knock(await reader.readexactly(KNOCK_NBYTES), token)
+            writer.write(answer(token, theirs, NONCE))
+            assert await reader.readexactly(PROOF_NBYTES) == proof(token, theirs, NONCE)
             writer.write(left.pop(0) if left else b"")
             if hang:
                 await ended.wait()
@@ -412,20 +507,29 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
     async with hooks.sides(1) as (sender,):
         server = sender.transport._server
         parts, _ = sender.block("a", 1000)
-        hello, request = greeting(sender.source.token), pack_request(Request(0, parts[0], 0, 100))
-        before = hello[:4] if late == "greeting" else hello + request[:4]
+        token = sender.source.token
+        hello, request = knock(token, NONCE), pack_request(Request(0, parts[0], 0, 100))
+        words = hello if late == "greeting" else request
         loop = asyncio.get_running_loop()
         with socket.socket() as sock:
             sock.setblocking(False)
             await loop.sock_connect(sock, parse_address(sender.source.address))
-            await loop.sock_sendall(sock, before)
+
+            async def greet_late():
+                theirs = check_answer(await loop.sock_recv(sock, ANSWER_NBYTES), token, NONCE)
+                await loop.sock_sendall(sock, proof(token, NONCE, theirs))
+
+            if late == "request":
+                await loop.sock_sendall(sock, hello)
+                await greet_late()
+            await loop.sock_sendall(sock, words[:4])
             await until(lambda: any(len(each._unread) == 4 for each in server._connections), every_s=0.001)
             ours, theirs = socket.socketpair()
 
             def block() -> None:
                 # a reader's callback: uvloop looks at its timers next, and reads after that
                 ours.recv(1)
-                sock.send((hello + request)[len(before) :])
+                sock.send(words[4:])
                 hold_up(0.8)
 
             with ours, theirs:
@@ -436,6 +540,9 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
                 await asyncio.sleep(0.1)
                 loop.remove_reader(ours)
             async with asyncio.timeout(5.0):
+                if late == "greeting":
+                    await greet_late()
+                    await loop.sock_sendall(sock, request)
                 assert await loop.sock_recv(sock, 1)
             # and who comes late is late all the same
             await loop.sock_sendall(sock, request[:4])

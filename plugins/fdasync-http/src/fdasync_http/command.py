@@ -35,6 +35,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.FloatRange(0.1, 1e6),
     help="With --connect: longest that the first instance may take to answer.",
 )
+@click.option("--keys", type=_FILE, help="With --connect: file of `fdasync keys new`.")
 @click.option(
     "--front",
     default="process",
@@ -135,6 +136,7 @@ def http(**options: Any) -> None:
         tokenizer_folder=str(taken["tokenizer"] or ""),
         ready_fd=taken["ready_fd"],
         connect_s=taken["connect_s"],
+        keys=str(taken["keys"] or ""),
     )
     leave(run_http(engine, plan, config, listen))
 
@@ -142,7 +144,7 @@ def http(**options: Any) -> None:
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
     "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "drain_s", "ready_fd", "connect_s",
+    "drain_s", "ready_fd", "connect_s", "keys",
 )  # fmt: skip
 
 

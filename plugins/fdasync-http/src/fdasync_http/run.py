@@ -62,6 +62,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_folder: checkpoint folder of the tokenizer; "": the model's.
         ready_fd: descriptor for the ready line; None: none.
         connect_s: longest that the first instance may take to answer.
+        keys: file of the fleet's keys, for `addresses`; "": none.
     """
 
     addresses: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_folder: str = ""
     ready_fd: int | None = None
     connect_s: float = 30.0
+    keys: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +138,7 @@ class _Service:
                         return code
                     addresses = self._fleet.addresses
                 config = RouterConfig(connect_s=self._options.connect_s)
-                return await self._serve(connect(addresses, config), signals)
+                return await self._serve(connect(addresses, config, keys=self._options.keys or None), signals)
 
     async def _load(self, signals: Signals) -> int | None:
         """Wait until all instances are ready; returns an exit code where that failed."""
