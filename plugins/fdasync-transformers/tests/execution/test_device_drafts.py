@@ -307,3 +307,9 @@ async def test_no_step_with_drafts_waits_for_the_device(tmp_path: Path, monkeypa
     monkeypatch.setattr(TransformersRunner, "launch", strictly)
     found, _ = await drafted(tmp_path, "half right", 20, wanted)
     assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in wanted]
+
+
+def test_steps_without_drafts_have_graphs_of_as_many_rows_as_run():
+    assert DeviceExecutor.lone_sizes((1, 2, 4, 8, 16), 4) == (1, 2, 4)
+    assert DeviceExecutor.lone_sizes((1, 2, 4, 8, 16), 5) == (1, 2, 4, 8)
+    assert DeviceExecutor.lone_sizes((1, 2), 5) == (1, 2)

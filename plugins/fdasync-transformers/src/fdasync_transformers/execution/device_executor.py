@@ -19,6 +19,7 @@ Knows no requests. Made by `runner.py` once the model is loaded; one for each ru
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,7 +76,7 @@ class DeviceExecutor(Executor):
     """See the module and `Executor`.
 
     Attributes:
-        graphs: of decode steps; None before `capture_graphs`.
+        graphs, run_graphs: of decode steps, and of those with drafts; None before `capture_graphs`.
         flat_tokens: a step of at most so many tokens is computed as if each were a decode, which a graph can replay.
         model: the model that computes the steps.
         mixed: graphs of steps with prompts in them; None before `capture_mixed`.
@@ -83,6 +84,7 @@ class DeviceExecutor(Executor):
 
     def __init__(self, model: DeviceStepModel, bound: Bound, services: GpuServices) -> None:
         self.graphs: GraphLadder | None = None
+        self.run_graphs: GraphLadder | None = None
         self.flat_tokens = 0
         self.mixed: MixedLadder | None = None
         self.model = model
@@ -116,17 +118,31 @@ class DeviceExecutor(Executor):
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
         """Capture decode steps at these batch sizes, and check them. Blocks its loop.
 
+        Where steps may have drafts, those without have graphs of their own, up to as many rows as sequences may run.
+
         Raises RuntimeError where a graph cannot hold what the model does, or computes other logits.
         """
+        if self._drafts is not None:
+            self.run_graphs = self._ladder(sizes, runs=True)
+            sizes = self.lone_sizes(sizes, len(self._bound.table.length))
+        self.graphs = self._ladder(sizes, runs=False)
+        self.flat_tokens = (self.run_graphs or self.graphs).sizes[-1]
+
+    @staticmethod
+    def lone_sizes(sizes: tuple[int, ...], running: int) -> tuple[int, ...]:
+        """Of these sizes, those of steps that decode up to so many sequences, one row each."""
+        return sizes[: bisect.bisect_left(sizes, running) + 1]
+
+    def _ladder(self, sizes: tuple[int, ...], *, runs: bool) -> GraphLadder:
         with self._services.streams.on("compute"):
-            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes, self._services.graph_memory)
+            memory = self._services.graph_memory
+            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes, memory, runs=runs)
             wrong = graphs.differing(self.model, self._lanes, self._bound.pool)
             if wrong:
                 raise RuntimeError(f"the graph of {wrong} sequences does not answer as its operations do")
             # the check wrote to block 0
             self._bound.pool.blocks[0].zero_()
-            self.graphs = graphs
-            self.flat_tokens = graphs.sizes[-1]
+        return graphs
 
     def capture_mixed(self, sizes: tuple[int, ...], sequences: int) -> None:
         """Capture steps with prompts in them, of these numbers of tokens and at most `sequences` sequences, and check
@@ -162,7 +178,7 @@ class DeviceExecutor(Executor):
                 await self._copies.aclose()
         finally:
             await self._services.port.aclose()
-            self.graphs = self.mixed = None
+            self.graphs = self.run_graphs = self.mixed = None
 
     @property
     def on_gpu(self) -> bool:
@@ -315,6 +331,7 @@ class DeviceExecutor(Executor):
             arrays.update({SAMPLER + name: array for name, array in plan.arrays.items()})
         if scores is not None:
             arrays.update({SCORES + name: array for name, array in scores.arrays.items()})
+        runs = drafted is not None and bool((drafted.widths > 1).any())
         holds: list[Hold] = []
         sent: dict[str, torch.Tensor] = {}
         results: dict[str, torch.Tensor] = {}
@@ -329,7 +346,7 @@ class DeviceExecutor(Executor):
                     if self._drafts is not None and drafted is not None and plan is not None:
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if total:
-                        logits, results = self._compute(batch, scores, sent, way)
+                        logits, results = self._compute(batch, scores, sent, way, runs)
         except Exception:
             self._abandon(holds, results)
             raise
@@ -422,26 +439,29 @@ class DeviceExecutor(Executor):
         return services.port.completion(copied.event, lane="compute", kind=kind, holds=holds, on_done=on_done)
 
     def _compute(
-        self, batch: Batch, scores: ScorePlan | None, sent: dict[str, torch.Tensor], way: Way
+        self, batch: Batch, scores: ScorePlan | None, sent: dict[str, torch.Tensor], way: Way, runs: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Queue forward pass and scores of prompts; returns the logits, and the tensors that go to the host."""
+        """Queue forward pass and scores of prompts; returns the logits, and the tensors that go to the host. `runs`: a
+        sequence has several rows that decode."""
         bound, lanes = self._bound, self._lanes
         total = len(batch.positions)
         logits = None
         scored: dict[str, torch.Tensor] = {}
         if self.mixed is not None and way == "tiles":
             logits = self.mixed.replay(sent, total)
-        elif self.graphs is not None and way == "decodes":
-            logits = self.graphs.replay(sent["lanes"], sent["starts"])
+        elif way == "decodes":
+            for ladder in (None if runs else self.graphs, self.run_graphs):
+                if logits is None and ladder is not None:
+                    logits = ladder.replay(sent["lanes"], sent["starts"])
             if logits is not None and "rows" in sent:
                 logits = logits.index_select(0, sent["rows"])
         if scores is not None:
             head = self.model.head
             with head.keeping():
-                logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
+                logits = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
                 scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, own(sent, SCORES))
         if logits is None:
-            logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
+            logits = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
         results = {SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})

@@ -92,7 +92,7 @@ class DeviceStepModel(StepModel):
         )
         latents = LatentCatcher()
         tiles = None
-        if self._run_rows > 1 and batch.decodes:
+        if batch.runs and batch.decodes:
             tiles = row_tiles(batch.lanes[: batch.decodes], positions[: batch.decodes], self._run_rows)
         paging = TritonPaging(
             pool, lanes.tables, batch, positions, slots, self._workspaces, fixed=self.fixed, run_rows=self._run_rows,
@@ -155,8 +155,8 @@ def batch_arrays(batch: Batch, rows: NDArray[np.int64], way: Way = "both") -> di
     return arrays
 
 
-def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both") -> DeviceBatch:
-    """The shape of a step, from the tensors of `batch_arrays` on the device."""
+def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both", *, runs: bool = False) -> DeviceBatch:
+    """The shape of a step, from the tensors of `batch_arrays` on the device; `runs` as of a `DeviceBatch`."""
     tokens = len(batch.positions)
     return DeviceBatch(
         tokens=tokens,
@@ -167,4 +167,5 @@ def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both")
         counts=sent.get("counts"),
         tiles=sent.get("tiles"),
         rows=sent.get("rows"),
+        runs=runs,
     )

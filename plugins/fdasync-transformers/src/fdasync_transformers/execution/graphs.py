@@ -57,11 +57,19 @@ class GraphLadder:
     """
 
     def __init__(
-        self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...], memory: Any
+        self,
+        model: DeviceStepModel,
+        lanes: DeviceLanes,
+        pool: KVPool,
+        sizes: tuple[int, ...],
+        memory: Any,
+        *,
+        runs: bool = False,
     ) -> None:
         """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
 
-        `memory` is a handle of torch's pools, of graphs that never run beside these.
+        `memory` is a handle of torch's pools, of graphs that never run beside these; `runs`: rows of a sequence may
+        stand side by side, and are computed in tiles.
 
         Raises RuntimeError where a graph cannot hold what the model does.
         """
@@ -72,10 +80,11 @@ class GraphLadder:
         self._starts = torch.zeros(most, dtype=torch.int64, device=device)
         # graphs read these three at their addresses for as long as they live
         self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._runs = runs
         self._captured: dict[int, _Captured] = {}
         # the largest first: the smaller ones then fit into its memory
         for size in reversed(sizes):
-            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], self._first_rows[: size + 1])
+            batch = self._batch(size)
             # compile kernels and have libraries take their workspaces before the capture
             model.forward(batch, lanes, pool)
             torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
@@ -96,7 +105,7 @@ class GraphLadder:
         start = torch.zeros(1, dtype=torch.int64, device=device)
         for size, captured in self._captured.items():
             self._set(lane, start, size)
-            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], self._first_rows[: size + 1])
+            batch = self._batch(size)
             wanted = model.forward(batch, lanes, pool)[:1].float()
             captured.graph.replay()
             error = (captured.logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
@@ -117,6 +126,10 @@ class GraphLadder:
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[:count]
+
+    def _batch(self, size: int) -> DeviceBatch:
+        lanes, starts, first_rows = self._lanes[:size], self._starts[:size], self._first_rows[: size + 1]
+        return DeviceBatch(size, size, lanes, starts, first_rows, runs=self._runs)
 
     def _set(self, lanes: torch.Tensor, starts: torch.Tensor, size: int) -> None:
         """Queue the inputs of the next replay of this size: these sequences, and padding behind them."""

@@ -100,9 +100,10 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     vocab = int(step_model.model.config.vocab_size)
     columns = -(-max_context_tokens // block_tokens)
     tables = limits.max_running * columns * (1 + block_tokens) * 4
-    # the logits of every captured size, at most those of twice the largest, in the model's dtype
+    # the logits of every captured size, at most those of twice the largest, in the model's dtype; steps with
+    # drafts have graphs of their own
     rows = decode_rows(limits)
-    graphs = 2 * rows * vocab * step_model.layout.dtype.itemsize
+    graphs = 2 * (rows + (limits.max_running if limits.speculation else 0)) * vocab * step_model.layout.dtype.itemsize
     # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives
     sampling = rows * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
     # float32 logits and log-probs, and the masks, places and values of alternatives

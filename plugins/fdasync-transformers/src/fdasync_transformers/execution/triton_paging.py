@@ -57,6 +57,7 @@ class DeviceBatch:
         tiles: int32 [n, 2] of `prefill_tiles`, of the sequences that are no decodes; None where all are.
         rows: int64 [N], rows whose logits are wanted; None: all.
         padded: whether rows may belong to no sequence.
+        runs: whether decodes may be several rows of one sequence, side by side.
     """
 
     tokens: int
@@ -68,6 +69,7 @@ class DeviceBatch:
     tiles: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     padded: bool = False
+    runs: bool = False
 
 
 @dataclass(frozen=True)
