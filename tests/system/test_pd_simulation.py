@@ -43,7 +43,8 @@ def test_pd_simulation(pd_seeds: SimSeeds):
         # a simulation that no longer gets into trouble proves nothing
         assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost", "TooLong"} - outcomes.keys()
         incidents = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall",
-                    "old_weights", "unequal", "left_out")  # fmt: skip
+                    "old_weights", "unequal", "left_out", "groups",
+                    "unequal_widths", "rank_dies", "rank_hangs", "ranks_blamed")  # fmt: skip
         work = (
             "handed_over",
             "scored",

@@ -138,7 +138,12 @@ class Fleet:
 
     def count(self) -> None:
         self.counts["unequal"] += self.work.unequal
+        widths = {len(machine.ranks) for machine in self.machines}
+        self.counts["groups"] += widths != {1}
+        self.counts["unequal_widths"] += len(widths) > 1
         for machine in self.machines:
+            # a broken rank must show in the engine's failure, by its number
+            self.counts["ranks_blamed"] += len(machine.ranks) > 1 and "rank " in str(machine.engine._failure)
             stats = machine.engine.stats().scheduler
             names = ("steps", "preemptions", "evictions", "hit_tokens", "leases_granted", "leases_denied",
                      "leases_dropped", "received_blocks")  # fmt: skip

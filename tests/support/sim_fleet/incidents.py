@@ -34,6 +34,10 @@ class Incidents:
         there = [machine for machine in fleet.machines if not machine.dead and not machine.gone]
         if not there:
             return
+        if incident.kind in ("rank_dies", "rank_hangs"):
+            there = [machine for machine in there if len(machine.ranks) > 1]
+            if not there:
+                return
         target = there[incident.target % len(there)]
         fleet.counts[incident.kind] += 1
         await getattr(self, f"_{incident.kind}")(incident, target, there)
@@ -107,6 +111,12 @@ class Incidents:
 
     async def _die(self, _: Incident, target: Machine, __: list[Machine]) -> None:
         target.break_down()
+
+    async def _rank_dies(self, incident: Incident, target: Machine, _: list[Machine]) -> None:
+        target.break_rank(incident.other, silent=False)
+
+    async def _rank_hangs(self, incident: Incident, target: Machine, _: list[Machine]) -> None:
+        target.break_rank(incident.other, silent=True)
 
     async def _pause(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
         router = self._fleet.router

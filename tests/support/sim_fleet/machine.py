@@ -17,6 +17,7 @@ from fdasync.errors import FdasyncError, InvariantBroken, WorkerDied
 from fdasync.events.actions import ReceiveBlocks
 from fdasync.ipc.shared_memory import HOST_REGION, PAGE_NBYTES
 from fdasync.pd.instance.instance import Instance
+from fdasync.runner.group.group import GroupRunner
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing.harness.engines import LetterTokenizer
 from fdasync.testing.harness.fault_runner import FaultRunner
@@ -24,6 +25,7 @@ from fdasync.testing.harness.leaks import check_idle
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.process import ProcessTransport, ProcessWire, SimProcess
+from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
     from fdasync.engine.request_state import RequestState
@@ -69,11 +71,12 @@ class Machine:
 
     Attributes:
         expected: tokens that count of the copy to each host block.
+        ranks: of its runner, in order; one of them alone is no group.
         keys: numbers of the samples of each request that it decodes, by its name among instances; hand_offs: of those
             that it prefills for others.
         problem: the error of its own check after some turn.
         dead: it was killed.
-        failing: its runner died.
+        failing: its runner died, or one rank of it died or went silent.
         leaving: it drains.
         gone: it left.
     """
@@ -100,10 +103,24 @@ class Machine:
         config = msgspec.structs.replace(plan.config, weight_version=version)
         runner = msgspec.structs.replace(plan.runner, weights_id=weights_id)
         self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base, runs=True)
-        inner = SyntheticRunner(runner, config.runner_limits())
+        limits = config.runner_limits()
+        # each rank answers at times of its own, which are not the other ranks'
+        self.ranks = [
+            FaultRunner(
+                SyntheticRunner(
+                    msgspec.structs.replace(runner, seed=runner.seed + rank * STAMPS),
+                    msgspec.structs.replace(limits, rank=rank),
+                ),
+                Random(runner.stamp_base + rank),
+                max_delay_s=plan.rank_delay_s,
+            )
+            for rank in range(limits.tensor_parallel)
+        ]
+        inner = self.ranks[0].inner
+        assert isinstance(inner, SyntheticRunner)
         self.oracle = inner.oracle
         self.runner = FaultRunner(
-            inner,
+            GroupRunner(self.ranks) if len(self.ranks) > 1 else inner,
             Random(runner.stamp_base),
             max_delay_s=plan.max_delay_s,
             on_launch=self.passes.launched,
@@ -185,6 +202,14 @@ class Machine:
         if self.engine.state == "running":
             self.failing = True
             self.process.call(self.runner.die)
+
+    def break_rank(self, rank: int, *, silent: bool) -> None:
+        """Kill one rank of its group, or let that rank answer no step any more; the others go on until the group's
+        failure, or the step's deadline, ends the engine."""
+        if self.engine.state == "running":
+            self.failing = True
+            one = self.ranks[rank % len(self.ranks)]
+            self.process.call(one.hold if silent else one.die)
 
     async def aclose(self) -> None:
         """Close it; free what a dead one still has."""

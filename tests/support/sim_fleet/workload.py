@@ -21,7 +21,7 @@ from fdasync.testing.sim.transport import SimFaults
 from tests.support.sim_engine.workload import RequestDraw, RequestPlan, with_policy
 
 InstanceRole = Literal["mixed", "prefill", "decode"]
-Kind = Literal["kill", "freeze", "part", "drain", "join", "update", "pause", "die", "router"]
+Kind = Literal["kill", "freeze", "part", "drain", "join", "update", "pause", "die", "router", "rank_dies", "rank_hangs"]
 #: deadline of requests that are meant to end earlier
 PATIENT_S = 200.0
 #: distance between the first stamps of two instances
@@ -36,6 +36,7 @@ class InstancePlan(msgspec.Struct, frozen=True, kw_only=True):
         address: where it listens; a later instance with the same address replaces an earlier one.
         config, runner: of its engine and of its runner.
         max_delay_s: see `FaultRunner`.
+        rank_delay_s: the same for each rank of a group.
     """
 
     name: str
@@ -43,6 +44,7 @@ class InstancePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     runner: SyntheticConfig
     max_delay_s: float
+    rank_delay_s: float = 0.0
 
     @property
     def most_tokens(self) -> int:
@@ -59,7 +61,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: when.
         kind: "part": the target and `other` do not hear each other; "join": the instance of `plan` comes; "die": the
-            target's runner dies; "router": the router is killed, and with it all requests.
+            target's runner dies; "router": the router is killed, and with it all requests; "rank_dies", "rank_hangs":
+            rank `other` of the target's group dies, or answers no step any more.
         target, other: numbers of instances among those that are present then; -1: the router.
         for_s: length of a freeze, a parting, a pause or a drain; time until a killed instance is back (0: never).
         plan: of a joining instance.
@@ -128,6 +131,8 @@ class _Draw:
             pass_stamp=random.random() < 0.9,
             load_s=random.choice((0.0, 0.05)),
             jitter=1.0,
+            # blocks are the same bytes at any width
+            kv_shares=Random(f"shares {seed}").choice((1, 2, 4)),
         )
         self.made = 0
         self.span_s = random.choice((0.0, 0.2, 1.0, 4.0))
@@ -239,7 +244,7 @@ class _Draw:
         )
         config = with_policy(plan.config, Random(f"policy {self.seed} {number}"))
         plan = msgspec.structs.replace(plan, config=config)
-        plan = self._with_runs(plan)
+        plan = self._with_ranks(self._with_runs(plan))
         return self._resized(plan) if self.unequal else plan
 
     def _with_runs(self, plan: InstancePlan) -> InstancePlan:
@@ -256,6 +261,15 @@ class _Draw:
             speculation = Speculation(max_tokens=most - 1, budget=random.random() < 0.3)
             return change(plan, config=change(config, speculation=speculation))
         return change(plan, runner=change(plan.runner, max_run_tokens=most), config=config)
+
+    def _with_ranks(self, plan: InstancePlan) -> InstancePlan:
+        """Half of them are groups of 2 or 4 ranks, whatever the widths of the others; from a stream of their own."""
+        random = Random(f"ranks {self.seed} {plan.name}")
+        width = random.choice((1, 1, 2, 4))
+        if width == 1:
+            return plan
+        config = msgspec.structs.replace(plan.config, process="worker", tensor_parallel=width)
+        return msgspec.structs.replace(plan, config=config, rank_delay_s=random.choice((0.0, 0.001, 0.02)))
 
     def _resized(self, plan: InstancePlan) -> InstancePlan:
         """The plan with its own number of blocks and length of context, either of which may be the limit."""
@@ -354,7 +368,18 @@ class _Draw:
         if random.random() < 0.1:
             plans.append(Incident(at_s=random.uniform(0.0, max(self.span_s, 0.3)), kind="router"))
         plans += self._after_updates(plans)
+        plans += self._of_ranks()
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
+
+    def _of_ranks(self) -> list[Incident]:
+        """A rank that dies or goes silent. Drawn from a stream of its own."""
+        random = Random(f"broken ranks {self.seed}")
+        if random.random() < 0.7:
+            return []
+        kinds: tuple[Kind, ...] = ("rank_dies", "rank_hangs")
+        # while there is work: an idle group notices no silent rank
+        at_s = random.uniform(0.0, max(self.span_s, 0.2)) / 2
+        return [Incident(at_s=at_s, kind=random.choice(kinds), target=random.randint(0, 5), other=random.randint(0, 3))]
 
     def _after_updates(self, plans: list[Incident]) -> list[Incident]:
         """Instances that join soon after an update, maybe with older weights. Drawn from a stream of its own."""
