@@ -81,6 +81,33 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
         assert err.decode().count("note: no model: tokens follow from those before them by a rule") == 1
 
 
+async def test_a_front_that_drains_says_so_to_clients_and_balancers_until_the_last_answer(tmp_path):
+    config = tmp_path / "engine.toml"
+    config.write_text("[runner_config]\nstep_s = 0.01\n")
+    async with front("--runner", "synthetic", "--config", str(config)) as (process, ready):
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            for path in ("/ready", "/live"):
+                assert (await client.get(path)).status_code == 200
+            long = {**ROW, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+            call = asyncio.ensure_future(client.post("/generate", json=long))
+            await until_live(client)
+            process.send_signal(signal.SIGTERM)
+            while b"draining" not in await process.stderr.readline():
+                pass
+            # a connection of its own: a balancer's, or a client's that has not heard of it
+            async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as late:
+                refused = await late.post("/generate", json=ROW)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["code"] == "draining"
+                assert (await late.get("/ready")).status_code == 503
+                assert (await late.get("/live")).status_code == 200
+            assert not call.done()
+            assert len((await call).json()["output_ids"]) == 300
+        async with asyncio.timeout(20):
+            await process.communicate()
+        assert process.returncode == 0
+
+
 def children_of(pid):
     """Processes below this one."""
     with open(f"/proc/{pid}/task/{pid}/children") as listed:

@@ -30,24 +30,34 @@ from fdasync_http.openapi import description
 from fdasync_http.paths import CONTROL, USE, Path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from fdasync import Generator
     from fdasync.engine.tokenizer import Tokenizer
 
 
-def app(generator: Generator, config: HttpConfig | None = None, *, tokenizer: Tokenizer | None = None) -> ASGIApp:
+def app(
+    generator: Generator,
+    config: HttpConfig | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    is_draining: Callable[[], bool] = lambda: False,
+) -> ASGIApp:
     """An ASGI app over an engine or a router.
 
     Args:
         generator: has been started before the first request comes, and is closed by its owner.
         config: settings.
         tokenizer: for text as clients ask for it, and for chats; None: the generator's own, if it has one.
+        is_draining: whether the owner is about to end: requests that generate are then refused with 503, and `/ready`
+            is 503.
 
     Raises ConfigError.
     """
     config = config or HttpConfig()
-    front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None))
+    front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None), is_draining)
     use = (config.api_key,) if config.api_key else ()
     control = (config.admin_key,) if config.admin_key else use
     routes = [_route(path, front, use, ()) for path in (*USE, *_own_paths())]

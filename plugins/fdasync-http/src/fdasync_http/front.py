@@ -14,7 +14,7 @@ from fdasync_http.budget import Budget
 from fdasync_http.failures import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fdasync import Generator, ModelFacts
     from fdasync.engine.tokenizer import Tokenizer
@@ -38,20 +38,31 @@ class Front:
         tokenizer: makes text of tokens, and tokens of chats; None: paths that need one refuse.
         live: how many requests generate.
         bodies: bytes of bodies that are being read.
+        is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
     """
 
-    def __init__(self, generator: Generator, config: HttpConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        config: HttpConfig,
+        tokenizer: Tokenizer | None,
+        is_draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.generator = generator
         self.config = config
         self.tokenizer = tokenizer
         self.live = 0
+        self.is_draining = is_draining
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for a request that generates. Raises Refused (429) where `max_live` requests do."""
+        """A place for a request that generates. Raises Refused: 503 while the front drains, 429 where `max_live`
+        requests generate."""
+        if self.is_draining():
+            raise Refused(503, "the server drains, and ends", code="draining", retry_after_s=RETRY_AFTER_S)
         if self.live >= self.config.max_live:
             raise Refused(
                 429,

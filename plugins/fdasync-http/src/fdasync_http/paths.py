@@ -53,6 +53,8 @@ USE: tuple[Path, ...] = (
     Path("/get_server_info", _GET, info.server_info),
     Path("/get_weight_version", _GET, info.get_weight_version),
     Path("/health", _GET, info.health),
+    Path("/ready", _GET, info.ready),
+    Path("/live", _GET, info.live),
     Path("/health_generate", ("GET", "POST"), info.health_generate),
     Path("/v1/loads", _GET, control.v1_loads),
     Path("/get_load", _GET, control.get_load),

@@ -22,7 +22,7 @@ from fdasync.cli.local.child import Child, ChildEnded, Role, in_words
 from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.cli.local.restarts import RestartRules, Restarts
 from fdasync.engine.tokenizer import ChatTokenizer
-from fdasync.errors import BadInput, ConfigError
+from fdasync.errors import BadInput, ConfigError, FdasyncError
 from fdasync.ipc.child import allow_files, settle
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router, connect
@@ -43,6 +43,7 @@ _EXIT_FAILED = 1
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _LOOK_S = 0.5
+_DRAIN_LOOK_S = 0.05
 _LAST_S = 0.5
 _MIB = 1 << 20
 # of a token id in JSON, with what separates it from the next one
@@ -167,7 +168,9 @@ class _Service:
                 _say("interrupted while it started")
                 return _EXIT_INTERRUPTED
             self._tell_of_long_prompts(generator)
-            service = app(generator, self._config, tokenizer=self._tokenizer(generator))
+            service = app(
+                generator, self._config, tokenizer=self._tokenizer(generator), is_draining=lambda: self._ending
+            )
             async with serving(service, self._listen, self._bound) as served:
                 model = model_name(self._config, generator.facts())
                 settle()
@@ -217,11 +220,16 @@ class _Service:
             _say(f"{fits}, and the context {tokens}; --max-body-mib raises that")
 
     async def _drain(self, served: Served, generator: Generator, signals: Signals) -> bool:
-        """Take no more requests, and wait until all answers were sent, at most `drain_s`; returns whether they were."""
-        live, limit_s = generator.load().live, self._listen.drain_s
+        """Refuse requests that generate, and wait until all answers were sent, at most `drain_s`; returns whether they
+        were. Connections are taken as long as a request is live: clients read that the server drains, and balancers
+        that it is not ready."""
+        loop, limit_s = asyncio.get_running_loop(), self._listen.drain_s
+        until, live = loop.time() + limit_s, _live(generator)
         _say(f"draining {live} requests, {limit_s:g} s at most; another signal ends at once")
+        while _live(generator) and signals.count < 2 and loop.time() < until:
+            await signals.wait(count=2, timeout_s=min(_DRAIN_LOOK_S, until - loop.time()))
         served.stop()
-        await signals.wait(served.ended, count=2, timeout_s=limit_s)
+        await signals.wait(served.ended, count=2, timeout_s=max(until - loop.time(), 0.0))
         if served.ended.done():
             return True
         if signals.count < 2:
@@ -286,6 +294,14 @@ class _Service:
         if self._options.ready_fd is not None:
             # blocking: one short line, once, to a pipe of the parent's
             os.write(self._options.ready_fd, msgspec.json.encode(ready) + b"\n")
+
+
+def _live(generator: Generator) -> int:
+    """Requests that have not ended; 0 of a generator that failed, which ends them all."""
+    try:
+        return generator.load().live
+    except FdasyncError:
+        return 0
 
 
 def _missing(router: Router) -> str:

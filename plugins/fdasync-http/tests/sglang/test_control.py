@@ -203,10 +203,34 @@ async def test_a_router_without_an_instance_is_not_healthy(scene_of):
             assert (await scene.client.get(path)).status_code == 503
 
 
+async def test_ready_is_narrower_than_live(scene):
+    """Of engines and routers: who is paused or updated gets no requests, and is not restarted for it."""
+
+    async def statuses():
+        return tuple([(await scene.client.get(path)).status_code for path in ("/live", "/ready")])
+
+    assert await statuses() == (200, 200)
+    await scene.generator.pause("in_place")
+    # a router reads of it in the next heartbeat
+    await until(lambda: scene.generator.load().paused)
+    assert await statuses() == (200, 503)
+    await scene.generator.resume()
+    await until(lambda: not scene.generator.load().paused)
+    assert await statuses() == (200, 200)
+
+
+async def test_a_front_whose_instances_are_away_is_alive_and_not_ready(scene_of):
+    async with scene_of("fleet") as scene:
+        for instance in scene.generator.load().instances:
+            scene.generator.remove(instance.address)
+        assert (await scene.client.get("/live")).status_code == 200
+        assert (await scene.client.get("/ready")).status_code == 503
+
+
 async def test_the_engine_that_failed_is_503(scene_of):
     async with scene_of() as scene:
         scene.generator.fail(RuntimeError("the disk is on fire"))
-        for path in ("/health", "/health_generate"):
+        for path in ("/health", "/health_generate", "/ready", "/live"):
             assert (await scene.client.get(path)).status_code == 503
         response = await post(scene, "/generate", {"input_ids": PROMPT})
         assert response.status_code == 503

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync import SamplingParams
+from fdasync.errors import FdasyncError
 from fdasync_http.failures import Refused
 from fdasync_http.replies import whole
 from fdasync_http.sglang.control import reply
@@ -86,6 +87,30 @@ def _check_health(front: Front) -> None:
 async def health(_request: Request, front: Front) -> Response:
     """`GET /health`: 200 while requests can be made."""
     _check_health(front)
+    return reply({"status": "ok"})
+
+
+async def live(_request: Request, front: Front) -> Response:
+    """`GET /live`: 200 unless a restart is the only way out: the loop turns, and the engine or router has not failed.
+
+    A front whose instances are all away is alive: they may come back, and a restart of the front brings none of them.
+    """
+    try:
+        front.generator.load()
+    except FdasyncError as error:
+        raise Refused(503, str(error), code="failed") from error
+    return reply({"status": "ok"})
+
+
+async def ready(_request: Request, front: Front) -> Response:
+    """`GET /ready`: 200 while a request that came now would be computed: instances have joined with their weights, and
+    nothing drains, is paused, or is being updated."""
+    if front.is_draining():
+        raise Refused(503, "the server drains, and ends", code="draining")
+    _check_health(front)
+    load = front.generator.load()
+    if load.paused or load.updating:
+        raise Refused(503, "weights are being updated" if load.updating else "it is paused", code="paused")
     return reply({"status": "ok"})
 
 
