@@ -81,7 +81,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True):
-    """What drafts did for a sample, in an engine whose configuration names a drafter.
+    """What drafts did for a sample, in an engine that has a drafter, or a runner with one; of both together.
 
     Attributes:
         steps: decode steps that gave tokens of it. Its output tokens over these steps are the tokens of a step.

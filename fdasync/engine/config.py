@@ -407,6 +407,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
         policy=config.policy,
         policy_config=config.policy_config,
+        own_drafter=capacity.drafter,
         drafter="" if speculation is None else speculation.host_drafter,
         drafter_config={} if speculation is None else speculation.drafter_config,
         weighs_drafts=speculation is None or speculation.budget,

@@ -294,7 +294,8 @@ class Driver:
             self._fail(error)
             return
         self._outputs[step_id] = output
-        self._bus.publish(StepDone(step_id=step_id, tokens=output.tokens, counts=output.counts))
+        told = StepDone(step_id=step_id, tokens=output.tokens, counts=output.counts, own_drafts=output.own_drafts)
+        self._bus.publish(told)
 
     def _watch(self) -> None:
         """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""

@@ -101,11 +101,13 @@ class StepDone(Event, frozen=True, kw_only=True):
         step_id: as in `RunStep`.
         tokens: the sampled tokens, sequence after sequence in the order that `RunStep` defines.
         counts: how many of the tokens are each sequence's run, which may be none; None: one each.
+        own_drafts: how many drafts of the runner's own drafter were forwarded of each sequence; None: it has none.
     """
 
     step_id: int
     tokens: tuple[int, ...]
     counts: tuple[int, ...] | None = None
+    own_drafts: tuple[int, ...] | None = None
 
 
 class StepFailed(Event, frozen=True, kw_only=True):

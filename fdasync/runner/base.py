@@ -97,6 +97,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
         max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more, or
             less.
+        drafter: name of the runner's own drafter ("mtp"), whose drafts each step tells (`StepOutput.own_drafts`); "":
+            it has none, or does not tell.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
@@ -131,6 +133,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     top_k_by_layer: tuple[int, ...] | None = None
     tokenizer: str = ""
     max_run_tokens: int = 1
+    drafter: str = ""
     grammars: bool = False
     scores_prompts: bool = False
     prefill_tokens_per_s: float = 0.0
@@ -187,6 +190,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
             step on have no meaning.
+        own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 of one
+            that had the host's; None: `Capacity.drafter` is "".
     """
 
     step_id: int
@@ -197,6 +202,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     counts: tuple[int, ...] | None = None
     scores: tuple[PromptScores, ...] = ()
     problems: tuple[tuple[int, str], ...] = ()
+    own_drafts: tuple[int, ...] | None = None
 
 
 class CopyOutput(msgspec.Struct, frozen=True, array_like=True, tag="copied"):

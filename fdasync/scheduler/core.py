@@ -113,7 +113,7 @@ class Scheduler:
         )
         self.prefill_side = PrefillSide(config, self.swap_planner, self.weights, self.pausing)
         self.decode_side = DecodeSide(config, self.index, self.queues, self.swap_planner, self.pausing)
-        self._drafts = StepDrafts(config, drafter) if config.drafter else None
+        self._drafts = StepDrafts(config, drafter) if config.drafter or config.own_drafter else None
         self._parts = Parts(
             self.index,
             self.queues,

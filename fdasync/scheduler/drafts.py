@@ -1,9 +1,10 @@
-"""The drafts of steps: tells the drafter of sequences and their tokens, and asks it for each step. Pure.
+"""The drafts of steps: tells the drafter of sequences and their tokens, and asks it for each step; counts what the
+runner drafts by itself. Pure.
 
 A sequence begins to draft when its first token is known and it is to decode here, and ends with its result. In between
 it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. This module
 knows no queue and no block; `fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where
-the configuration names a drafter.
+the configuration names a drafter, or the runner has one.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from fdasync.drafting import DrafterLimits, DraftPlanner, make_drafter
+from fdasync.drafting import DraftCounters, DrafterLimits, DraftPlanner, make_drafter
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fdasync.drafting import DraftCounters, Drafter
+    from fdasync.drafting import Drafter
     from fdasync.events.actions import Drafts
     from fdasync.events.catalog import StepDone
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
+
+#: of a drafter that is none
+NO_DRAFTS = DraftCounters("", 0, 0, 0)
 
 
 def drafter_limits(config: SchedulerConfig) -> DrafterLimits:
@@ -34,22 +38,26 @@ class StepDrafts:
     cannot go on.
 
     Args:
-        config: names a drafter.
-        drafter: that one, made with `drafter_limits` or wider ones; None: it is made here, which raises PluginError and
-            ConfigError.
+        config: names a drafter, the runner's own, or both.
+        drafter: the engine's, made with `drafter_limits` or wider ones; None: it is made here if it has a name, which
+            raises PluginError and ConfigError.
     """
 
     def __init__(self, config: SchedulerConfig, drafter: Drafter | None) -> None:
-        if drafter is None:
-            drafter = make_drafter(config.drafter, config.drafter_config, drafter_limits(config))
-        self._planner = DraftPlanner(
-            drafter,
-            name=config.drafter,
-            max_drafts=config.max_run_tokens - 1,
-            depth=config.pipeline_depth,
-            weighs=config.weighs_drafts,
-        )
-        self._begun: set[int] = set()
+        self._planner: DraftPlanner | None = None
+        if config.drafter:
+            if drafter is None:
+                drafter = make_drafter(config.drafter, config.drafter_config, drafter_limits(config))
+            self._planner = DraftPlanner(
+                drafter,
+                name=config.drafter,
+                max_drafts=config.max_run_tokens - 1,
+                depth=config.pipeline_depth,
+                weighs=config.weighs_drafts,
+            )
+        self._own = DraftCounters(config.own_drafter, 0, 0, 0)
+        # by live sequence: decode steps that gave tokens of it, the runner's drafts, those of them that were accepted
+        self._begun: dict[int, tuple[int, int, int]] = {}
         # of the last plan: plans share the list while no sequence joins or leaves
         self._decodes: list[Sequence] = []
         self._keys: tuple[int, ...] = ()
@@ -58,13 +66,17 @@ class StepDrafts:
         """The sequence has a token of its answer, and decodes. Does nothing where it has begun before."""
         if seq.key in self._begun:
             return
-        self._begun.add(seq.key)
+        self._begun[seq.key] = (0, 0, 0)
+        if self._planner is None:
+            return
         tokens = array("i", seq.tokens).tobytes()
         cut = 4 * seq.prompt_len
         self._planner.begin(seq.key, seq.group, tokens[:cut], tokens[cut:], limit=seq.max_len, salt=seq.salt, now=now)
 
     def propose(self, decodes: list[Sequence]) -> Drafts | None:
         """Drafts for the step that is being planned, which decodes these; None: it has none. Called for every step."""
+        if self._planner is None:
+            return None
         if decodes is not self._decodes:
             self._decodes = decodes
             self._keys = tuple([seq.key for seq in decodes])
@@ -78,6 +90,10 @@ class StepDrafts:
             samplers: sequences whose last chunk it computed.
             seconds: what the step took, if it did nothing but decode.
         """
+        if self._own.drafter:
+            self._count_own(decodes, event)
+        if self._planner is None:
+            return
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
         if samplers:
             keys += tuple([seq.key for seq in samplers])
@@ -85,18 +101,42 @@ class StepDrafts:
 
     def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
         """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""
-        if seq.key not in self._begun:
-            return (0, 0, 0)
-        self._begun.remove(seq.key)
-        return self._planner.end(seq.key, now=now)
+        steps, drafted, accepted = self._begun.pop(seq.key, (0, 0, 0))
+        if self._planner is not None:
+            # what is not live there has (0, 0, 0)
+            steps, of_host, right = self._planner.end(seq.key, now=now)
+            drafted, accepted = drafted + of_host, accepted + right
+        return steps, drafted, accepted
 
     @property
     def counters(self) -> DraftCounters:
-        """See `DraftCounters`."""
-        return self._planner.counters
+        """Of the engine's drafter."""
+        return NO_DRAFTS if self._planner is None else self._planner.counters
+
+    @property
+    def own_counters(self) -> DraftCounters:
+        """Of the runner's own drafter."""
+        return self._own
 
     def check(self, live: Iterable[Sequence]) -> None:
         """Raise InvariantBroken where a sequence that is not live has not ended here."""
-        left = self._begun.difference([seq.key for seq in live])
+        left = self._begun.keys() - {seq.key for seq in live}
         if left:
             raise InvariantBroken(f"sequences {sorted(left)} have ended, and their drafts have not")
+
+    def _count_own(self, decodes: list[Sequence], event: StepDone) -> None:
+        """Count the runner's drafts of a step that completed. Raises InvariantBroken where it does not tell them."""
+        counts, forwarded = event.counts, event.own_drafts
+        if counts is None or forwarded is None or not len(counts) == len(forwarded) >= len(decodes):
+            raise InvariantBroken(f"step {event.step_id} does not tell the drafts of {self._own.drafter}")
+        total = right = 0
+        begun = self._begun
+        for seq, count, drafts in zip(decodes, counts, forwarded, strict=False):
+            # a sequence may have ended since the step was planned
+            if count and seq.key in begun:
+                kept = min(drafts, count - 1)
+                total, right = total + drafts, right + kept
+                steps, drafted, accepted = begun[seq.key]
+                begun[seq.key] = (steps + 1, drafted + drafts, accepted + kept)
+        name, drafted, accepted, steps = self._own
+        self._own = DraftCounters(name, drafted + total, accepted + right, steps + (total > 0))

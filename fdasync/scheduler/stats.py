@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from fdasync.drafting import DraftCounters
 from fdasync.errors import InvariantBroken
+from fdasync.scheduler.drafts import NO_DRAFTS
 from fdasync.scheduler.state.config import SchedulerStats
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.sequence import Sequence
     from fdasync.scheduler.tiers.store_planner import StorePlanner
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
-
-
-_NO_DRAFTS = DraftCounters("", 0, 0, 0)
 
 
 class Parts(NamedTuple):
@@ -63,7 +60,7 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
     """Counters since the start, gauges of now."""
     index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
     pool = index.pool
-    drafted = _NO_DRAFTS if drafts is None else drafts.counters
+    drafted, own = (NO_DRAFTS, NO_DRAFTS) if drafts is None else (drafts.counters, drafts.own_counters)
     return SchedulerStats(
         waiting=len(queues.waiting),
         running=queues.num_running + len(queues.tail),
@@ -110,6 +107,10 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         drafted_tokens=drafted.drafted,
         accepted_tokens=drafted.accepted,
         drafting_steps=drafted.steps,
+        own_drafter=own.drafter,
+        own_drafted_tokens=own.drafted,
+        own_accepted_tokens=own.accepted,
+        own_drafting_steps=own.steps,
     )
 
 

@@ -73,7 +73,7 @@ _SCHEDULER_COUNTERS = (
     ("fdasync_store_fetch_cut_offs_total", "Waits for the store that ended at their bound.", "fetch_cut_offs"),
     ("fdasync_received_blocks_total", "Blocks that came from other instances.", "received_blocks"),
 )
-# of an engine that drafts
+# of an engine that drafts, and of a runner that does: their names in `SchedulerStats`
 _DRAFTER_COUNTERS = (
     ("fdasync_drafted_tokens_total", "Drafts that the runner forwarded.", "drafted_tokens"),
     ("fdasync_accepted_tokens_total", "Drafts that equalled the sampled token.", "accepted_tokens"),
@@ -205,10 +205,11 @@ class PrometheusTap:
             yield self._gauge(name, text, {(): float(getattr(numbers, field))})
         for name, text, field in _SCHEDULER_COUNTERS:
             yield self._counter(name, text, {(): getattr(numbers, field)})
-        if numbers.drafter:
-            drafter = (numbers.drafter,)
+        drafters = [(own, name) for own, name in (("", numbers.drafter), ("own_", numbers.own_drafter)) if name]
+        if drafters:
             for name, text, field in _DRAFTER_COUNTERS:
-                yield self._counter(name, text, {drafter: getattr(numbers, field)}, "drafter")
+                counts = {(drafter,): getattr(numbers, own + field) for own, drafter in drafters}
+                yield self._counter(name, text, counts, "drafter")
         states = {(state,): float(state == stats.state) for state in STATES}
         yield self._gauge("fdasync_engine_state", "1 for the state that the engine is in.", states, "state")
         text = "1 for the label of the weights in use."

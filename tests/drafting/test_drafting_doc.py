@@ -18,8 +18,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "drafting.md"
 def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -> None:
     text = PAGE.read_text()
     drafter, tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    settings, project = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    settings, mtp, project = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     assert EngineConfig.from_mapping(tomllib.loads(settings)).speculation == Speculation(drafter="ngram", max_tokens=3)
+    own = EngineConfig.from_mapping(tomllib.loads(mtp))
+    assert own.runner_config == {"mtp": True}
+    assert own.speculation == Speculation(drafter="none", max_tokens=3)
     (tmp_path / "counting.py").write_text(drafter)
     (tmp_path / "test_counting.py").write_text(tests)
     info = tmp_path / "counting-1.0.dist-info"

@@ -80,6 +80,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         drafter, drafter_config: what drafts tokens for the runner to verify, up to max_run_tokens - 1 of a sequence:
             the drafter's name, and its settings. "": nothing here does.
         weighs_drafts: steps have as many drafts as pay; False: as many as there are.
+        own_drafter: name of the runner's own drafter, whose drafts `StepDone` tells; "": it has none.
     """
 
     block_tokens: int
@@ -109,6 +110,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = ""
     drafter_config: dict[str, Any] = msgspec.field(default_factory=dict)
     weighs_drafts: bool = True
+    own_drafter: str = ""
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,10 +148,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         queued_tokens: prompt tokens of the waiting sequences.
         paused: no steps are planned.
         weight_version: the caller's label of the weights in use.
-        drafter: name of the drafter that steps have drafts of; "": there is none, or the runner drafts by itself.
+        drafter: name of the drafter that steps have drafts of; "": there is none, or the runner alone drafts.
         drafted_tokens: tokens of the drafter that the runner forwarded as drafts.
         accepted_tokens: those of them that equalled the token sampled in their place.
         drafting_steps: completed steps that had drafts.
+        own_drafter, own_drafted_tokens, own_accepted_tokens, own_drafting_steps: likewise of the runner's own drafter.
     """
 
     waiting: int
@@ -197,3 +200,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafting_steps: int = 0
+    own_drafter: str = ""
+    own_drafted_tokens: int = 0
+    own_accepted_tokens: int = 0
+    own_drafting_steps: int = 0

@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 from device_path import DEVICE, ON_GPU, make_small_checkpoint
+from draft_results import Known, assert_same
 from fdasync_transformers.execution import triton_paging
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, Speculation
+from fdasync.drafting import DrafterLimits, Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,41 +32,6 @@ PARAMS = [
 ]
 
 
-class Known(Drafter):
-    """Knows the answers of prompts, and tells each third token wrong."""
-
-    def __init__(self, answers: dict[bytes, list[tuple[int, ...]]], limits: DrafterLimits) -> None:
-        super().__init__(None, limits)
-        self._answers = answers
-        self._live: dict[int, tuple[bytes, list[int]]] = {}
-
-    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:
-        self._live[key] = (prompt, np.frombuffer(answer, "<i4").tolist())
-
-    def take(self, keys: tuple[int, ...], counts: Any, tokens: Any) -> None:
-        for key, part in zip(keys, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
-            self._live[key][1].extend(part.tolist())
-
-    def propose(self, keys: tuple[int, ...], most: Any) -> tuple[Any, Any]:
-        paths = [self._path(key, limit) for key, limit in zip(keys, most.tolist(), strict=True)]
-        counts = np.array([len(path) for path in paths], np.int64)
-        return counts, np.array([token for path in paths for token in path], np.int32)
-
-    def _path(self, key: int, most: int) -> list[int]:
-        prompt, known = self._live[key]
-        for answer in self._answers.get(prompt, []):
-            if list(answer[: len(known)]) == known:
-                rest = answer[len(known) :][:most]
-                return [token if (len(known) + at) % 3 else token ^ 1 for at, token in enumerate(rest)]
-        return []
-
-    def end(self, key: int, *, now: float = 0.0) -> None:
-        del self._live[key]
-
-    def stats(self) -> DrafterStats:
-        return DrafterStats(sequences=len(self._live), prompts=0, nbytes=0, limit_nbytes=1 << 20)
-
-
 def config(folder: Path, speculation: Speculation | None) -> EngineConfig:
     own = {"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": False}
     # too few blocks for all: some are preempted
@@ -77,16 +43,6 @@ def config(folder: Path, speculation: Speculation | None) -> EngineConfig:
 
 async def play(engine: Engine) -> list[Result]:
     return list(await asyncio.gather(*[engine.complete(prompt, one) for prompt in PROMPTS for one in PARAMS]))
-
-
-def assert_same(results: list[Result], wanted: list[Result]) -> None:
-    for result, want in zip(results, wanted, strict=True):
-        for sample, other in zip(result.samples, want.samples, strict=True):
-            assert (sample.token_ids, sample.finish_reason) == (other.token_ids, other.finish_reason)
-            np.testing.assert_allclose(sample.raw_logprobs, other.raw_logprobs, rtol=0, atol=1e-4)
-            assert sample.routing is not None
-            assert other.routing is not None
-            assert np.array_equal(sample.routing.array, other.routing.array)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])

@@ -447,6 +447,7 @@ class TransformersRunner(Runner):
             sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
             max_run_tokens=1 + self.limits.speculation,
+            drafter="mtp" if self.config.mtp and self.limits.speculation else "",
             notes=notes,
         )
 

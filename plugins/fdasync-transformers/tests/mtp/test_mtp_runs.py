@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
+from agreeing import make_agreeing_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.tiny.mtp import make_mtp_checkpoint
-from safetensors.torch import load_file, save_file
 
 from fdasync.testing import RunTests
 from fdasync.testing.runners.bench import noisy, on_bench
@@ -19,23 +17,7 @@ from fdasync.testing.runners.drafts import drafts_of
 from fdasync.testing.runners.runs import runs_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fdasync.runner.base import Runner, RunnerLimits
-
-
-def make_agreeing_checkpoint(folder: Path) -> None:
-    """Random weights, of which attention and experts add little to a token's embedding, and a prediction layer that
-    takes the embedding alone: the model and its layer then often say the same of a token, and differ in the rest."""
-    make_mtp_checkpoint(folder, "qwen3_moe", apart=True)
-    path = folder / "model.safetensors"
-    stored = load_file(path)
-    for name, tensor in stored.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= 0.08
-    width = stored["mtp.fc.weight"].shape[0]
-    stored["mtp.fc.weight"] = torch.cat((torch.eye(width), 0.02 * stored["mtp.fc.weight"][:, width:]), 1)
-    save_file(stored, path, metadata={"format": "pt"})
 
 
 class TestMtpRuns(RunTests):

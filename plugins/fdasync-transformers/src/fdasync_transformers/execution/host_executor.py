@@ -132,11 +132,13 @@ class HostExecutor(Executor):
         return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
 
     def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
-        """The next step goes on behind the positions that stand, where steps have drafts; the output says how many."""
+        """The next step goes on behind the positions that stand, where steps have drafts; the output says how many,
+        and what the runner drafted of them."""
         if not self._bound.speculation:
             return output
         self._bound.table.take_runs(batch, runs.stood[: batch.num_decodes])
-        return msgspec.structs.replace(output, counts=tuple(runs.counts.tolist()))
+        own = None if self._drafter is None else self._drafts.own_drafts(batch)
+        return msgspec.structs.replace(output, counts=tuple(runs.counts.tolist()), own_drafts=own)
 
     def _keeping(self, plan: ScorePlan | None) -> AbstractContextManager[None]:
         """Keep the hidden states of the pass inside where prompts are scored, ranks compare them, or a drafter takes

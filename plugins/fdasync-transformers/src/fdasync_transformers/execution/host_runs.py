@@ -48,6 +48,8 @@ class DraftedSteps:
         self._vocab_size = vocab_size
         # of the runner's drafter, by sequence
         self._own: dict[int, Path] = {}
+        # those of the step that was planned last, by lane
+        self._forwarded: dict[int, int] = {}
 
     def plan(self, step: RunStep) -> Batch:
         """As `InputBatch.plan`; drafts stand in the table of tokens then. Raises InvariantBroken, also for drafts that
@@ -68,6 +70,7 @@ class DraftedSteps:
         if left := set(paths).difference(keys):
             raise InvariantBroken(f"step {step_id} has drafts for {sorted(left)}, which it does not decode")
         wanted = np.ones(len(keys), np.int64)
+        self._forwarded = {}
         for number, (key, lane) in enumerate(zip(keys, decodes.tolist(), strict=True)):
             path = paths.get(key) or self._own.get(key)
             if path is None:
@@ -77,7 +80,21 @@ class DraftedSteps:
             drafts = follow(path, last, self._vocab_size)[: max(len(known) - last - 1, 0)]
             known[last + 1 : last + 1 + len(drafts)] = drafts
             wanted[number] += len(drafts)
+            if key not in paths:
+                self._forwarded[lane] = len(drafts)
         return wanted
+
+    def own_drafts(self, batch: Batch) -> tuple[int, ...]:
+        """How many of the runner's drafts the step forwarded of each sampled sequence. `batch`: of the last plan."""
+        widths = batch.counts.tolist()
+        lanes = batch.lanes.tolist()
+        # a step without room for all drafts forwards the first ones
+        return tuple(
+            [
+                min(self._forwarded.get(lanes[place], 0), max(widths[place] - 1, 0)) if place < batch.num_decodes else 0
+                for place in batch.sampled.tolist()
+            ]
+        )
 
     def offer(self, batch: Batch, stood: Ints, drafted: Drafted) -> None:
         """The runner's drafter drafted this behind the tokens of a step, for the next step of each sequence.
