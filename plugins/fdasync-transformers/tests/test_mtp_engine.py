@@ -13,6 +13,7 @@ from draft_results import Known, assert_same
 
 from fdasync import ConfigError, Engine, EngineConfig, SamplingParams
 from fdasync.drafting import DrafterLimits, Speculation
+from fdasync.telemetry.prometheus import PrometheusTap
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,10 +109,13 @@ async def test_host_s_drafts_and_the_runner_s_are_counted_apart(folder_of: Any, 
     del answers[np.array(PROMPTS[2], "<i4").tobytes()]
     known = Known(answers, DrafterLimits.of(3, 2, 6))
     both = Speculation(drafter="known", max_tokens=3, budget=False)
-    async with Engine(config(folder, both), drafter=known) as engine:
+    async with Engine(config(folder, both), drafter=known) as engine, PrometheusTap(engine) as tap:
         results = await play(engine)
         assert_same(results, wanted)
         stats = engine.stats().scheduler
+        lines = tap.exposition().decode().splitlines()
+        assert f'fdasync_accepted_tokens_total{{drafter="known"}} {stats.accepted_tokens}.0' in lines
+        assert f'fdasync_accepted_tokens_total{{drafter="mtp"}} {stats.own_accepted_tokens}.0' in lines
         engine.check()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert 0 < stats.own_accepted_tokens < stats.own_drafted_tokens
