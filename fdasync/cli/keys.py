@@ -25,7 +25,7 @@ def keys() -> None:
     """Keys of a fleet: they let its machines connect to each other, and nobody else.
 
     Copy the file to all machines by a safe way, and give it to `fdasync serve` and `fdasync http` as --keys, to
-    `fdasync.connect` as keys=. Who has it can be an instance or a router. To replace the keys while the fleet runs: add
+    `fdasync.connect` as keys=. Its readers can be instances and routers. To replace the keys while the fleet runs: add
     a key, copy the file, restart the processes one by one; rotate, copy, restart; drop, copy, restart.
     """
 

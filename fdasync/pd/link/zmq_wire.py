@@ -195,8 +195,8 @@ class ZmqWire(Wire):
         return _Port(self._loop, sock, read or self._read)
 
     def _open_door(self) -> None:
-        """Answer libzmq's questions about clients, and count refusals. Before the first listener: who comes while
-        nobody answers is refused."""
+        """Answer libzmq's questions about clients, and count refusals. Before the first listener: libzmq
+        refuses clients while its questions have no answer."""
         assert self._keys is not None
         assert self._router is not None
         door = self.door = Doorkeeper(self._loop, self._keys.allowed, 1.2 * _HANDSHAKE_S, self._on_refused)

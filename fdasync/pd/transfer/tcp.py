@@ -1,10 +1,10 @@
 """The transport over TCP: the receiver requests runs of bytes, the sender replies from its regions.
 
-Loopback only, unless links have keys. The token of its source is a secret that the link hands over; who does not know
-it hears nothing (`tcp_wire.py`). Blocks are neither secret nor tamper-proof on their way, though their checksums come
-by the link. Both sides use non-blocking sockets and the loop's readers and writers, so that bytes go from region to
-kernel to region without other copies. A receiver has one connection to each sender; it dials at the first receive, and
-at the next one after the connection broke. `tcp_wire.py` is the protocol, `tcp_server.py` the sender's side,
+Loopback only, unless links have keys. The token of its source is a secret that the link hands over; a process without
+the token hears nothing (`tcp_wire.py`). Blocks are neither secret nor tamper-proof on their way, though their checksums
+come by the link. Both sides use non-blocking sockets and the loop's readers and writers, so that bytes go from region
+to kernel to region without other copies. A receiver has one connection to each sender; it dials at the first receive,
+and at the next one after the connection broke. `tcp_wire.py` is the protocol, `tcp_server.py` the sender's side,
 `tcp_client.py` the receiver's. Knows no messages. Made by `transports.py` and instances.
 """
 

@@ -7,7 +7,7 @@
     sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
 
 A MAC is HMAC-SHA256 under the sender's token, a secret that its Hello hands over by the link; the token itself never
-goes over this socket. Who does not know it hears nothing from a sender. A knock that was recorded gets an answer, whose
+goes over this socket. A process without it hears nothing from a sender. A knock that was recorded gets an answer, whose
 nonce is new, so that a recorded proof does not fit; and a process that took the sender's port cannot answer.
 
 All numbers are little-endian. Replies come in the order of the requests. A reply with verdict OK has the requested

@@ -109,7 +109,10 @@ def test_a_folder_is_a_checkpoint_and_goes_with_the_last_that_uses_it(root, tmp_
     assert header["b"] == {"dtype": "BF16", "shape": [1], "data_offsets": [24, 26]}
     assert data[8 + length + 24 :] == half.tobytes()
     del header
-    one.write(str(root / "fdasync-ray-u" / "2"), packed([("a", "float32", (2, 3), values)]))
+    # the other supervisor of the node comes second, and writes nothing
+    other.write_once(str(path), packed([("c", "float32", (2, 3), values)]))
+    assert (path / "model.safetensors").read_bytes() == data
+    one.write_once(str(root / "fdasync-ray-u" / "2"), packed([("a", "float32", (2, 3), values)]))
     read = safetensors.load_file(root / "fdasync-ray-u" / "2" / "model.safetensors")
     assert np.array_equal(read["a"], values)
     one.keep_only([str(path)])

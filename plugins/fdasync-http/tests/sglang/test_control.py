@@ -204,7 +204,7 @@ async def test_a_router_without_an_instance_is_not_healthy(scene_of):
 
 
 async def test_ready_is_narrower_than_live(scene):
-    """Of engines and routers: who is paused or updated gets no requests, and is not restarted for it."""
+    """An engine or router that is paused or updated is not ready, and is alive: nothing restarts it."""
 
     async def statuses():
         return tuple([(await scene.client.get(path)).status_code for path in ("/live", "/ready")])

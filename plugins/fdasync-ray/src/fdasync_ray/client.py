@@ -154,7 +154,7 @@ class FleetClient:
         source: WeightSource,
         mode: Literal["abort", "keep"] = "abort",
     ) -> None:
-        """Give all members new weights through a router, and whoever joins later.
+        """Give new weights to all members through a router, and to instances that join later.
 
         Args:
             router: one of this fleet; see `Router.update_weights`.
@@ -181,6 +181,7 @@ class FleetClient:
         weights = packed(tensors)
         path = folder_path(await answer(self._registry.new_path.remote(), "naming weights"))
         # this process owns the object: nodes that join get it while this process lives
+        # threads: Ray's call copies gigabytes, and this process is no engine
         reference = await asyncio.to_thread(ray.put, weights)
         published = Published(path, (reference,))
         supervisors = await answer(self._registry.publish.remote(published), "publishing weights")

@@ -103,6 +103,7 @@ class RayFleet(FleetClient):
             await self.start()
             await self.whole(self.config.engine.start_deadline_s + _START_S)
         except BaseException:
+            # what has started must end, whatever ended the start
             await self.aclose()
             raise
         return self
@@ -254,6 +255,7 @@ class RayFleet(FleetClient):
         )
         async with self._choosing:
             slot.wanted = ""
+            # threads: Ray answers `ray.nodes` by a blocking call alone, and this process is no engine
             slot.wanted = await asyncio.to_thread(self._choose, lost_node)
         # the target is a wish: Ray takes another node where it is full, and waits where all are
         slot.group = placement_group([config.bundle()], "STRICT_PACK", _soft_target_node_id=slot.wanted or None)

@@ -8,7 +8,6 @@ object store to its node's memory, in a thread of its own since gigabytes are co
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING
 
 from fdasync.cli.local.child import Child, ChildEnded, in_words
@@ -99,14 +98,12 @@ class Supervisor:
     async def _place(self, one: Published) -> None:
         if self._folder.has(one.path):
             return
-        locked = await asyncio.to_thread(self._folder.lock)
-        try:
-            if not self._folder.has(one.path):
-                async with Within(_READ_S):
-                    weights = await one.parts[0]
-                await asyncio.to_thread(self._folder.write, one.path, weights)
-        finally:
-            os.close(locked)
+        # Ray reads an object once for all actors of a node
+        async with Within(_READ_S):
+            weights = await one.parts[0]
+        # threads: gigabytes are copied, in an actor, which is no engine; the thread gives the lock back when it has
+        # written, also where nobody waits for it any more
+        await asyncio.to_thread(self._folder.write_once, one.path, weights)
 
     async def update(self, current: Current) -> str:
         """Bring the child alone to the fleet's weights, before it has met a router. Returns a problem, or ""."""

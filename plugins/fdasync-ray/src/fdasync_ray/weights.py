@@ -83,11 +83,17 @@ class NodeFolder:
     def has(self, path: str) -> bool:
         return Path(path).is_dir()
 
-    def lock(self) -> int:
-        """Wait for this node's other supervisors to have written; close the descriptor to unlock."""
+    def write_once(self, path: str, weights: Packed) -> None:
+        """Write the folder unless another supervisor of this node has, or is at it: then wait for that one, whose lock
+        ends with its process. Raises OSError."""
         fd = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return fd
+        try:
+            # blocking: this runs in a thread, and the supervisor's caller has a deadline
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not self.has(path):
+                self.write(path, weights)
+        finally:
+            os.close(fd)
 
     def write(self, path: str, weights: Packed) -> None:
         """Write the folder; it appears whole, or not at all. Raises OSError."""
