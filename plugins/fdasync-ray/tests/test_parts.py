@@ -116,7 +116,7 @@ def test_a_folder_is_a_checkpoint_and_goes_with_the_last_that_uses_it(root, tmp_
     read = safetensors.load_file(root / "fdasync-ray-u" / "2" / "model.safetensors")
     assert np.array_equal(read["a"], values)
     one.keep_only([str(path)])
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["1"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["1", "lock"]
     one.close()
     assert path.is_dir()
     other.close()
