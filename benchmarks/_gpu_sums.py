@@ -60,13 +60,13 @@ def be_rank(rank: int, ranks: int, hidden: int, sizes: list[int], out: str, fds:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     exchange = Exchange(rank, ranks, fds, deadline_s=_LIMIT_S)
-    opened = OpenedPeers(exchange, max(sizes) * hidden * 2, device)
+    opened = OpenedPeers(exchange, device)
     found: dict[str, float] = {}
     for size in sizes:
         x = torch.zeros((size, hidden), dtype=torch.bfloat16, device=device)
         found[f"sum_us_{size}"] = graph_us(lambda x=x: all_reduce(x, opened.memory, out=x), exchange)
     message = torch.zeros(_MESSAGE_ELEMENTS, dtype=torch.int32, device=device)
-    found["sum_message_us"] = graph_us(lambda: gather(message, opened.messages), exchange)
+    found["sum_message_us"] = graph_us(lambda: gather(message, opened.memory), exchange)
     if not rank:
         Path(out).write_text(json.dumps(found))
     exchange.gather(b"", "all have ended")

@@ -250,7 +250,7 @@ def measure(run: Run, args: argparse.Namespace, folder: str) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, choices=(2, 4, 8), default=2, help="ranks of the group (default 2)")
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4, 8), default=2, help="ranks of the group (default 2)")
     parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
     parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
     parser.add_argument("--only", metavar="PARTS", default="x,s,d,w", help="of x, s, d and w (default: all)")

@@ -136,13 +136,13 @@ class Driver:
         if status:
             raise DeviceFailed(f"{len(targets)} copies could not be launched: {self.words(status)}")
 
-    def allocate(self, nbytes: int) -> int:
-        """The address of new memory of zeros on the current device. Raises RunnerError."""
+    def allocate(self, nbytes: int, filled: int = 0) -> int:
+        """The address of new memory on the current device, each byte of which is `filled`. Raises RunnerError."""
         found = ctypes.c_uint64(0)
         status = self._entry("cuMemAlloc_v2", ctypes.c_void_p, ctypes.c_size_t)(ctypes.addressof(found), nbytes)
         if not status:
             status = self._entry("cuMemsetD8_v2", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t)(
-                found.value, 0, nbytes
+                found.value, filled, nbytes
             )
         if status:
             raise RunnerError(f"{nbytes} bytes of device memory cannot be had: {self.words(status)}")

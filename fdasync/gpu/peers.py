@@ -1,4 +1,4 @@
-"""Device memory of a group of processes that each of them maps: buffers and flags of collectives.
+"""Device memory of a group of processes that each of them maps: the channels of collectives.
 
 Each process allocates on its own device, tells the others a handle by an `Exchange`, and opens theirs: from then on its
 kernels read and write the peers' memory by address, over NVLink or PCIe. Handles are of the driver's legacy
@@ -15,40 +15,30 @@ import torch
 
 from fdasync.errors import RunnerError
 from fdasync.gpu.cudart import HANDLE_NBYTES, Driver
-from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
-
-_ALIGN_NBYTES = 4096
 
 
 class OpenedPeers:
     """The memory behind a `PeerMemory`, allocated and opened.
 
     Args:
-        buffer_nbytes: most bytes of one sum; two such buffers are allocated.
         device: a CUDA device, which is current.
-        message_nbytes: most bytes of one message; two such buffers are allocated too.
 
     Attributes:
-        memory: what sums take.
-        messages: what messages take, which may stand between any two sums.
+        memory: what sums and messages take.
 
     Raises RunnerError where the device has no memory, or does not reach a peer's.
     """
 
-    def __init__(
-        self, exchange: Exchange, buffer_nbytes: int, device: torch.device, *, message_nbytes: int = _ALIGN_NBYTES
-    ) -> None:
-        buffer_nbytes, message_nbytes = _aligned(buffer_nbytes), _aligned(message_nbytes)
-        for_sums = _aligned(2 * buffer_nbytes + 4 * PROGRAMS * exchange.ranks)
-        nbytes = for_sums + 2 * message_nbytes + 4 * PROGRAMS * exchange.ranks
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self._driver = Driver()
         self._opened: list[int] = []
         # the driver works in the context that torch made current
         torch.cuda.current_stream(device)
-        self._own = self._driver.allocate(nbytes)
+        self._own = self._driver.allocate(PeerMemory.nbytes(exchange.ranks), filled=0xFF)
         try:
             torch.cuda.synchronize(device)  # blocking: at start-up
             handle = self._driver.share(self._own)
@@ -63,9 +53,7 @@ class OpenedPeers:
                 else:
                     self._opened.append(self._driver.open_shared(other))
                     addresses.append(self._opened[-1])
-            self.memory = PeerMemory(exchange.rank, addresses, buffer_nbytes, device)
-            behind = [address + for_sums for address in addresses]
-            self.messages = PeerMemory(exchange.rank, behind, message_nbytes, device)
+            self.memory = PeerMemory(exchange.rank, addresses, device)
             # no rank launches before all have opened
             exchange.gather(b"", "device memory is open")
         except BaseException:
@@ -81,6 +69,3 @@ class OpenedPeers:
         if own:
             self._driver.free(own)
 
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES

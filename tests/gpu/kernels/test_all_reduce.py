@@ -1,6 +1,6 @@
 """Sums over the devices of a group: the same bits on each, in the order of ranks, by either way.
 
-In the interpreter the devices take turns and nobody waits: a first round fills the buffers. On GPUs each rank is a
+In the interpreter the devices take turns and nobody waits: calls are made again until all has come. On GPUs each rank is a
 process; several may share a device, which then gives each a while at a time.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -17,7 +18,7 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
-from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import WAYS, PeerMemory
 from fdasync.ipc.exchange import Meeting
 from tests.support.peers_child import inputs, wanted
 
@@ -25,15 +26,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU = torch.device("cpu")
-BUFFER_NBYTES = 1 << 15
 
 needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
 
 
-def group(ranks: int) -> tuple[Sequence[PeerMemory], list[torch.Tensor]]:
-    memory = [torch.zeros(2 * BUFFER_NBYTES + 4 * PROGRAMS * ranks, dtype=torch.uint8) for _ in range(ranks)]
+def group(ranks: int) -> tuple[list[PeerMemory], list[torch.Tensor]]:
+    memory = [torch.full((PeerMemory.nbytes(ranks),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
     addresses = [tensor.data_ptr() for tensor in memory]
-    return [PeerMemory(rank, addresses, BUFFER_NBYTES, CPU) for rank in range(ranks)], memory
+    return [PeerMemory(rank, addresses, CPU) for rank in range(ranks)], memory
+
+
+def in_turn(
+    given: Sequence[torch.Tensor], peers: Sequence[PeerMemory], way: Literal["one_shot", "two_shot", "auto"]
+) -> list[torch.Tensor]:
+    """The sums of one call on every rank. Nobody waits, so all make it again until all tiles have come: a tile of two
+    shots waits for others."""
+    before = [{name: area.turns.clone() for name, area in peer.areas.items()} for peer in peers]
+    sums: list[torch.Tensor] = []
+    for _ in range(3):
+        for peer, turns in zip(peers, before, strict=True):
+            for name, area in peer.areas.items():
+                area.turns.copy_(turns[name])
+        sums = [all_reduce(x, peer, way=way) for x, peer in zip(given, peers, strict=True)]
+    return sums
 
 
 @needs_interpreter
@@ -44,32 +59,68 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(
     ranks: int, count: int, dtype: torch.dtype, way: Literal["one_shot", "two_shot"]
 ) -> None:
     peers, _memory = group(ranks)
-    given = inputs(ranks, count, dtype, seed=count)
-    before = [x.clone() for x in given]
-    sums: list[torch.Tensor] = []
-    # two shots wait twice: the third round reads sums that the second one wrote
-    for _ in range(3):
-        sums = [all_reduce(x, peer, way=way) for x, peer in zip(given, peers, strict=True)]
-        for peer in peers:
-            peer.next_buffers()
-    assert all(torch.equal(total, wanted(given)) for total in sums)
-    assert all(torch.equal(x, was) for x, was in zip(given, before, strict=True))
-    # the order of ranks shows: another one has other bits
-    assert dtype is torch.bfloat16 or ranks == 2 or not torch.equal(wanted(given[::-1]), sums[0])
+    # more calls than a channel has turns
+    for seed in range(5):
+        given = inputs(ranks, count, dtype, seed=count + seed)
+        before = [x.clone() for x in given]
+        sums = in_turn(given, peers, way)
+        assert all(torch.equal(total, wanted(given)) for total in sums)
+        assert all(torch.equal(x, was) for x, was in zip(given, before, strict=True))
+        # the order of ranks shows: another one has other bits
+        assert dtype is torch.bfloat16 or ranks == 2 or not torch.equal(wanted(given[::-1]), sums[0])
 
 
 @needs_interpreter
-def test_two_buffers_are_used_in_turn_and_the_result_may_take_the_place_of_the_input() -> None:
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+def test_a_program_takes_several_tiles_where_a_sum_has_more_than_programs(
+    monkeypatch: pytest.MonkeyPatch, way: Literal["one_shot", "two_shot"]
+) -> None:
+    for name in (way, f"{way}_wide"):
+        monkeypatch.setitem(WAYS, name, replace(WAYS[name], programs=2))
+    peers, _memory = group(2)
+    # of the wide way one program has two tiles, of which one is short; with three, calls could not be made again, since
+    # a program empties what it has read
+    each = 2 * 4096 + 40
+    for count in (each if way == "one_shot" else 2 * each, 24):
+        given = inputs(2, count, torch.bfloat16, seed=count)
+        assert all(torch.equal(total, wanted(given)) for total in in_turn(given, peers, way))
+
+
+@needs_interpreter
+def test_what_marks_an_empty_slot_is_never_sent() -> None:
+    peers, _memory = group(2)
+    empty = torch.full((16,), -1, dtype=torch.int16).view(torch.bfloat16)
+    ones = torch.ones(16, dtype=torch.bfloat16)
+    for way in ("one_shot", "two_shot"):
+        for total in in_turn([empty, ones], peers, way):
+            assert total.isnan().all()
+    sums = in_turn([torch.full((16,), -1, dtype=torch.int32).view(torch.float32)] * 2, peers, "one_shot")
+    assert sums[0].isnan().all()
+
+
+@needs_interpreter
+def test_slots_are_empty_when_they_are_written_again() -> None:
     peers, memory = group(2)
+    area = peers[0].areas["one_shot"]
+    size = area.way.tile_nbytes
+    for call in range(4):
+        for x, peer in zip(inputs(2, 1024, torch.bfloat16, seed=call), peers, strict=True):
+            all_reduce(x, peer, way="one_shot")
+        # the slot of rank 1 in each turn of rank 0's first channel: of this turn, and of the next one
+        slots = [memory[0][(turn * 2 + 1) * size :][:size] for turn in range(3)]
+        assert not (slots[call % 3] == 0xFF).all()
+        assert (slots[(call + 2) % 3] == 0xFF).all()
+    assert area.turns[0] == 1
+
+
+@needs_interpreter
+def test_the_result_may_take_the_place_of_the_input() -> None:
+    peers, _memory = group(2)
     x = torch.full((16,), 3.0)
     all_reduce(torch.full((16,), 5.0), peers[1], way="one_shot")
     total = all_reduce(x, peers[0], out=x, way="one_shot")
     assert total is x
     assert x.tolist() == [8.0] * 16
-    all_reduce(torch.full((16,), 7.0), peers[0], way="one_shot")
-    own = memory[0].view(torch.float32)
-    halves = own[:16].tolist(), own[BUFFER_NBYTES // 4 : BUFFER_NBYTES // 4 + 16].tolist()
-    assert sorted(halves) == [[3.0] * 16, [7.0] * 16]
 
 
 def test_what_cannot_be_summed_is_refused() -> None:
@@ -79,7 +130,6 @@ def test_what_cannot_be_summed_is_refused() -> None:
         (torch.zeros(4, 16).t(), "strides"),
         (torch.zeros(17)[1:], "contiguous and aligned"),
         (torch.zeros(12), "12 elements"),
-        (torch.zeros(BUFFER_NBYTES), "32768 bytes in all"),
     ):
         with pytest.raises(BadInput, match=problem):
             all_reduce(bad, one)

@@ -9,10 +9,9 @@ import triton
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
 from fdasync.gpu.kernels.collectives.gather import gather
-from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
-BUFFER_NBYTES = 1 << 13
 
 needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
 
@@ -20,24 +19,27 @@ needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reaso
 @needs_interpreter
 @pytest.mark.parametrize(("ranks", "count"), [(2, 3), (4, 1500)])
 def test_every_rank_has_the_messages_of_all_in_order(ranks: int, count: int) -> None:
-    memory = [torch.zeros(2 * BUFFER_NBYTES + 4 * PROGRAMS * ranks, dtype=torch.uint8) for _ in range(ranks)]
-    peers = [PeerMemory(rank, [one.data_ptr() for one in memory], BUFFER_NBYTES, CPU) for rank in range(ranks)]
-    given = [torch.arange(count, dtype=torch.int32) * 7 + rank for rank in range(ranks)]
-    # nobody waits: a first round fills the buffers
-    for _ in range(2):
-        told = [gather(x, peer) for x, peer in zip(given, peers, strict=True)]
-        for peer in peers:
-            peer.next_buffers()
-    assert all(torch.equal(each, torch.stack(given)) for each in told)
+    memory = [torch.full((PeerMemory.nbytes(ranks),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
+    peers = [PeerMemory(rank, [one.data_ptr() for one in memory], CPU) for rank in range(ranks)]
+    # more calls than a channel has turns; -1 has the bits of an empty slot
+    for call in range(4):
+        given = [torch.arange(count, dtype=torch.int32) * 7_000_001 - call + rank for rank in range(ranks)]
+        given[0][:2] = torch.tensor([-1, 0xFFFF])
+        turns = int(peers[0].areas["message"].turns)
+        # nobody waits: a first round fills the slots
+        for _ in range(2):
+            for peer in peers:
+                peer.areas["message"].turns.fill_(turns)
+            told = [gather(x, peer) for x, peer in zip(given, peers, strict=True)]
+        assert all(torch.equal(each, torch.stack(given)) for each in told)
 
 
 def test_messages_that_cannot_be_gathered_are_refused() -> None:
-    memory = torch.zeros(2 * BUFFER_NBYTES + 4 * PROGRAMS, dtype=torch.uint8)
-    peer = PeerMemory(0, [memory.data_ptr()], BUFFER_NBYTES, CPU)
+    memory = torch.zeros(PeerMemory.nbytes(1), dtype=torch.uint8)
+    peer = PeerMemory(0, [memory.data_ptr()], CPU)
     for bad, problem in (
         (torch.zeros(4), "float32"),
         (torch.zeros(8, dtype=torch.int32)[::2], "contiguous"),
-        (torch.zeros(BUFFER_NBYTES // 4 + 1, dtype=torch.int32), "8196 bytes"),
     ):
         with pytest.raises(BadInput, match=problem):
             gather(bad, peer)

@@ -1,15 +1,13 @@
-"""Sums of a tensor over the devices of a group, each of which reads the memory of the others.
+"""Sums of a tensor over the devices of a group, each of which writes into the memory of the others.
 
-Every device launches the same kernel. Its programs copy the tensor into memory that the peers map, wait for the same
-program of every peer, and read what those wrote. One shot: every device adds up all of it. Two shots: every device adds
-up its part, and gets the other parts from those that made them; that moves fewer bytes and waits twice. Both add in the
-order of ranks, in float32, and round once: all devices get the same bits, by either way.
+Every device launches the same kernel; its programs exchange tiles with the same programs of their peers
+(`channel.py`). One shot: a program sends its tile to all, and adds up what it gets. Two shots: a program gets the tiles
+of its device's part, adds them up, and sends the sum to all; with more than two devices that moves fewer bytes, and it
+waits twice. Both add in the order of ranks, in float32, and round once: all devices get the same bits, by either way.
 
-Programs wait for each other by flags in the peers' memory, so all programs of a launch must run at once: `PROGRAMS`
-bounds their number. A device that waits for one that never comes spins until its process is killed. Two buffers are
-used in turn: a device that is one sum ahead writes where its peers do not read. Knows no models and no processes;
-`gpu/peers.py` maps the memory. Runs on CUDA; under Triton's interpreter programs do not wait, and tests launch one
-device after another.
+All programs of a launch must run at once, so a `Way` bounds their number. A device that waits for one that never comes
+spins until its process is killed. Knows no models and no processes; `gpu/peers.py` maps the memory. Runs on CUDA; under
+Triton's interpreter programs do not wait, and tests launch one device after another.
 """
 
 from __future__ import annotations
@@ -21,81 +19,87 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.collectives.meeting import buffer_of, meet
-from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS
+from fdasync.gpu.kernels.collectives.channel import after, before, bits_of, empty, received, slots_of, summed
 from fdasync.gpu.kernels.limits import FLOATS
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
-# elements that a program takes at a time
-_TILE = 2048
 # elements that are read at once, 16 bytes or more
 _VECTOR = 8
-# bytes from which two shots are faster, times the number of ranks
-_TWO_SHOTS_FROM_NBYTES = 256 << 10
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _summed(buffers, at, mask, like, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum over ranks of these elements of their buffers, in order, rounded once."""
-    dtype: tl.constexpr = like.dtype.element_ty
-    total = tl.zeros(at.shape, dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
-        # peers write this memory while the kernel runs: no cache of this multiprocessor may answer
-        total += tl.load(buffer_of(buffers, rank, like) + at, mask=mask, other=0.0, cache_modifier=".cv").to(tl.float32)
-    return rounded(total, dtype).to(dtype)
+# a sum in one shot sends ranks - 1 times its bytes, in two shots less than twice, and waits once more: from so many
+# bytes that are saved on, two shots are faster
+_TWO_SHOTS_SAVE_NBYTES = 768 << 10
 
 
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
 def _one_shot_kernel(  # type: ignore[no-untyped-def]
-    x, out, buffers, flags, vectors, VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
-):
+    x, out, addresses, turns, vectors,
+    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    wait_for_inputs(OVERLAP)
     # the compiler sees that whole vectors are inside or outside
     count = vectors * VECTOR
-    own = buffer_of(buffers, RANK, x)
     apart = tl.num_programs(0) * TILE
+    element = tl.arange(0, TILE)
+    turn = tl.load(turns + tl.program_id(0))
     for first in range(tl.program_id(0) * TILE, count, apart):
-        at = first + tl.arange(0, TILE)
-        tl.store(own + at, tl.load(x + at, mask=at < count), mask=at < count)
-    meet(flags, RANK, RANKS)
-    for first in range(tl.program_id(0) * TILE, count, apart):
-        at = first + tl.arange(0, TILE)
-        tl.store(out + at, _summed(buffers, at, at < count, x, RANKS), mask=at < count)
+        at = first + element
+        mask = at < count
+        own = bits_of(tl.load(x + at, mask=mask, other=0.0))
+        for distance in tl.static_range(1, RANKS):
+            peer = (RANK + distance) % RANKS
+            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, BITS) + element, own, mask=mask)
+        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, BITS), RANKS, TILE)
+        bits = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
+        total = summed(bits, own, dtype, RANK, RANKS)
+        tl.store(out + at, rounded(total, dtype).to(dtype), mask=mask)
+        turn = after(turn, first + apart < count)
+    tl.store(turns + tl.program_id(0), turn)
 
 
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
 def _two_shot_kernel(  # type: ignore[no-untyped-def]
-    x, out, buffers, flags, vectors, VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
-):
-    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part, so it waits
-    for the same program of its peers alone. Sums stand in the buffers where the rank's own elements were."""
+    x, out, addresses, turns, vectors,
+    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. Of a turn's
+    slots the first ones, one for each rank, are for tiles, the others for sums."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    SLOTS: tl.constexpr = 2 * RANKS
+    wait_for_inputs(OVERLAP)
     count, part = vectors * VECTOR, tl.cdiv(vectors, RANKS) * VECTOR
-    own = buffer_of(buffers, RANK, x)
     apart = tl.num_programs(0) * TILE
-    for rank in tl.static_range(RANKS):
-        end = tl.minimum(part * (rank + 1), count)
-        for first in range(part * rank + tl.program_id(0) * TILE, end, apart):
-            at = first + tl.arange(0, TILE)
-            tl.store(own + at, tl.load(x + at, mask=at < end), mask=at < end)
-    meet(flags, RANK, RANKS)
-    end = tl.minimum(part * (RANK + 1), count)
-    for first in range(part * RANK + tl.program_id(0) * TILE, end, apart):
-        at = first + tl.arange(0, TILE)
-        total = _summed(buffers, at, at < end, x, RANKS)
-        # no peer reads this part of this buffer before the next meeting
-        tl.store(own + at, total, mask=at < end)
-        tl.store(out + at, total, mask=at < end)
-    meet(flags, RANK, RANKS)
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            theirs = buffer_of(buffers, rank, x)
-            end = tl.minimum(part * (rank + 1), count)
-            for first in range(part * rank + tl.program_id(0) * TILE, end, apart):
-                at = first + tl.arange(0, TILE)
-                total = tl.load(theirs + at, mask=at < end, cache_modifier=".cv")
-                tl.store(out + at, total, mask=at < end)
+    element = tl.arange(0, TILE)
+    turn = tl.load(turns + tl.program_id(0))
+    for first in range(tl.program_id(0) * TILE, part, apart):
+        at = first + element
+        for distance in tl.static_range(1, RANKS):
+            peer = (RANK + distance) % RANKS
+            theirs = (at < part) & (at < count - part * peer)
+            given = bits_of(tl.load(x + part * peer + at, mask=theirs, other=0.0))
+            tl.store(slots_of(addresses, peer, turn, RANK, SLOTS, TILE, BITS) + element, given, mask=theirs)
+        mask = (at < part) & (at < count - part * RANK)
+        own = bits_of(tl.load(x + part * RANK + at, mask=mask, other=0.0))
+        empty(slots_of(addresses, RANK, before(turn), 0, SLOTS, TILE, BITS), SLOTS, TILE)
+        bits = received(slots_of(addresses, RANK, turn, 0, SLOTS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
+        total = bits_of(rounded(summed(bits, own, dtype, RANK, RANKS), dtype).to(dtype))
+        for distance in tl.static_range(1, RANKS):
+            peer = (RANK + distance) % RANKS
+            tl.store(slots_of(addresses, peer, turn, RANKS + RANK, SLOTS, TILE, BITS) + element, total, mask=mask)
+        tl.store(out + part * RANK + at, total.to(dtype, bitcast=True), mask=mask)
+        rank = tl.arange(0, RANKS)[:, None]
+        all_at = at[None, :]
+        theirs = (all_at < part) & (all_at < count - part * rank)
+        bits = received(slots_of(addresses, RANK, turn, RANKS, SLOTS, TILE, BITS), theirs, RANK, RANKS, TILE)
+        tl.store(out + part * rank + all_at, bits.to(dtype, bitcast=True), mask=theirs & (rank != RANK))
+        turn = after(turn, first + apart < part)
+    tl.store(turns + tl.program_id(0), turn)
 
 
 def all_reduce(
@@ -112,11 +116,11 @@ def all_reduce(
 
     Args:
         x: bfloat16, float16 or float32, contiguous from a multiple of 16 bytes on, on the device of `peers`, a multiple
-            of 8 elements and at most `peers.buffer_nbytes` bytes.
+            of 8 elements.
         out: receives the sum, as `x`, which it may be; None: a new tensor.
 
     Raises:
-        BadInput: another dtype, size, strides or alignment, or more bytes than a buffer has.
+        BadInput: another dtype, size, strides or alignment.
     """
     if out is None:
         out = torch.empty_like(x)
@@ -126,18 +130,26 @@ def all_reduce(
             raise BadInput(name, problem, hint="contiguous and aligned bfloat16, float16 or float32")
     if out.shape != x.shape or out.dtype != x.dtype:
         raise BadInput("out", f"{out.dtype} {tuple(out.shape)} for a sum of {x.dtype} {tuple(x.shape)}")
-    if x.nbytes > peers.buffer_nbytes or x.numel() % _VECTOR:
-        raise BadInput("x", f"{x.numel()} elements", limit=f"{_VECTOR} each, {peers.buffer_nbytes} bytes in all")
+    if x.numel() % _VECTOR:
+        raise BadInput("x", f"{x.numel()} elements", limit=f"{_VECTOR} each")
     vectors = x.numel() // _VECTOR
     if not vectors:
         return out
+    ranks = peers.ranks
     if way == "auto":
-        way = "two_shot" if x.nbytes * peers.ranks >= _TWO_SHOTS_FROM_NBYTES else "one_shot"
-    apart = vectors if way == "one_shot" else triton.cdiv(vectors, peers.ranks)
-    grid: Any = (min(PROGRAMS, triton.cdiv(apart * _VECTOR, _TILE)),)
+        # of ranks - 1 times the bytes, or 2 * (ranks - 1) / ranks times
+        saved = x.nbytes * (ranks - 1) * (ranks - 2) // ranks
+        way = "two_shot" if saved >= _TWO_SHOTS_SAVE_NBYTES else "one_shot"
+    count = (vectors if way == "one_shot" else triton.cdiv(vectors, ranks)) * _VECTOR
     kernel = _one_shot_kernel if way == "one_shot" else _two_shot_kernel
+    area = peers.areas[way]
+    if count * x.element_size() > area.way.tile_nbytes * area.way.programs:
+        area = peers.areas[f"{way}_wide"]
+    tile = area.way.tile_nbytes // x.element_size()
+    grid: Any = (min(area.way.programs, triton.cdiv(count, tile)),)
     kernel[grid](
-        x, out, peers.next_buffers(), peers.flags, vectors,
-        VECTOR=_VECTOR, TILE=_TILE, RANK=peers.rank, RANKS=peers.ranks, num_warps=8,
+        x, out, area.addresses, area.turns, vectors, VECTOR=_VECTOR, TILE=tile, RANK=peers.rank, RANKS=ranks,
+        num_warps=area.way.warps,
+        **overlap(x.device),
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """Short messages of all devices of a group on each of them, by one launch and without the host.
 
-Each device writes its message to memory that the peers map, waits for theirs, and reads them. See `all_reduce.py` for
-what waiting means, and for the interpreter. Knows no models and no processes; `gpu/peers.py` maps the memory.
+Each device writes its message into the memory of the others (`channel.py`), and reads what they wrote. A number travels
+as two halves, which are never what marks an empty slot. What waiting means, and the interpreter: see `all_reduce.py`.
+Knows no models and no processes; `gpu/peers.py` maps the memory.
 """
 
 from __future__ import annotations
@@ -13,31 +14,35 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.collectives.meeting import buffer_of, meet
+from fdasync.gpu.kernels.collectives.channel import after, before, empty, received, slots_of
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
-# elements that the program takes at a time
-_TILE = 1024
-
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    x, out, buffers, flags, count, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
+    x, out, addresses, turns, count, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
 ):
-    own = buffer_of(buffers, RANK, x)
-    for first in range(0, count, TILE):
-        at = first + tl.arange(0, TILE)
-        tl.store(own + at, tl.load(x + at, mask=at < count), mask=at < count)
-    meet(flags, RANK, RANKS)
-    for rank in tl.static_range(RANKS):
-        theirs = buffer_of(buffers, rank, x)
-        for first in range(0, count, TILE):
-            at = first + tl.arange(0, TILE)
-            # peers write this memory while the kernel runs: no cache of this multiprocessor may answer
-            given = tl.load(theirs + at, mask=at < count, cache_modifier=".cv")
-            tl.store(out + rank * count + at, given, mask=at < count)
+    """A slot has TILE halves, the lower and the higher one of a number beside each other."""
+    half = tl.arange(0, TILE)
+    turn = tl.load(turns)
+    for first in range(0, count, TILE // 2):
+        at = first + half // 2
+        mask = at < count
+        number = tl.load(x + at, mask=mask, other=0)
+        given = tl.where(half % 2 == 0, number, number >> 16) & 0xFFFF
+        for distance in tl.static_range(1, RANKS):
+            peer = (RANK + distance) % RANKS
+            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, 32) + half, given, mask=mask)
+        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, 32), RANKS, TILE)
+        theirs = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, 32), mask[None, :], RANK, RANKS, TILE)
+        rank = tl.arange(0, RANKS)[:, None]
+        halves = tl.where(rank == RANK, given[None, :], theirs).to(tl.int16)
+        # beside each other in `out`, too
+        tl.store(out + (rank * count + first) * 2 + half[None, :], halves, mask=mask[None, :])
+        turn = after(turn, first + TILE // 2 < count)
+    tl.store(turns, turn)
 
 
 def gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
@@ -47,18 +52,18 @@ def gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
     elements, in the same order as its other collectives; a rank that does not come leaves the others spinning.
 
     Args:
-        x: int32 [n], contiguous, on the device of `peers`, at most `peers.buffer_nbytes` bytes.
+        x: int32 [n], contiguous, on the device of `peers`.
 
     Raises:
-        BadInput: another dtype or shape, or more bytes than a buffer has.
+        BadInput: another dtype or shape.
     """
     if x.dtype is not torch.int32 or x.dim() != 1 or not x.is_contiguous():
         raise BadInput("x", f"{x.dtype} {tuple(x.shape)} where contiguous int32 [n] was expected")
-    if x.nbytes > peers.buffer_nbytes:
-        raise BadInput("x", f"{x.nbytes} bytes", limit=peers.buffer_nbytes)
     out = torch.empty((peers.ranks, len(x)), dtype=torch.int32, device=x.device)
-    _gather_kernel[(1,)](
-        x, out, peers.next_buffers(), peers.flags, len(x),
-        TILE=_TILE, RANK=peers.rank, RANKS=peers.ranks, num_warps=4,
-    )  # fmt: skip
+    area = peers.areas["message"]
+    if len(x):
+        _gather_kernel[(1,)](
+            x, out.view(torch.int16), area.addresses, area.turns, len(x),
+            TILE=area.way.tile_nbytes // 4, RANK=peers.rank, RANKS=peers.ranks, num_warps=area.way.warps,
+        )  # fmt: skip
     return out

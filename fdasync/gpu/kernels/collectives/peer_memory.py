@@ -1,10 +1,16 @@
 """The memory of a group's devices by address, as the kernels of one of them take it.
 
+A kernel's program writes for the same program of its peers, and reads what they wrote for it: the two have a *channel*,
+which is theirs alone. A channel has slots for three launches, used in turn, and a program counts its turns on its own
+device, so graphs may hold any number of launches. `channel.py` tells why three. Ways that send tiles of another size,
+or a tile more than once, have channels of their own: an *area*.
+
 Knows no processes; `gpu/peers.py` maps the memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,30 +18,75 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: most programs of a launch; every rank has flags for so many
-PROGRAMS = 64
+#: launches that a channel has slots for
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """How some collective uses its channels.
+
+    Attributes:
+        tile_nbytes: of a slot: what a program sends to a peer at once.
+        slots: of each rank in a turn.
+        programs: most of a launch. All of them must run at once: they wait for those of other devices.
+        warps: of a program.
+    """
+
+    tile_nbytes: int
+    slots: int
+    programs: int
+    warps: int
+
+    def nbytes(self, ranks: int) -> int:
+        """Of its area on each rank."""
+        return self.programs * TURNS * self.slots * ranks * self.tile_nbytes
+
+
+#: by name, in the order of their areas: sums of few and of many bytes, in one or two shots, and messages
+WAYS = {
+    "one_shot": Way(2048, 1, 128, 4),
+    "one_shot_wide": Way(8192, 1, 128, 8),
+    "two_shot": Way(2048, 2, 128, 4),
+    "two_shot_wide": Way(8192, 2, 128, 8),
+    "message": Way(8192, 1, 1, 8),
+}
+
+
+@dataclass(frozen=True)
+class Area:
+    """The channels of a way on one rank's device.
+
+    Attributes:
+        addresses: int64 [ranks], of the same area on every rank.
+        turns: int32 [programs], of each channel; kernels count it up.
+    """
+
+    way: Way
+    addresses: torch.Tensor
+    turns: torch.Tensor
 
 
 class PeerMemory:
-    """Two buffers and the flags of every rank, by their addresses on one rank's device.
+    """The areas of every rank, by their addresses on one rank's device.
 
     Attributes:
         rank, ranks: of the group.
-        buffer_nbytes: of each of the two buffers.
-        flags: int64 [ranks] on the device, the addresses of each rank's flags, uint32 [programs, ranks].
+        areas: by the names of `WAYS`.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[int], buffer_nbytes: int, device: torch.device) -> None:
-        """`addresses`: where each rank's memory begins, as this process sees it: two buffers, then flags that are 0."""
-        self.rank, self.ranks, self.buffer_nbytes = rank, len(addresses), buffer_nbytes
+    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device) -> None:
+        """`addresses`: where each rank's memory begins, as this process sees it: `nbytes` of it, all of which are
+        0xFF."""
+        self.rank, self.ranks = rank, len(addresses)
+        self.areas: dict[str, Area] = {}
         first = torch.tensor(addresses, dtype=torch.int64)
-        self._buffers = [(first + number * buffer_nbytes).to(device) for number in range(2)]
-        self.flags = (first + 2 * buffer_nbytes).to(device)
-        self._turn = 0
+        for name, way in WAYS.items():
+            turns = torch.zeros(way.programs, dtype=torch.int32, device=device)
+            self.areas[name] = Area(way, first.to(device), turns)
+            first = first + way.nbytes(self.ranks)
 
-    def next_buffers(self) -> torch.Tensor:
-        """int64 [ranks] on the device, the addresses of the buffers of the next collective: each call takes the other
-        pair. Where calls are captured in graphs, a graph must take an even number of them, or a call outside of graphs
-        must stand between two replays."""
-        self._turn = 1 - self._turn
-        return self._buffers[self._turn]
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Of the memory that each rank of a group has to give."""
+        return sum(way.nbytes(ranks) for way in WAYS.values())

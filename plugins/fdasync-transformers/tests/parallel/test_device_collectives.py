@@ -1,4 +1,4 @@
-"""Sums of ranks on GPUs, but for the GPUs: pieces, turns of the buffers, and GPUs without access to each other.
+"""Sums of ranks on GPUs, but for the GPUs: what is summed, and GPUs without access to each other.
 
 The kernels stand in `tests/gpu/kernels`; here a group of one rank sums in the memory of the CPU.
 """
@@ -18,26 +18,24 @@ from ranks import as_ranks, returned
 from fdasync.errors import ConfigError, InvariantBroken
 from fdasync.gpu import peers
 from fdasync.gpu.kernels.collectives import all_reduce as sums
-from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
 
 CPU = torch.device("cpu")
-BUFFER_NBYTES = 256
 
 
 class InHostMemory:
     """Stands for `OpenedPeers`, of one rank."""
 
-    def __init__(self, _exchange: Exchange, _sum_nbytes: int, _device: torch.device, *, message_nbytes: int) -> None:
-        self._held = torch.zeros(2, 2 * BUFFER_NBYTES + 4 * PROGRAMS, dtype=torch.uint8)
-        self.memory, self.messages = (PeerMemory(0, [one.data_ptr()], BUFFER_NBYTES, CPU) for one in self._held)
-        assert message_nbytes <= BUFFER_NBYTES
+    def __init__(self, _exchange: Exchange, _device: torch.device) -> None:
+        self._held = torch.full((PeerMemory.nbytes(1),), 0xFF, dtype=torch.uint8)
+        self.memory = PeerMemory(0, [self._held.data_ptr()], CPU)
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
-def test_sums_go_in_pieces_and_every_pass_has_an_even_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_of_whole_vectors_and_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "OpenedPeers", InHostMemory)
     monkeypatch.setattr(DeviceCollectives, "_check_access", lambda *_, **__: None)
     seen: list[int] = []
@@ -45,16 +43,13 @@ def test_sums_go_in_pieces_and_every_pass_has_an_even_number_of_them(monkeypatch
     monkeypatch.setattr(sums, "all_reduce", lambda x, *args, **kw: seen.append(x.numel()) or plain(x, *args, **kw))
 
     def work(exchange: Exchange) -> None:
-        collectives = DeviceCollectives(exchange, CPU, sum_nbytes=1, message_nbytes=64)
-        memory: Any = collectives._opened.memory
-        # 64 elements fit a buffer; what is no multiple of eight is padded
-        for shape, pieces in (((8,), [8]), ((3, 50), [64, 64, 24]), ((3, 3), [16]), ((0, 8), [])):
+        collectives = DeviceCollectives(exchange, CPU)
+        # what is no multiple of eight is padded
+        for shape, summed in (((8,), 8), ((3, 50), 152), ((3, 3), 16), ((0, 8), 0)):
             seen.clear()
             x = torch.randn(shape)
             assert torch.equal(collectives.all_reduce(x.clone(), "some"), x)
-            assert seen == pieces
-            collectives.end_pass()
-            assert memory._turn == 0
+            assert seen == [summed]
         seen.clear()
         with collectives.apart():
             collectives.all_reduce(torch.ones(8), "some")
@@ -97,7 +92,7 @@ def test_gpus_without_access_are_refused_by_all_ranks(
         )
         monkeypatch.setattr(device_collectives.torch, "cuda", fake)
         with pytest.raises(ConfigError) as caught:
-            DeviceCollectives(exchange, own, sum_nbytes=64, message_nbytes=64)
+            DeviceCollectives(exchange, own)
         return caught.value.problem
 
     said = returned(as_ranks(2, work))

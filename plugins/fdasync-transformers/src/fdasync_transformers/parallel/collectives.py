@@ -58,9 +58,6 @@ class Collectives(ABC):
         finally:
             self._apart = before
 
-    def end_pass(self) -> None:  # noqa: B027
-        """A pass of the model has ended, on all ranks; called where it may be captured in a graph."""
-
     @abstractmethod
     def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """See `all_reduce`."""

@@ -28,14 +28,10 @@ class DeviceCollectives(HostCollectives):
     Args:
         exchange: the caller's.
         device: this rank's; it is current.
-        sum_nbytes: of the largest sum that is made at once; larger ones go in several.
-        message_nbytes: of the largest message.
         may_share: whether several ranks may have one GPU, which then gives each a while at a time: for tests.
     """
 
-    def __init__(
-        self, exchange: Exchange, device: torch.device, *, sum_nbytes: int, message_nbytes: int, may_share: bool = False
-    ) -> None:
+    def __init__(self, exchange: Exchange, device: torch.device, *, may_share: bool = False) -> None:
         """Raises ConfigError where GPUs have no access to each other's memory, or two ranks have one GPU;
         RunnerError where there is no memory."""
         from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
@@ -43,23 +39,16 @@ class DeviceCollectives(HostCollectives):
         from fdasync.gpu.peers import OpenedPeers
 
         super().__init__(exchange)
-        # its device has a number, which "cuda" has not; and from here on the device's context is there
-        self._nothing = torch.zeros(_VECTOR, device=device)
-        device = self._nothing.device
+        # this has a number, which "cuda" has not; and from here on the device's context is there
+        device = torch.zeros(1, device=device).device
         self._check_access(device, may_share=may_share)
-        self._opened = OpenedPeers(exchange, sum_nbytes, device, message_nbytes=message_nbytes)
+        self._opened = OpenedPeers(exchange, device)
         self._device = device
         self._all_reduce, self._share = all_reduce, gather
-        self._sums = 0
-
-    def end_pass(self) -> None:
-        # two buffers are used in turn: with an even number of sums in every pass, a graph of any pass may follow any
-        if self._sums % 2:
-            self._one(self._nothing)
 
     def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
         del label
-        return self._share(message, self._opened.messages)
+        return self._share(message, self._opened.memory)
 
     def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         if tensor.device != self._device:
@@ -68,21 +57,10 @@ class DeviceCollectives(HostCollectives):
         flat = total.view(-1)
         if len(flat) % _VECTOR:
             padded = torch.nn.functional.pad(flat, (0, -len(flat) % _VECTOR))
-            flat.copy_(self._pieces(padded)[: len(flat)])
+            flat.copy_(self._all_reduce(padded, self._opened.memory, out=padded)[: len(flat)])
         else:
-            self._pieces(flat)
+            self._all_reduce(flat, self._opened.memory, out=flat)
         return total
-
-    def _pieces(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum it in place, in as many sums as its size takes."""
-        count = self._opened.memory.buffer_nbytes // flat.element_size()
-        for first in range(0, len(flat), count):
-            self._one(flat[first : first + count])
-        return flat
-
-    def _one(self, flat: torch.Tensor) -> None:
-        self._sums += 1
-        self._all_reduce(flat, self._opened.memory, out=flat)
 
     def _check_access(self, device: torch.device, *, may_share: bool) -> None:
         """Raise ConfigError on all ranks, where one cannot read the memory of another."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.parallel.collectives import Collectives
 
 
-# kinds of rows that a runner has at most (`capture/aux_data.py`)
-_MOST_SPECS = 4
 # of a token's logits that are compared: all of them would take as long to read as the head's weights
 _LOGITS = 1024
 
@@ -88,7 +86,3 @@ class StepEnds:
                 raise RunnerError(f"rank {', '.join(others)} of {len(told)} {what}", step_id)
         return tuple(told[0, told.shape[1] - count :].tolist())
 
-
-def message_nbytes(max_running: int) -> int:
-    """Of the largest message of steps with so many sequences."""
-    return 4 * (PARTS * (_MOST_SPECS + 1) + max_running)

@@ -107,7 +107,6 @@ class Sharded:
             model.get_submodule(name).register_forward_hook(_summing(collectives, name, with_bias=False))
         for name in self.plan.divided:
             model.get_submodule(name).register_forward_pre_hook(_dividing(collectives.ranks))
-        model.register_forward_hook(lambda *_: collectives.end_pass())
         return Sums(collectives, {model.get_submodule(name): name for name in (*self.plan.rows, *self.plan.summed)})
 
     def _layout(self, layers: tuple[LayerSpec, ...]) -> KVLayout:

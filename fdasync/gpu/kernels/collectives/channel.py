@@ -1,0 +1,94 @@
+"""How programs of a launch on several devices send each other tiles: what is sent is its own sign that it has come.
+
+A program stores its tile in a slot of the peer's memory, and the peer reads that slot until no element of it is `EMPTY`
+any more: one way over the link, without flags and fences. EMPTY is all bits set; of floating point that is one of many
+NaNs, and a tile that holds it sends another NaN.
+
+A slot must be empty again before it is written again. A channel has slots for three turns. In turn t a program reads the
+slots of t; a peer may be a turn ahead and write those of t + 1, and no peer is two ahead, since for that it would need
+this program's tile of t + 1. So in turn t the slots of t - 1, which are those of t + 2, have been read and are not yet
+written: they are emptied then.
+
+Under Triton's interpreter programs do not wait, and tests launch one device after another. Called by the kernels of this
+room.
+"""
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# of a channel, as in `peer_memory.py`
+_TURNS: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def slots_of(  # type: ignore[no-untyped-def]
+    addresses, rank: tl.constexpr, turn, first: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Where the slots of this program's channel begin in the memory of a rank, from the first one on: a pointer to
+    integers of BITS bits. A turn has SLOTS slots of TILE elements."""
+    kind: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
+    area = tl.load(addresses + rank).to(tl.pointer_type(kind))
+    place = (tl.program_id(0) * _TURNS + turn) * SLOTS + first
+    return tl.multiple_of(area, 16) + place * TILE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bits_of(value):  # type: ignore[no-untyped-def]
+    """Floating point as integers of its size, none of which is EMPTY."""
+    kind: tl.constexpr = tl.int32 if value.dtype.primitive_bitwidth == 32 else tl.int16
+    most: tl.constexpr = 0x7FFFFFFF if value.dtype.primitive_bitwidth == 32 else 0x7FFF
+    bits = value.to(kind, bitcast=True)
+    # another NaN
+    return tl.where(bits == -1, most, bits).to(kind)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def received(slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements [RANKS, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, and
+    outside of the mask, [1, TILE] or [RANKS, TILE]."""
+    rank = tl.arange(0, RANKS)[:, None]
+    at = rank * TILE + tl.arange(0, TILE)[None, :]
+    here = (rank != RANK) & mask
+    bits = tl.load(slots + at, mask=here, other=0, volatile=True)
+    if not _INTERPRETED:
+        while tl.max(tl.max((bits == -1).to(tl.int32), axis=0), axis=0) > 0:
+            bits = tl.load(slots + at, mask=here, other=0, volatile=True)
+    return bits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def summed(bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum in the order of ranks, float32 [TILE], of what was received and this rank's own bits [TILE]."""
+    rank = tl.arange(0, RANKS)[:, None]
+    parts = tl.where(rank == RANK, own[None, :], bits).to(dtype, bitcast=True).to(tl.float32)
+    total = tl.zeros(own.shape, dtype=tl.float32)
+    for one in tl.static_range(RANKS):
+        # of one number and zeros: the number
+        total += tl.sum(tl.where(rank == one, parts, 0.0), axis=0)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def empty(slots, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Empty the slots of the turn before."""
+    at = tl.arange(0, SLOTS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(slots + at, tl.full(at.shape, -1, slots.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def before(turn):  # type: ignore[no-untyped-def]
+    """The turn before this one."""
+    return tl.where(turn == 0, _TURNS - 1, turn - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def after(turn, more):  # type: ignore[no-untyped-def]
+    """The next turn. more: it is one of this launch; what was emptied is empty for all before anything is sent then."""
+    if not _INTERPRETED:
+        turn = tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.b32 p, $2, 0; @p fence.acq_rel.sys; mov.b32 $0, $1;}", "=r,r,r",
+            [turn, more.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return tl.where(turn == _TURNS - 1, 0, turn + 1)
