@@ -1,7 +1,7 @@
 """Prefill and decode on GPUs of their own, and the same GPUs as mixed instances, with the same requests.
 
     python -m benchmarks.gpu_pd [--json FILE] [--seconds 60] [--rate 8] [--prompt 2048] [--new 256] [--prefill 1]
-                                [--decode 1] [--arms pd,mixed] [--tiny]
+                                [--decode 1] [--arms wire,pd,mixed] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16, random weights (each instance draws the same), every instance a `fdasync serve`
 on its own GPU, a router in this process. Open loop: requests come at random (Poisson) times from a seed, the same for
@@ -14,6 +14,8 @@ every arm, whether or not earlier ones were answered; prompts of half to one and
     tokens_per_s_ARM       new tokens of requests that ended, over the time from the first arrival to the last end
     moved_gb_per_s         KV and rows that the decode side copied and checked, over the same time (arm pd)
     tpot_p99_pd_over_mixed, stall_p99_pd_over_mixed, ttft_p50_pd_over_mixed
+    wire_whole_ms, wire_batches_ms   216 MB of blocks from one GPU to another, checksums included, with no model: at
+                           once, and in the batches of the `device` transport (`_gpu_wire.py`)
 
 What the first `--warm-up` seconds bring is served and not counted. Needs a GPU for each instance; `--tiny` rehearses on
 a CPU, where the figures mean nothing.
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import sys
 import tempfile
 import time
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 _SETTLE_S = 1.5
 _REQUEST_S = 300.0
 _HOST_NBYTES = 8 << 30
+# blocks of 16 tokens, their bytes; milliseconds
+_WIRE, _WIRE_AIM_MS, _WIRE_LIMIT_S = (137, 3 << 19), 5.0, 120.0
 # K and V in bfloat16
 _KV_NBYTES = 2 * 2
 
@@ -167,6 +172,23 @@ async def arm(name: str, counts: dict[Role, int], scale: Scale, folder: str, loa
     tell(name, answers, moved, load, report)
 
 
+async def wire(report: Report) -> None:
+    """Raises RuntimeError where the blocks do not come, or not as they were."""
+    command = ["-m", "benchmarks._gpu_wire", *map(str, _WIRE)]
+    child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(_WIRE_LIMIT_S):
+            said, _ = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        raise RuntimeError(f"the copies of blocks ended with {child.returncode}")
+    for name, times_ms in json.loads(said).items():
+        report.add(f"wire_{name}_ms", times_ms, aim=_WIRE_AIM_MS)
+
+
 def tell(name: str, answers: list[Answer], moved: int, load: Load, report: Report) -> None:
     """Figures of one arm's answers."""
     figures = {
@@ -203,7 +225,10 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder), scale)
         for name in args.arms.split(","):
-            await arm(name, ways[name], scale, path, load, report)
+            if name == "wire":
+                await wire(report)
+            else:
+                await arm(name, ways[name], scale, path, load, report)
     found = report.figures
     for figure in ("tpot_p99", "stall_p99", "ttft_p50", "ttft_p99"):
         pd, mixed = found.get(f"{figure}_ms_pd"), found.get(f"{figure}_ms_mixed")
@@ -230,13 +255,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=256, help="new tokens of each (default 256)")
     parser.add_argument("--prefill", type=int, default=1, help="prefill instances (default 1)")
     parser.add_argument("--decode", type=int, default=1, help="decode instances (default 1)")
-    parser.add_argument("--arms", default="pd,mixed", help="which, in this order (default pd,mixed)")
+    parser.add_argument("--arms", default="pd,mixed", help="of wire, pd and mixed, in this order (default pd,mixed)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths (default 0)")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
     args = parser.parse_args()
-    wrong = [name for name in args.arms.split(",") if name not in ("pd", "mixed")]
+    wrong = [name for name in args.arms.split(",") if name not in ("wire", "pd", "mixed")]
     if wrong:
-        parser.error(f"--arms: {wrong[0]!r} is neither pd nor mixed")
+        parser.error(f"--arms: {wrong[0]!r} is none of wire, pd and mixed")
     for name in ("seconds", "rate", "prompt", "new", "prefill", "decode"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} must be above 0")

@@ -1,7 +1,7 @@
 """One model over several GPUs: tokens a second of a group of ranks against one process of the same commit.
 
     python -m benchmarks.gpu_tp [--tp 2] [--json FILE] [--model NAME] [--only x,s,d,w] [--sizes 1,64,256,512]
-                                [--rounds 3] [--no-base] [--tiny]
+                                [--rounds 3] [--no-base | --base FILE] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the devices, each rank's as slices of one seed; `--model
 glm-4.5-air` takes all 46 layers, which no single GPU holds (`--no-base` is then implied). Whole engines with workers,
@@ -17,6 +17,9 @@ d   `decode_tokens_per_s_N_tpK`: while all N decode, as `gpu_serving` has it for
     by nvidia-smi.
 w   `workload_s`, `workload_decode_tokens_per_s`: 64 requests of 1,024 in and 512 out at once with routing, at K ranks,
     as SGLang published for four H200 (4.34 s; 8,609 tokens/s).
+
+`--tp 1` measures one process alone; `--base FILE` takes its figures from that run, of the same commit and machine, so
+that several widths are compared with one run of it.
 
 Figures are written to the JSON after every part; an error in one part is reported there (`errors`) and makes the exit
 status 1. Needs as many CUDA GPUs as ranks; `--tiny` rehearses all but s in Triton's interpreter.
@@ -178,6 +181,18 @@ async def decode(run: Run, ranks: int, folder: str, rounds: int) -> None:
     run.save()
 
 
+def read_base(run: Run, file: str) -> None:
+    """Add the figures of one process from the report of another run. Raises SystemExit where they are of something
+    else."""
+    base = json.loads(Path(file).read_text())
+    for key in ("gpu", "torch", "model", "layers", "dtype"):
+        if base["conditions"].get(key) != run.report.conditions.get(key):
+            raise SystemExit(f"--base {file}: {key} is {base['conditions'].get(key)!r} there")
+    for name, value in base["figures"].items():
+        if name.endswith("_tp1"):
+            run.report.add(name, [value])
+
+
 def compare(run: Run, ranks: int) -> None:
     """The figures that follow from others."""
     figures, aims = run.report.figures, aims_of(run.scale, ranks, LEAST)
@@ -234,11 +249,15 @@ def measure(run: Run, args: argparse.Namespace, folder: str) -> None:
         ("sums", "s", lambda: sums(run, ranks, folder)),
         (f"{ranks} ranks", "d", lambda: uvloop.run(decode(run, ranks, folder, rounds))),
         ("the published workload", "w", lambda: uvloop.run(workload(run, ranks, folder, rounds))),
-        ("one process", "d", lambda: None if args.no_base else uvloop.run(decode(run, 1, folder, rounds))),
+        ("one process", "d", lambda: uvloop.run(decode(run, 1, folder, rounds))),
         ("ratios", "d", lambda: compare(run, ranks)),
     ]
+    if args.base:
+        read_base(run, args.base)
     for name, part, stage in stages:
-        if part not in run.parts:
+        if part not in run.parts or (name == "one process" and (args.no_base or args.base or ranks == 1)):
+            continue
+        if name == "ratios" and ranks == 1:
             continue
         run.say(f"stage: {name}")
         try:
@@ -256,7 +275,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="PARTS", default="x,s,d,w", help="of x, s, d and w (default: all)")
     parser.add_argument("--sizes", metavar="N,N", default=",".join(map(str, _SIZES)), help="(default 1,64,256,512)")
     parser.add_argument("--rounds", type=int, default=3, help="of each figure (default 3)")
-    parser.add_argument("--no-base", action="store_true", help="no engine of one process")
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--no-base", action="store_true", help="no engine of one process")
+    base.add_argument("--base", metavar="FILE", help="the report of a run with --tp 1: its figures of one process")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
     args = parser.parse_args(arguments)
     args.parts = {part.strip() for part in args.only.split(",") if part.strip()}

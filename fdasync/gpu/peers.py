@@ -68,4 +68,3 @@ class OpenedPeers:
         own, self._own = self._own, 0
         if own:
             self._driver.free(own)
-

@@ -1,7 +1,7 @@
 """Sums over the devices of a group: the same bits on each, in the order of ranks, by either way.
 
-In the interpreter the devices take turns and nobody waits: calls are made again until all has come. On GPUs each rank is a
-process; several may share a device, which then gives each a while at a time.
+In the interpreter the devices take turns and nobody waits: calls are made again until all has come. On GPUs each rank
+is a process; several may share a device, which then gives each a while at a time.
 """
 
 from __future__ import annotations

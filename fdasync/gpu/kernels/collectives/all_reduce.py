@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 # elements that are read at once, 16 bytes or more
 _VECTOR = 8
-# a sum in one shot sends ranks - 1 times its bytes, in two shots less than twice, and waits once more: from so many
-# bytes that are saved on, two shots are faster
-_TWO_SHOTS_SAVE_NBYTES = 768 << 10
+# from so many bytes on two shots are faster (two of four H100: 2 and 4 ranks, 1 to 8,192 rows of 4 KiB): with two ranks
+# they send as much as one does, and programs have smaller tiles; with more they send less
+_TWO_SHOTS_FROM_NBYTES = {2: 3 << 20}
+_TWO_SHOTS_FROM_NBYTES_ELSE = 256 << 10
 
 
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
@@ -137,9 +138,8 @@ def all_reduce(
         return out
     ranks = peers.ranks
     if way == "auto":
-        # of ranks - 1 times the bytes, or 2 * (ranks - 1) / ranks times
-        saved = x.nbytes * (ranks - 1) * (ranks - 2) // ranks
-        way = "two_shot" if saved >= _TWO_SHOTS_SAVE_NBYTES else "one_shot"
+        least = _TWO_SHOTS_FROM_NBYTES.get(ranks, _TWO_SHOTS_FROM_NBYTES_ELSE)
+        way = "two_shot" if x.nbytes >= least else "one_shot"
     count = (vectors if way == "one_shot" else triton.cdiv(vectors, ranks)) * _VECTOR
     kernel = _one_shot_kernel if way == "one_shot" else _two_shot_kernel
     area = peers.areas[way]

@@ -4,13 +4,13 @@ A program stores its tile in a slot of the peer's memory, and the peer reads tha
 any more: one way over the link, without flags and fences. EMPTY is all bits set; of floating point that is one of many
 NaNs, and a tile that holds it sends another NaN.
 
-A slot must be empty again before it is written again. A channel has slots for three turns. In turn t a program reads the
-slots of t; a peer may be a turn ahead and write those of t + 1, and no peer is two ahead, since for that it would need
-this program's tile of t + 1. So in turn t the slots of t - 1, which are those of t + 2, have been read and are not yet
-written: they are emptied then.
+A slot must be empty again before it is written again. A channel has slots for three turns. In turn t a program reads
+the slots of t; a peer may be a turn ahead and write those of t + 1, and no peer is two ahead, since for that it would
+need this program's tile of t + 1. So in turn t the slots of t - 1, which are those of t + 2, have been read and are not
+yet written: they are emptied then.
 
-Under Triton's interpreter programs do not wait, and tests launch one device after another. Called by the kernels of this
-room.
+Under Triton's interpreter programs do not wait, and tests launch one device after another. Called by the kernels of
+this room.
 """
 
 import triton
@@ -34,7 +34,7 @@ def slots_of(  # type: ignore[no-untyped-def]
     return tl.multiple_of(area, 16) + place * TILE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def bits_of(value):  # type: ignore[no-untyped-def]
     """Floating point as integers of its size, none of which is EMPTY."""
     kind: tl.constexpr = tl.int32 if value.dtype.primitive_bitwidth == 32 else tl.int16
@@ -77,13 +77,13 @@ def empty(slots, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-un
     tl.store(slots + at, tl.full(at.shape, -1, slots.dtype.element_ty))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def before(turn):  # type: ignore[no-untyped-def]
     """The turn before this one."""
     return tl.where(turn == 0, _TURNS - 1, turn - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def after(turn, more):  # type: ignore[no-untyped-def]
     """The next turn. more: it is one of this launch; what was emptied is empty for all before anything is sent then."""
     if not _INTERPRETED:

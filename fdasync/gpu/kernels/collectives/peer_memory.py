@@ -46,9 +46,9 @@ class Way:
 #: by name, in the order of their areas: sums of few and of many bytes, in one or two shots, and messages
 WAYS = {
     "one_shot": Way(2048, 1, 128, 4),
-    "one_shot_wide": Way(8192, 1, 128, 8),
+    "one_shot_wide": Way(8192, 1, 256, 8),
     "two_shot": Way(2048, 2, 128, 4),
-    "two_shot_wide": Way(8192, 2, 128, 8),
+    "two_shot_wide": Way(8192, 2, 256, 8),
     "message": Way(8192, 1, 1, 8),
 }
 

@@ -99,7 +99,10 @@ async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch:
 
 
 def test_sizes_of_steps_with_prompts() -> None:
-    assert token_ladder(2048, 256) == token_ladder(8192, 256) == (512, 768, 1024, 1280, 1536, 1792, 2048)
+    narrow = (512, 768, 1024, 1280, 1536, 1792, 2048)
+    assert token_ladder(2048, 256) == narrow
+    assert token_ladder(2500, 256) == (*narrow, 2500)
+    assert token_ladder(8192, 256) == token_ladder(20_000, 256) == (*narrow, 3072, 4096, 5120, 6144, 7168, 8192)
     assert token_ladder(600, 256) == (512, 600)
     assert token_ladder(256, 256) == token_ladder(64, 256) == ()
     assert token_ladder(600, 48) == (64, 128, 256, 512, 600)

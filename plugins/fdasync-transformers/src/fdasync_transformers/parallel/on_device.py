@@ -85,4 +85,3 @@ class StepEnds:
             if others := [str(rank) for rank in range(len(told)) if (digests[rank] != digests[0]).any()]:
                 raise RunnerError(f"rank {', '.join(others)} of {len(told)} {what}", step_id)
         return tuple(told[0, told.shape[1] - count :].tolist())
-
