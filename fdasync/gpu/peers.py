@@ -26,6 +26,7 @@ class OpenedPeers:
 
     Args:
         device: a CUDA device, which is current.
+        row_nbytes: as `PeerMemory` takes it.
 
     Attributes:
         memory: what sums and messages take.
@@ -33,12 +34,12 @@ class OpenedPeers:
     Raises RunnerError where the device has no memory, or does not reach a peer's.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, exchange: Exchange, device: torch.device, row_nbytes: int = 0) -> None:
         self._driver = Driver()
         self._opened: list[int] = []
         # the driver works in the context that torch made current
         torch.cuda.current_stream(device)
-        self._own = self._driver.allocate(PeerMemory.nbytes(exchange.ranks), filled=0xFF)
+        self._own = self._driver.allocate(PeerMemory.nbytes(exchange.ranks, row_nbytes), filled=0xFF)
         try:
             torch.cuda.synchronize(device)  # blocking: at start-up
             handle = self._driver.share(self._own)
@@ -53,7 +54,7 @@ class OpenedPeers:
                 else:
                     self._opened.append(self._driver.open_shared(other))
                     addresses.append(self._opened[-1])
-            self.memory = PeerMemory(exchange.rank, addresses, device)
+            self.memory = PeerMemory(exchange.rank, addresses, device, row_nbytes)
             # no rank launches before all have opened
             exchange.gather(b"", "device memory is open")
         except BaseException:

@@ -4,12 +4,14 @@ rank, number of ranks, and the descriptors of `Meeting.fds`."""
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import torch
 
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
 from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
 from fdasync.gpu.kernels.collectives.gather import gather
+from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts, padded_width
 from fdasync.gpu.peers import OpenedPeers
 from fdasync.ipc.exchange import Exchange
 
@@ -28,12 +30,73 @@ def wanted(given: list[torch.Tensor]) -> torch.Tensor:
     return total.to(given[0].dtype)
 
 
+class Block(NamedTuple):
+    """What a rank has of a block of a layer. `residual` and `norm` are the same on all ranks."""
+
+    rows: torch.Tensor
+    parts: torch.Tensor
+    ids: torch.Tensor
+    residual: torch.Tensor
+    norm: Norm
+    num_experts: int = 6
+
+
+def blocks(ranks: int, rows: int, size: int, dtype: torch.dtype, *, seed: int) -> list[Block]:
+    """Of each rank, on the CPU."""
+    noise = torch.Generator().manual_seed(seed)
+    residual = torch.randn((rows, size), generator=noise).to(dtype)
+    norm = Norm((1 + 0.2 * torch.randn(size, generator=noise)).to(dtype), 1e-5)
+    ids = torch.randint(0, 6, (rows, 2), generator=noise)
+    return [
+        Block(
+            torch.randn((rows, size), generator=noise).to(dtype),
+            torch.randn((rows, 2, size), generator=noise).to(dtype),
+            ids,
+            residual,
+            norm,
+        )
+        for _ in range(ranks)
+    ]
+
+
+def check_rows(opened: OpenedPeers, size: int, device: torch.device) -> None:
+    """Sums by the kernels that go on from them have the bits of `all_reduce` and those kernels, in a graph too."""
+    peers, rank = opened.memory, opened.memory.rank
+    for rows in (1, 7, 64, 256):
+        one = blocks(peers.ranks, rows, size, torch.bfloat16, seed=rows)[rank]
+        x, parts, ids, residual = (tensor.to(device) for tensor in one[:4])
+        norm = Norm(one.norm.weight.to(device), one.norm.eps)
+        wanted = add_norm(all_reduce(x, peers), residual, norm)
+        alone, _ = finish_experts(parts, ids, one.num_experts, torch.zeros_like(x), None, shared=x)
+        with_experts = add_norm(all_reduce(alone, peers), residual, norm)
+
+        def both(
+            x: torch.Tensor = x, parts: torch.Tensor = parts, ids: torch.Tensor = ids,
+            residual: torch.Tensor = residual, norm: Norm = norm, count: int = one.num_experts,
+        ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:  # fmt: skip
+            first = add_norm(x, residual, norm, peers=peers)
+            return first, finish_experts(parts, ids, count, residual, norm, shared=x, peers=peers)
+
+        found = both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = both()
+        for results in (found, captured):
+            for _ in range(20):
+                graph.replay()
+            for got, want in zip(results, (wanted, with_experts), strict=True):
+                assert torch.equal(got[0], want[0]), rows
+                assert torch.equal(got[1], want[1]), rows
+
+
 def main() -> None:
     rank, ranks, *fds = map(int, sys.argv[1:])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     exchange = Exchange(rank, ranks, fds, deadline_s=60)
-    opened = OpenedPeers(exchange, device)
+    opened = OpenedPeers(exchange, device, padded_width(2048) * 2)
+    check_rows(opened, 2048, device)
     for dtype in (torch.float32, torch.bfloat16):
         for count in (8, 2048, 8 * 12345, 8 * 1234567):
             given = inputs(ranks, count, dtype, seed=count)

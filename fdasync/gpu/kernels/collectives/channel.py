@@ -91,4 +91,10 @@ def after(turn, more):  # type: ignore[no-untyped-def]
             "{.reg .pred p; setp.ne.b32 p, $2, 0; @p fence.acq_rel.sys; mov.b32 $0, $1;}", "=r,r,r",
             [turn, more.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    return next_turn(turn)
+
+
+@triton.jit
+def next_turn(turn):  # type: ignore[no-untyped-def]
+    """As `after`, for a launch that ends with this turn."""
     return tl.where(turn == _TURNS - 1, 0, turn + 1)

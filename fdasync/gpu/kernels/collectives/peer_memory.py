@@ -43,7 +43,8 @@ class Way:
         return self.programs * TURNS * self.slots * ranks * self.tile_nbytes
 
 
-#: by name, in the order of their areas: sums of few and of many bytes, in one or two shots, and messages
+#: by name, in the order of their areas: sums of few and of many bytes, in one or two shots, and messages. Behind them
+#: stands the way "rows", where rows have a size: a program sends a row, and `layer/finish.py` goes on from its sum
 WAYS = {
     "one_shot": Way(2048, 1, 128, 4),
     "one_shot_wide": Way(8192, 1, 256, 8),
@@ -51,6 +52,10 @@ WAYS = {
     "two_shot_wide": Way(8192, 2, 256, 8),
     "message": Way(8192, 1, 1, 8),
 }
+
+# by ranks; of more rows each rank would send more than two shots do
+_MOST_ROWS = {2: 256, 4: 256}
+_MOST_ROWS_ELSE = 64
 
 
 @dataclass(frozen=True)
@@ -72,21 +77,33 @@ class PeerMemory:
 
     Attributes:
         rank, ranks: of the group.
-        areas: by the names of `WAYS`.
+        areas: by the names of `ways`.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device) -> None:
+    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, row_nbytes: int = 0) -> None:
         """`addresses`: where each rank's memory begins, as this process sees it: `nbytes` of it, all of which are
-        0xFF."""
+        0xFF. `row_nbytes`: see `ways`."""
         self.rank, self.ranks = rank, len(addresses)
         self.areas: dict[str, Area] = {}
         first = torch.tensor(addresses, dtype=torch.int64)
-        for name, way in WAYS.items():
+        for name, way in ways(row_nbytes).items():
             turns = torch.zeros(way.programs, dtype=torch.int32, device=device)
             self.areas[name] = Area(way, first.to(device), turns)
             first = first + way.nbytes(self.ranks)
 
+    def takes_rows(self, rows: int, row_nbytes: int) -> bool:
+        """Whether `layer/finish.py` sums so many padded rows of so many bytes."""
+        area = self.areas.get("rows")
+        most = _MOST_ROWS.get(self.ranks, _MOST_ROWS_ELSE)
+        return area is not None and 0 < rows <= most and area.way.tile_nbytes == row_nbytes
+
     @staticmethod
-    def nbytes(ranks: int) -> int:
+    def nbytes(ranks: int, row_nbytes: int = 0) -> int:
         """Of the memory that each rank of a group has to give."""
-        return sum(way.nbytes(ranks) for way in WAYS.values())
+        return sum(way.nbytes(ranks) for way in ways(row_nbytes).values())
+
+
+def ways(row_nbytes: int) -> dict[str, Way]:
+    """`WAYS`, and that of rows of so many bytes with their padding; 0: without."""
+    # a program's warps are those of the kernel that sums it
+    return {**WAYS, "rows": Way(row_nbytes, 1, max(_MOST_ROWS.values()), 0)} if row_nbytes else WAYS

@@ -3,23 +3,30 @@
 A block's output (a row, or the parts of its experts, with the output of shared experts) is added to the residual
 stream; the result is stored, and its norm too, which the next block reads. The kernel rounds to the tensors' dtype
 wherever the library's separate operations do. A row is one program of one fixed tile at every number of tokens, so its
-bits depend on that row alone. Knows no models. Called by the fused layers of a plugin. Runs on CUDA, or on the CPU in
-Triton's interpreter (tests).
+bits depend on that row alone. The output may be summed over the ranks of a group on the way: programs exchange their
+rows with those of the peers then (`collectives/channel.py`), and the bits are those of `all_reduce` and this kernel
+behind it. Knows no models. Called by the fused layers of a plugin. Runs on CUDA, or on the CPU in Triton's interpreter
+(tests).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.collectives.channel import before as turn_before
+from fdasync.gpu.kernels.collectives.channel import bits_of, empty, next_turn, received, slots_of, summed
 from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
+
+if TYPE_CHECKING:
+    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 _WIDEST = 16384
 _NARROWEST = 256
@@ -42,11 +49,11 @@ class Norm(NamedTuple):
 # shapes and strides of a model never change; the number of tokens is the grid
 @triton.jit(do_not_specialize_on_alignment=["ids", "live"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
-    block, ids, live, shared, gate, residual, hidden, normed, weight,
+    block, ids, live, shared, gate, residual, hidden, normed, weight, addresses, turns,
     block_row, block_slot, shared_row, residual_row,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr,
-    EPS: tl.constexpr, OVERLAP: tl.constexpr,
+    EPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = block.dtype.element_ty
@@ -79,6 +86,17 @@ def _finish(  # type: ignore[no-untyped-def]
             share = tl.sigmoid(tl.load(gate + row).to(tl.float32))
             more = rounded(rounded(share, dtype) * more, dtype)
         total = rounded(total + more, dtype)
+    if RANKS > 1:
+        BITS: tl.constexpr = dtype.primitive_bitwidth
+        own = bits_of(total.to(dtype))
+        turn = tl.load(turns + tl.program_id(0))
+        for distance in tl.static_range(1, RANKS):
+            peer = (RANK + distance) % RANKS
+            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, WIDTH, BITS) + at, own, mask=inside)
+        empty(slots_of(addresses, RANK, turn_before(turn), 0, RANKS, WIDTH, BITS), RANKS, WIDTH)
+        bits = received(slots_of(addresses, RANK, turn, 0, RANKS, WIDTH, BITS), inside[None, :], RANK, RANKS, WIDTH)
+        total = rounded(summed(bits, own, dtype, RANK, RANKS), dtype)
+        tl.store(turns + tl.program_id(0), next_turn(turn))
     if ADDED:
         total = rounded(before + total, dtype)
         tl.store(hidden + row * SIZE + at, total.to(dtype), mask=inside)
@@ -92,13 +110,15 @@ def _finish(  # type: ignore[no-untyped-def]
 
 
 @overload
-def add_norm(block: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]: ...
+def add_norm(
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm, *, peers: PeerMemory | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def add_norm(
-    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None, *, peers: PeerMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 def add_norm(
-    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None, *, peers: PeerMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Add a block's output to the residual stream: the stream [T, H], and its norm [T, H] (None without one).
 
@@ -106,11 +126,13 @@ def add_norm(
         block: [T, H] float32, bfloat16 or float16; rows may be strided. Read.
         residual: likewise, of the same dtype. Read.
         norm: of the next block.
+        peers: of the ranks over which `block` is summed first, as `all_reduce` does; it must take that many rows
+            (`takes_rows`), and every rank makes the same call. None: it is not summed.
 
     Both results are new tensors. One launch on the current stream, without synchronising; a CUDA graph can hold it, and
     T compiles nothing anew. Raises BadInput for shapes, strides and dtypes that the kernel does not take.
     """
-    return _launch(block, residual, norm)
+    return _launch(block, residual, norm, peers=peers)
 
 
 def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -130,6 +152,7 @@ def finish_experts(
     live: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
+    peers: PeerMemory | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sum the parts of each token's experts and add them to the residual stream; otherwise as `add_norm`.
 
@@ -146,6 +169,7 @@ def finish_experts(
         live: int64 [T]; parts of rows whose entry is negative may hold anything. None: all rows have parts.
         shared: [T, H], of shared experts; None: there are none.
         shared_gate: [T] or [T, 1], contiguous: logits of the sigmoid that `shared` is multiplied with.
+        peers: as `add_norm` has them; what is summed is the sum of parts and shared experts.
     """
     known = ids.dtype in (torch.int64, torch.int32)
     if parts.dim() != 3 or ids.shape != parts.shape[:2] or not ids.is_contiguous() or not known:
@@ -153,7 +177,7 @@ def finish_experts(
         raise BadInput("parts", problem)
     if live is not None and (live.shape != ids.shape[:1] or live.dtype is not torch.int64 or not live.is_contiguous()):
         raise BadInput("live", f"{live.dtype} {tuple(live.shape)} where int64 [{len(ids)}] was expected")
-    return _launch(parts, residual, norm, ids, num_experts, live, shared, shared_gate)
+    return _launch(parts, residual, norm, ids, num_experts, live, shared, shared_gate, peers)
 
 
 def _launch(
@@ -165,6 +189,7 @@ def _launch(
     live: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    peers: PeerMemory | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows, size = block.shape[0], block.shape[-1]
     if not 1 <= size <= _WIDEST:
@@ -185,7 +210,12 @@ def _launch(
     if not rows:
         return hidden, normed
     # the shape in which `norm.py` sums a row, so that the bits are its
-    width = max(_NARROWEST, triton.next_power_of_2(size))
+    width = padded_width(size)
+    area = None
+    if peers is not None:
+        if not peers.takes_rows(rows, width * block.element_size()):
+            raise BadInput("peers", f"{rows} rows of {size} {block.dtype}, which they do not take")
+        area = peers.areas["rows"]
     grid: Any = (rows,)
     _finish[grid](
         block,
@@ -198,6 +228,8 @@ def _launch(
         hidden,
         block if normed is None else normed,
         block if norm is None else norm.weight,
+        block if area is None else area.addresses,
+        block if area is None else area.turns,
         # the stride of a single row may be anything in torch, and another kind of number compiles another kernel
         block.stride(0) if rows > 1 else size,
         block.stride(1) if ids is not None else 0,
@@ -214,9 +246,16 @@ def _launch(
         NORMED=norm is not None,
         ONCE=norm is not None and norm.rounds_once,
         EPS=0.0 if norm is None else norm.eps,
+        RANK=0 if peers is None else peers.rank,
+        RANKS=1 if peers is None else peers.ranks,
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=warps_of(width, block.element_size()),
         enable_fp_fusion=False,
         **overlap(block.device),
     )
     return hidden, normed
+
+
+def padded_width(size: int) -> int:
+    """Elements that a row of so many takes in a program, and on its way to a peer."""
+    return max(_NARROWEST, int(triton.next_power_of_2(size)))

@@ -170,7 +170,7 @@ class TransformersRunner(Runner):
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
         if self._exchange is not None and device.type == "cuda":
-            self._collectives = _device_collectives(self._exchange, config, device)
+            self._collectives = _device_collectives(self._exchange, checkpoint, config, device)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)
         self._shares_blocks = opened.shares_blocks
         self._step_model, self._routers = opened.step_model, opened.routers
@@ -452,12 +452,16 @@ class TransformersRunner(Runner):
         )
 
 
-def _device_collectives(exchange: Exchange, config: TransformersConfig, device: torch.device) -> Collectives:
+def _device_collectives(
+    exchange: Exchange, checkpoint: loading.Checkpoint, config: TransformersConfig, device: torch.device
+) -> Collectives:
     """Raises ConfigError and RunnerError."""
     # a machine without CUDA may have no triton either
     from fdasync_transformers.parallel.device_collectives import DeviceCollectives
 
-    return DeviceCollectives(exchange, device, may_share=config.device != "auto")
+    dtype = loading.choose_dtype(checkpoint, config.dtype)
+    row = torch.empty(int(checkpoint.config.hidden_size), dtype=dtype, device="meta")
+    return DeviceCollectives(exchange, device, row=row, may_share=config.device != "auto")
 
 
 def _grammars_of(checkpoint: loading.Checkpoint, model: PreTrainedModel, notes: list[str]) -> Grammars | None:

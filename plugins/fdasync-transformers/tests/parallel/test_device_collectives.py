@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class InHostMemory:
     """Stands for `OpenedPeers`, of one rank."""
 
-    def __init__(self, _exchange: Exchange, _device: torch.device) -> None:
+    def __init__(self, _exchange: Exchange, _device: torch.device, _row_nbytes: int) -> None:
         self._held = torch.full((PeerMemory.nbytes(1),), 0xFF, dtype=torch.uint8)
         self.memory = PeerMemory(0, [self._held.data_ptr()], CPU)
 

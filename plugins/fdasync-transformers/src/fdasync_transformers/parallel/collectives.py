@@ -20,6 +20,7 @@ from fdasync.errors import InvariantBroken
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync.ipc.exchange import Exchange
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -45,6 +46,17 @@ class Collectives(ABC):
         Half precision is added up in float32 and rounded once. The result may be `tensor` itself, changed.
         """
         return tensor if self._apart else self._sum(tensor, label)
+
+    def peers(self, rows: torch.Tensor) -> PeerMemory | None:
+        """What the kernels of `finish.py` sum rows like these [T, H] by, on every rank alike; None: they do not, and
+        `all_reduce` does."""
+        del rows
+        return None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether sums are this rank's own part now."""
+        return self._apart
 
     @contextmanager
     def apart(self) -> Iterator[None]:

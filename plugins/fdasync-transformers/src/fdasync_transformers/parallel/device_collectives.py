@@ -16,6 +16,7 @@ from fdasync.errors import ConfigError, InvariantBroken
 from fdasync_transformers.parallel.collectives import HostCollectives
 
 if TYPE_CHECKING:
+    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync.ipc.exchange import Exchange
 
 # elements that a sum takes are a multiple of it
@@ -28,23 +29,40 @@ class DeviceCollectives(HostCollectives):
     Args:
         exchange: the caller's.
         device: this rank's; it is current.
+        row: a hidden state, on any device: the kernels that go on from a sum make the sum of rows like it themselves.
+            None: they make none.
         may_share: whether several ranks may have one GPU, which then gives each a while at a time: for tests.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device, *, may_share: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        *,
+        row: torch.Tensor | None = None,
+        may_share: bool = False,
+    ) -> None:
         """Raises ConfigError where GPUs have no access to each other's memory, or two ranks have one GPU;
         RunnerError where there is no memory."""
         from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
         from fdasync.gpu.kernels.collectives.gather import gather
+        from fdasync.gpu.kernels.layer.finish import padded_width
         from fdasync.gpu.peers import OpenedPeers
 
         super().__init__(exchange)
         # this has a number, which "cuda" has not; and from here on the device's context is there
         device = torch.zeros(1, device=device).device
         self._check_access(device, may_share=may_share)
-        self._opened = OpenedPeers(exchange, device)
+        self._width = padded_width
+        row_nbytes = 0 if row is None else padded_width(row.shape[-1]) * row.element_size()
+        self._opened = OpenedPeers(exchange, device, row_nbytes)
         self._device = device
         self._all_reduce, self._share = all_reduce, gather
+
+    def peers(self, rows: torch.Tensor) -> PeerMemory | None:
+        memory = self._opened.memory
+        takes = memory.takes_rows(len(rows), self._width(rows.shape[-1]) * rows.element_size())
+        return memory if takes and not self._apart else None
 
     def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
         del label

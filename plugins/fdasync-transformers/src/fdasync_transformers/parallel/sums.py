@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync_transformers.parallel.collectives import Collectives
 
 
@@ -32,6 +33,12 @@ class Sums:
     def within(self, module: torch.nn.Module) -> bool:
         """Whether the module's output, or that of a module in it, is summed."""
         return any(each in self._names for each in module.modules())
+
+    def peers(self, rows: torch.Tensor, module: torch.nn.Module) -> PeerMemory | None:
+        """See `Collectives.peers`: for the output of this module, whose forward is called within `collectives.apart`
+        then. None, too, where more than the sum is made of the output, such as a bias behind it."""
+        plain = module in self._names and getattr(module, "bias", None) is None
+        return self.collectives.peers(rows) if plain else None
 
     def total(self, partial: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
         """The sum of what all ranks have in the place of this module's output."""

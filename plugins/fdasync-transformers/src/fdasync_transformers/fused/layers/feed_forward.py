@@ -3,13 +3,14 @@
 Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
 replaced their forwards stays. Experts that can are asked for their parts, whose sum is then a part of that kernel.
 Where ranks of a group hold parts of the experts, the results of experts and shared experts are summed over the ranks
-once, before that kernel.
+once, by that kernel where the rows are few, else before it.
 Knows modules of the library by their parts. Made by `fuse.py`.
 """
 
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from fdasync_transformers.fused.replaced import past_modes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync.gpu.kernels.layer.finish import Norm
     from fdasync_transformers.parallel.sums import Sums
 
@@ -72,7 +74,8 @@ class ExpertsBlock:
 
     Attributes:
         gated: whether the shared experts have a gate.
-        parts: whether its experts are asked for their parts; set once, before the first step.
+        parts: whether its experts are asked for their parts, of a group where the last kernel sums them over the ranks;
+            set once, before the first step.
         exact: whether that gate is an operation of its own, whose sigmoid has other last bits than the kernel's.
     """
 
@@ -91,15 +94,33 @@ class ExpertsBlock:
         # of a group: what the ranks have is summed before it is added to the stream
         self._sums = sums if sums is not None and sums.within(module.experts) else None
         self._shared_summed = self._sums is not None and self._shared is not None and self._sums.within(self._shared)
-        self.parts = self._sums is None and _take_parts(module.experts)
+        # shared experts that every rank has whole are added behind the sum
+        self.parts = _take_parts(module.experts) and (self._sums is None or self._shared is None or self._shared_summed)
 
     def __call__(
         self, normed: torch.Tensor, residual: torch.Tensor, norm: Norm | None, live: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Block`."""
         _, weights, ids = self._router(normed)
-        if not self.parts:
+        sums = self._sums
+        peers = None if sums is None else sums.peers(residual, self._experts)
+        whole = sums is None or peers is not None or sums.collectives.is_apart
+        if not self.parts or not whole:
             return self._add_norm(self._summed(normed, ids, weights), residual, norm)
+        with nullcontext() if sums is None else sums.collectives.apart():
+            return self._finished(normed, ids, weights, residual, norm, live, peers)
+
+    def _finished(
+        self,
+        normed: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm | None,
+        live: torch.Tensor | None,
+        peers: PeerMemory | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Block`: one kernel adds up all that the block is made of."""
         shared = gate = None
         if self._shared is not None:
             shared = self._shared(normed)
@@ -112,7 +133,7 @@ class ExpertsBlock:
             ids = ids.contiguous()
             parts = self._experts(normed, ids, weights, parts=True)
             return self._finish(
-                parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate
+                parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate, peers=peers
             )
 
     def separately(self, normed: torch.Tensor) -> torch.Tensor:

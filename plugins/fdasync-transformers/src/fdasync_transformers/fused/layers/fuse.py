@@ -193,4 +193,4 @@ def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool,
     assert first is not None
     assert second is not None
     block = make_block(layer.mlp, kind.block, exact=exact, sums=sums)
-    return FusedLayer(layer, attention, block, (first, second, third), carry)
+    return FusedLayer(layer, attention, block, (first, second, third), carry, sums)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fdasync.gpu.kernels.layer.finish import Norm
     from fdasync_transformers.fused.layers.attention import FusedAttention
     from fdasync_transformers.fused.layers.feed_forward import DenseBlock, ExpertsBlock
+    from fdasync_transformers.parallel.sums import Sums
 
 
 class Carry:
@@ -51,6 +52,7 @@ class FusedLayer:
         attention, block: its halves.
         norms: of the inputs of both; then that of the next layer's input, None where it is not fused.
         carry: of the model.
+        sums: of the ranks of a group.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class FusedLayer:
         block: DenseBlock | ExpertsBlock,
         norms: tuple[Norm, Norm, Norm | None],
         carry: Carry,
+        sums: Sums | None = None,
     ) -> None:
         from fdasync.gpu.kernels.layer.finish import add_norm, norm_rows
 
@@ -68,6 +71,7 @@ class FusedLayer:
         self.block = block
         self.norms = norms
         self.carry = carry
+        self._sums = sums
         self._own = layer.forward
         self._index = int(layer.self_attn.layer_idx)
         self._add_norm = add_norm
@@ -97,8 +101,10 @@ class FusedLayer:
                 stream, normed = held
             qkv = self.attention.product(normed, linear)
             turns: tuple[torch.Tensor, torch.Tensor] = kwargs["position_embeddings"]
-            block = self.attention.attend(qkv, turns, spec, context.paging, places, linear)
-            stream, normed = self._add_norm(block, stream, second)
+            peers = None if self._sums is None else self._sums.peers(stream, self.attention.module.o_proj)
+            with nullcontext() if peers is None or self._sums is None else self._sums.collectives.apart():
+                block = self.attention.attend(qkv, turns, spec, context.paging, places, linear)
+            stream, normed = self._add_norm(block, stream, second, peers=peers)
         stream, following = self.block(normed, stream, third, places.slots)
         return stream.unsqueeze(0) if following is None else self.carry.give(stream, following)
 

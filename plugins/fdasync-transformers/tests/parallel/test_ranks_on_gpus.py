@@ -1,0 +1,112 @@
+"""Groups of ranks on GPUs, a GPU each: what one GPU gives, through tiers, stores, new weights and a killed rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fdasync_transformers import make_random_checkpoint, named_tensors
+
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=40, temperature=1.0, seed=7, n=2, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def enough_gpus(request: pytest.FixtureRequest) -> None:
+    wanted = request.node.callspec.params.get("ranks", 2) if hasattr(request.node, "callspec") else 2
+    if torch.cuda.device_count() < wanted:
+        pytest.skip(f"needs {wanted} GPUs")
+
+
+def prompt(number: int) -> list[int]:
+    return [number + 3, *[(number * 31 + at * 7) % 100 + 3 for at in range(1, 70)]]
+
+
+def config(folder: Path, ranks: int, store: Path | None = None, **values: Any) -> EngineConfig:
+    own = {"dtype": "float32", "device": "auto", "self_check": False, "graph_sizes": [1, 2, 4, 8]}
+    # few blocks: sequences are preempted, and blocks go to the host and come back
+    sizes = {"block_tokens": 16, "num_blocks": 18, "max_context_tokens": 128, "max_running": 4, "max_step_tokens": 64}
+    tiers: dict[str, Any] = {"host_blocks": 64, "pipeline_depth": 2}
+    if store is not None:
+        tiers |= {"store": "file", "store_config": {"path": str(store)}, "fetch_min_tokens": 16}
+    return EngineConfig(
+        model=str(folder), runner_config=own, process="worker", tensor_parallel=ranks, tokenizer="none",
+        **{**sizes, **tiers, **values},
+    )  # fmt: skip
+
+
+async def answers(engine: Engine) -> list[Any]:
+    """Tokens and rows of requests that run beside each other."""
+    asked = [(number, params) for number in (0, 1, 2, 0, 3, 4) for params in (PARAMS, DRAWN)]
+    results = await asyncio.gather(*[engine.complete(prompt(number), params) for number, params in asked])
+    found = []
+    for result in results:
+        for sample in result.samples:
+            assert sample.routing is not None
+            # sets of experts: their order by weight may differ by a rounding
+            rows = [[sorted(layer) for layer in row] for row in sample.routing.array.tolist()]
+            found.append((list(sample.token_ids), rows))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_ranks_serve_store_and_take_new_weights_as_one_gpu_does(tmp_path: Path, ranks: int) -> None:
+    make_random_checkpoint(tmp_path / "old", size="tiny", seed=0)
+    new = make_random_checkpoint(tmp_path / "new", size="tiny", seed=1)
+    async with Engine(config(tmp_path / "old", ranks, tmp_path / "store")) as engine:
+        assert len(set(engine.gpus)) == ranks
+        many = await answers(engine)
+        stats = engine.stats().scheduler
+        assert stats.preemptions > 0
+        await engine.update_weights("from memory", named_tensors(new))
+        renewed = await answers(engine)
+        await engine.update_weights("from a folder", str(tmp_path / "old"))
+        assert await answers(engine) == many
+        engine.check()
+    async with Engine(config(tmp_path / "old", 1, tmp_path / "store")) as engine:
+        hit = await engine.complete(prompt(0), SamplingParams(max_tokens=2, ignore_eos=True))
+        assert hit.cached.store > 0
+        assert await answers(engine) == many
+        await engine.update_weights("from memory", named_tensors(new))
+        assert await answers(engine) == renewed
+    assert renewed != many
+
+
+@pytest.mark.parametrize(("kill", "rank"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
+async def test_a_rank_that_dies_or_stands_still_fails_the_engine_by_name(
+    tmp_path: Path, kill: signal.Signals, rank: int
+) -> None:
+    make_random_checkpoint(tmp_path, size="tiny")
+    values: dict[str, Any] = {"max_context_tokens": 4096, "num_blocks": 300, "step_deadline_s": 5.0}
+    async with Engine(config(tmp_path, 2, **values)) as engine:
+        pids = engine.worker_pids
+        long = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
+        running = asyncio.create_task(engine.complete(prompt(1), long))
+        async with asyncio.timeout(60.0):
+            while engine.stats().scheduler.steps < 20:  # noqa: ASYNC110 - no event tells an embedder of steps
+                await asyncio.sleep(0.01)
+        os.kill(pids[rank], kill)
+        began = time.monotonic()
+        with pytest.raises(EngineFailed, match=f"rank {rank}") as caught:
+            await running
+        assert time.monotonic() - began < 20.0
+        assert caught.value.partial is not None
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    # their GPUs are free again
+    async with Engine(config(tmp_path, 2)) as engine:
+        assert len(await answers(engine)) == 18
