@@ -55,11 +55,11 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, BITS) + element, own, mask=mask)
-        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, BITS), RANKS, TILE)
+        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, BITS), RANK, RANKS, RANKS, TILE)
         bits = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
+        turn = after(turn, first + apart < count)
         total = summed(bits, own, dtype, RANK, RANKS)
         tl.store(out + at, rounded(total, dtype).to(dtype), mask=mask)
-        turn = after(turn, first + apart < count)
     tl.store(turns + tl.program_id(0), turn)
 
 
@@ -87,19 +87,19 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
             tl.store(slots_of(addresses, peer, turn, RANK, SLOTS, TILE, BITS) + element, given, mask=theirs)
         mask = (at < part) & (at < count - part * RANK)
         own = bits_of(tl.load(x + part * RANK + at, mask=mask, other=0.0))
-        empty(slots_of(addresses, RANK, before(turn), 0, SLOTS, TILE, BITS), SLOTS, TILE)
+        empty(slots_of(addresses, RANK, before(turn), 0, SLOTS, TILE, BITS), RANK, RANKS, SLOTS, TILE)
         bits = received(slots_of(addresses, RANK, turn, 0, SLOTS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
         total = bits_of(rounded(summed(bits, own, dtype, RANK, RANKS), dtype).to(dtype))
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANKS + RANK, SLOTS, TILE, BITS) + element, total, mask=mask)
-        tl.store(out + part * RANK + at, total.to(dtype, bitcast=True), mask=mask)
         rank = tl.arange(0, RANKS)[:, None]
         all_at = at[None, :]
         theirs = (all_at < part) & (all_at < count - part * rank)
         bits = received(slots_of(addresses, RANK, turn, RANKS, SLOTS, TILE, BITS), theirs, RANK, RANKS, TILE)
-        tl.store(out + part * rank + all_at, bits.to(dtype, bitcast=True), mask=theirs & (rank != RANK))
         turn = after(turn, first + apart < part)
+        tl.store(out + part * RANK + at, total.to(dtype, bitcast=True), mask=mask)
+        tl.store(out + part * rank + all_at, bits.to(dtype, bitcast=True), mask=theirs & (rank != RANK))
     tl.store(turns + tl.program_id(0), turn)
 
 

@@ -71,10 +71,12 @@ def summed(bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constex
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def empty(slots, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Empty the slots of the turn before."""
-    at = tl.arange(0, SLOTS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    tl.store(slots + at, tl.full(at.shape, -1, slots.dtype.element_ty))
+def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Empty the slots of the turn before; those of this rank are never filled."""
+    slot = tl.arange(0, SLOTS)[:, None]
+    at = slot * TILE + tl.arange(0, TILE)[None, :]
+    theirs = (slot % RANKS != RANK) & (at >= 0)
+    tl.store(slots + at, tl.full(at.shape, -1, slots.dtype.element_ty), mask=theirs)
 
 
 @triton.jit
@@ -85,7 +87,11 @@ def before(turn):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def after(turn, more):  # type: ignore[no-untyped-def]
-    """The next turn. more: it is one of this launch; what was emptied is empty for all before anything is sent then."""
+    """The next turn. more: it is one of this launch; what was emptied is empty for all before anything is sent then.
+
+    Called as soon as all has been received: what this program sent and emptied has come to its place by then, and only
+    what it stores later would make it wait.
+    """
     if not _INTERPRETED:
         turn = tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.b32 p, $2, 0; @p fence.acq_rel.sys; mov.b32 $0, $1;}", "=r,r,r",

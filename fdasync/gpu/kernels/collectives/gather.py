@@ -35,7 +35,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, 32) + half, given, mask=mask)
-        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, 32), RANKS, TILE)
+        empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, 32), RANK, RANKS, RANKS, TILE)
         theirs = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, 32), mask[None, :], RANK, RANKS, TILE)
         rank = tl.arange(0, RANKS)[:, None]
         halves = tl.where(rank == RANK, given[None, :], theirs).to(tl.int16)

@@ -93,7 +93,7 @@ def _finish(  # type: ignore[no-untyped-def]
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, WIDTH, BITS) + at, own, mask=inside)
-        empty(slots_of(addresses, RANK, turn_before(turn), 0, RANKS, WIDTH, BITS), RANKS, WIDTH)
+        empty(slots_of(addresses, RANK, turn_before(turn), 0, RANKS, WIDTH, BITS), RANK, RANKS, RANKS, WIDTH)
         bits = received(slots_of(addresses, RANK, turn, 0, RANKS, WIDTH, BITS), inside[None, :], RANK, RANKS, WIDTH)
         total = rounded(summed(bits, own, dtype, RANK, RANKS), dtype)
         tl.store(turns + tl.program_id(0), next_turn(turn))

@@ -37,7 +37,7 @@ def prompt(number: int) -> list[int]:
 
 
 def config(folder: Path, ranks: int, store: Path | None = None, **values: Any) -> EngineConfig:
-    own = {"dtype": "float32", "device": "auto", "self_check": False, "graph_sizes": [1, 2, 4, 8]}
+    own = {"dtype": "float32", "device": "auto", "self_check": False, "graph_sizes": [1, 2, 4]}
     # few blocks: sequences are preempted, and blocks go to the host and come back
     sizes = {"block_tokens": 16, "num_blocks": 18, "max_context_tokens": 128, "max_running": 4, "max_step_tokens": 64}
     tiers: dict[str, Any] = {"host_blocks": 64, "pipeline_depth": 2}
