@@ -1,7 +1,7 @@
 """Prefill and decode on GPUs of their own, and the same GPUs as mixed instances, with the same requests.
 
     python -m benchmarks.gpu_pd [--json FILE] [--seconds 60] [--rate 8] [--prompt 2048] [--new 256] [--prefill 1]
-                                [--decode 1] [--arms wire,pd,mixed] [--tiny]
+                                [--decode 1] [--arms wire,pd,mixed] [--transport device] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16, random weights (each instance draws the same), every instance a `fdasync serve`
 on its own GPU, a router in this process. Open loop: requests come at random (Poisson) times from a seed, the same for
@@ -152,10 +152,13 @@ async def moved_nbytes(router: Router) -> int:
     return sum(one.status.totals.received_nbytes for one in router.stats().instances if one.status is not None)
 
 
-async def arm(name: str, counts: dict[Role, int], scale: Scale, folder: str, load: Load, report: Report) -> None:
+async def arm(
+    name: str, counts: dict[Role, int], scale: Scale, folder: str, load: Load, report: Report, transport: str
+) -> None:
     """Start instances, play, and add the figures of this arm."""
     most_running = 256 if scale.device != "cpu" else 8
-    plans = plans_for(config_of(scale, folder, load, most_running), counts)
+    config = config_of(scale, folder, load, most_running)
+    plans = plans_for(config, counts, transport=transport if "prefill" in counts else "auto")
     began = time.perf_counter()
     fleet = LocalFleet(plans)
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
@@ -214,6 +217,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         "prompt_tokens": [min(load.prompts), int(np.mean(load.prompts)), max(load.prompts)],
         "new_tokens": load.new,
         "rate_per_s": args.rate,
+        "transport": args.transport,
         "block_tokens": scale.block_tokens,
         "dtype": scale.dtype,
         "instances": {"pd": [args.prefill, args.decode], "mixed": args.prefill + args.decode},
@@ -228,7 +232,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             if name == "wire":
                 await wire(report)
             else:
-                await arm(name, ways[name], scale, path, load, report)
+                await arm(name, ways[name], scale, path, load, report, args.transport)
     found = report.figures
     for figure in ("tpot_p99", "stall_p99", "ttft_p50", "ttft_p99"):
         pd, mixed = found.get(f"{figure}_ms_pd"), found.get(f"{figure}_ms_mixed")
@@ -256,6 +260,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=1, help="prefill instances (default 1)")
     parser.add_argument("--decode", type=int, default=1, help="decode instances (default 1)")
     parser.add_argument("--arms", default="pd,mixed", help="of wire, pd and mixed, in this order (default pd,mixed)")
+    parser.add_argument("--transport", default="", help="of blocks (default device, from GPU to GPU; --tiny: auto)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths (default 0)")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
     args = parser.parse_args()
@@ -265,6 +270,7 @@ def parse() -> argparse.Namespace:
     for name in ("seconds", "rate", "prompt", "new", "prefill", "decode"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} must be above 0")
+    args.transport = args.transport or ("auto" if args.tiny else "device")
     if args.tiny:
         args.prompt, args.new = min(args.prompt, 40), min(args.new, 12)
     return args
