@@ -15,7 +15,7 @@ import torch
 
 from fdasync.errors import RunnerError
 from fdasync.gpu.cudart import HANDLE_NBYTES, Driver
-from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
@@ -26,7 +26,7 @@ class OpenedPeers:
 
     Args:
         device: a CUDA device, which is current.
-        row_nbytes: as `PeerMemory` takes it.
+        row_nbytes: see `Group`.
 
     Attributes:
         memory: what sums and messages take.
@@ -35,11 +35,14 @@ class OpenedPeers:
     """
 
     def __init__(self, exchange: Exchange, device: torch.device, row_nbytes: int = 0) -> None:
+        own = torch.cuda.get_device_properties(device).multi_processor_count
+        counts = [int(bytes(part)) for part in exchange.gather(str(own).encode(), "numbers of multiprocessors")]
+        group = Group(exchange.ranks, min(counts), row_nbytes)
         self._driver = Driver()
         self._opened: list[int] = []
         # the driver works in the context that torch made current
         torch.cuda.current_stream(device)
-        self._own = self._driver.allocate(PeerMemory.nbytes(exchange.ranks, row_nbytes), filled=0xFF)
+        self._own = self._driver.allocate(group.nbytes(), filled=0xFF)
         try:
             torch.cuda.synchronize(device)  # blocking: at start-up
             handle = self._driver.share(self._own)
@@ -54,7 +57,7 @@ class OpenedPeers:
                 else:
                     self._opened.append(self._driver.open_shared(other))
                     addresses.append(self._opened[-1])
-            self.memory = PeerMemory(exchange.rank, addresses, device, row_nbytes)
+            self.memory = PeerMemory(exchange.rank, addresses, device, group)
             # no rank launches before all have opened
             exchange.gather(b"", "device memory is open")
         except BaseException:

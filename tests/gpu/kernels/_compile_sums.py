@@ -46,7 +46,7 @@ def _show_finish(dtype: str, size: int, divisible: frozenset[str], *, slots: int
     width = max(256, triton.next_power_of_2(size))
     constants = {"SIZE": size, "WIDTH": width, "EXPERTS": 8, "SHARED": False, "GATED": False, "ADDED": True,
                  "NORMED": True, "ONCE": False, "EPS": 1e-6, "OVERLAP": True, "SLOTS": slots,
-                 "MASKED": slots > 0}  # fmt: skip
+                 "MASKED": slots > 0, "RANK": 0, "RANKS": 1}  # fmt: skip
     _show(dtype, size, finish._finish, constants, norm.warps_of(width, _SIZES[dtype]), divisible, width)
 
 
@@ -65,7 +65,7 @@ def _show(
     names = kernel.arg_names
     integers = {name for name in names if re.search("num_rows|_(stride|row|slot|column|block|token|head)$", name)}
     signature = {name: "i32" if name in integers else f"*{dtype}" for name in names}
-    signature |= {"ids": "*i64", "live": "*i64", "slots": "*i64", "eps": "fp32"}
+    signature |= {"ids": "*i64", "live": "*i64", "slots": "*i64", "eps": "fp32", "addresses": "*i64", "turns": "*i32"}
     source = ASTSource(
         kernel,
         {name: "constexpr" if name in constants else signature[name] for name in names},

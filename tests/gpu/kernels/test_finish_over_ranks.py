@@ -11,7 +11,7 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
-from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts, padded_width
 from tests.support.peers_child import Block, blocks
 
@@ -24,10 +24,10 @@ needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reaso
 
 
 def group(ranks: int, size: int, dtype: torch.dtype) -> tuple[list[PeerMemory], list[torch.Tensor]]:
-    row_nbytes = padded_width(size) * dtype.itemsize
-    memory = [torch.full((PeerMemory.nbytes(ranks, row_nbytes),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
+    told = Group(ranks, 4, padded_width(size) * dtype.itemsize)
+    memory = [torch.full((told.nbytes(),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
     addresses = [tensor.data_ptr() for tensor in memory]
-    return [PeerMemory(rank, addresses, CPU, row_nbytes) for rank in range(ranks)], memory
+    return [PeerMemory(rank, addresses, CPU, told) for rank in range(ranks)], memory
 
 
 def in_turn(peers: list[PeerMemory], way: str, call: Callable[[PeerMemory], object]) -> list[object]:
@@ -89,12 +89,12 @@ def test_what_is_summed_of_experts_is_the_sum_of_parts_and_shared_ones() -> None
 def test_rows_that_the_memory_does_not_take_are_refused() -> None:
     peers, _memory = group(2, 48, torch.bfloat16)
     norm = Norm(torch.ones(48, dtype=torch.bfloat16), 1e-5)
-    assert peers[0].takes_rows(256, 512)
-    for rows, dtype in ((257, torch.bfloat16), (3, torch.float32)):
+    assert peers[0].takes_rows(8, 512)
+    for rows, dtype in ((9, torch.bfloat16), (3, torch.float32)):
         x = torch.zeros(rows, 48, dtype=dtype)
         with pytest.raises(BadInput, match=f"{rows} rows of 48 {dtype}, which they do not take"):
             add_norm(x, x, None, peers=peers[0])
-    without = PeerMemory(0, [0, 0], CPU)
+    without = PeerMemory(0, [0, 0], CPU, Group(2, 4))
     with pytest.raises(BadInput, match="do not take"):
         add_norm(
             torch.zeros(3, 48, dtype=torch.bfloat16), torch.zeros(3, 48, dtype=torch.bfloat16), norm, peers=without

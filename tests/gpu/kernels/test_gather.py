@@ -9,7 +9,7 @@ import triton
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
 from fdasync.gpu.kernels.collectives.gather import gather
-from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 
 CPU = torch.device("cpu")
 
@@ -19,8 +19,9 @@ needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reaso
 @needs_interpreter
 @pytest.mark.parametrize(("ranks", "count"), [(2, 3), (4, 1500)])
 def test_every_rank_has_the_messages_of_all_in_order(ranks: int, count: int) -> None:
-    memory = [torch.full((PeerMemory.nbytes(ranks),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
-    peers = [PeerMemory(rank, [one.data_ptr() for one in memory], CPU) for rank in range(ranks)]
+    group = Group(ranks, 1)
+    memory = [torch.full((group.nbytes(),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
+    peers = [PeerMemory(rank, [one.data_ptr() for one in memory], CPU, group) for rank in range(ranks)]
     # more calls than a channel has turns; -1 has the bits of an empty slot
     for call in range(4):
         given = [torch.arange(count, dtype=torch.int32) * 7_000_001 - call + rank for rank in range(ranks)]
@@ -35,8 +36,7 @@ def test_every_rank_has_the_messages_of_all_in_order(ranks: int, count: int) -> 
 
 
 def test_messages_that_cannot_be_gathered_are_refused() -> None:
-    memory = torch.zeros(PeerMemory.nbytes(1), dtype=torch.uint8)
-    peer = PeerMemory(0, [memory.data_ptr()], CPU)
+    peer = PeerMemory(0, [0], CPU, Group(1, 1))
     for bad, problem in (
         (torch.zeros(4), "float32"),
         (torch.zeros(8, dtype=torch.int32)[::2], "contiguous"),

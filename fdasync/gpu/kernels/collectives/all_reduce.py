@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 # elements that are read at once, 16 bytes or more
 _VECTOR = 8
-# from so many bytes on two shots are faster (two of four H100: 2 and 4 ranks, 1 to 8,192 rows of 4 KiB): with two ranks
-# they send as much as one does, and programs have smaller tiles; with more they send less
-_TWO_SHOTS_FROM_NBYTES = {2: 3 << 20}
-_TWO_SHOTS_FROM_NBYTES_ELSE = 256 << 10
+# from so many bytes on two shots are faster, where they send less: with more than two ranks (four H100, 1 to 8,192 rows
+# of 4 KiB)
+_TWO_SHOTS_FROM_NBYTES = 256 << 10
 
 
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
@@ -138,8 +137,7 @@ def all_reduce(
         return out
     ranks = peers.ranks
     if way == "auto":
-        least = _TWO_SHOTS_FROM_NBYTES.get(ranks, _TWO_SHOTS_FROM_NBYTES_ELSE)
-        way = "two_shot" if x.nbytes >= least else "one_shot"
+        way = "two_shot" if ranks > 2 and x.nbytes >= _TWO_SHOTS_FROM_NBYTES else "one_shot"
     count = (vectors if way == "one_shot" else triton.cdiv(vectors, ranks)) * _VECTOR
     kernel = _one_shot_kernel if way == "one_shot" else _two_shot_kernel
     area = peers.areas[way]

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 #: launches that a channel has slots for
 TURNS = 3
 
+# how sums of many bytes are cut: bytes of a tile, programs of a multiprocessor, their warps. Of more ranks a program
+# holds more in registers
+_WIDE = {2: (8192, 4, 4), 4: (8192, 2, 8)}
+_WIDE_ELSE = (4096, 1, 8)
+# rows of more bytes, or of more ranks, leave room for one program on a multiprocessor
+_SHORT_ROW_NBYTES, _FEW_RANKS = 8192, 4
+# of more rows each rank would send more than two shots do
+_MOST_ROWS, _MOST_ROWS_OF_MANY_RANKS = 256, 64
+
 
 @dataclass(frozen=True)
 class Way:
@@ -30,7 +39,7 @@ class Way:
         tile_nbytes: of a slot: what a program sends to a peer at once.
         slots: of each rank in a turn.
         programs: most of a launch. All of them must run at once: they wait for those of other devices.
-        warps: of a program.
+        warps: of a program; 0: its kernel knows.
     """
 
     tile_nbytes: int
@@ -43,19 +52,40 @@ class Way:
         return self.programs * TURNS * self.slots * ranks * self.tile_nbytes
 
 
-#: by name, in the order of their areas: sums of few and of many bytes, in one or two shots, and messages. Behind them
-#: stands the way "rows", where rows have a size: a program sends a row, and `layer/finish.py` goes on from its sum
-WAYS = {
-    "one_shot": Way(2048, 1, 128, 4),
-    "one_shot_wide": Way(8192, 1, 256, 8),
-    "two_shot": Way(2048, 2, 128, 4),
-    "two_shot_wide": Way(8192, 2, 256, 8),
-    "message": Way(8192, 1, 1, 8),
-}
+@dataclass(frozen=True)
+class Group:
+    """What all ranks of a group know alike.
 
-# by ranks; of more rows each rank would send more than two shots do
-_MOST_ROWS = {2: 256, 4: 256}
-_MOST_ROWS_ELSE = 64
+    Attributes:
+        ranks: how many.
+        processors: multiprocessors of each device; of unlike ones the least.
+        row_nbytes: of a row that a program of `layer/finish.py` sums, with its padding; 0: none are.
+    """
+
+    ranks: int
+    processors: int
+    row_nbytes: int = 0
+
+    def ways(self) -> dict[str, Way]:
+        """By name, in the order of their areas: sums of few and of many bytes, in one or two shots; messages; rows."""
+        tile_nbytes, each, warps = _WIDE.get(self.ranks, _WIDE_ELSE)
+        found = {
+            "one_shot": Way(2048, 1, self.processors, 4),
+            "one_shot_wide": Way(tile_nbytes, 1, each * self.processors, warps),
+            "two_shot": Way(2048, 2, self.processors, 4),
+            "two_shot_wide": Way(tile_nbytes, 2, each * self.processors, warps),
+            "message": Way(8192, 1, 1, 8),
+        }
+        if self.row_nbytes:
+            few = self.ranks <= _FEW_RANKS
+            each = 2 if few and self.row_nbytes <= _SHORT_ROW_NBYTES else 1
+            most = _MOST_ROWS if few else _MOST_ROWS_OF_MANY_RANKS
+            found["rows"] = Way(self.row_nbytes, 1, min(most, each * self.processors), 0)
+        return found
+
+    def nbytes(self) -> int:
+        """Of the memory that each rank has to give."""
+        return sum(way.nbytes(self.ranks) for way in self.ways().values())
 
 
 @dataclass(frozen=True)
@@ -77,33 +107,21 @@ class PeerMemory:
 
     Attributes:
         rank, ranks: of the group.
-        areas: by the names of `ways`.
+        areas: by the names of `Group.ways`.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, row_nbytes: int = 0) -> None:
-        """`addresses`: where each rank's memory begins, as this process sees it: `nbytes` of it, all of which are
-        0xFF. `row_nbytes`: see `ways`."""
-        self.rank, self.ranks = rank, len(addresses)
+    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, group: Group) -> None:
+        """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all of which are
+        0xFF."""
+        self.rank, self.ranks = rank, group.ranks
         self.areas: dict[str, Area] = {}
         first = torch.tensor(addresses, dtype=torch.int64)
-        for name, way in ways(row_nbytes).items():
+        for name, way in group.ways().items():
             turns = torch.zeros(way.programs, dtype=torch.int32, device=device)
             self.areas[name] = Area(way, first.to(device), turns)
             first = first + way.nbytes(self.ranks)
 
     def takes_rows(self, rows: int, row_nbytes: int) -> bool:
-        """Whether `layer/finish.py` sums so many padded rows of so many bytes."""
+        """Whether `layer/finish.py` sums so many rows of so many bytes with their padding."""
         area = self.areas.get("rows")
-        most = _MOST_ROWS.get(self.ranks, _MOST_ROWS_ELSE)
-        return area is not None and 0 < rows <= most and area.way.tile_nbytes == row_nbytes
-
-    @staticmethod
-    def nbytes(ranks: int, row_nbytes: int = 0) -> int:
-        """Of the memory that each rank of a group has to give."""
-        return sum(way.nbytes(ranks) for way in ways(row_nbytes).values())
-
-
-def ways(row_nbytes: int) -> dict[str, Way]:
-    """`WAYS`, and that of rows of so many bytes with their padding; 0: without."""
-    # a program's warps are those of the kernel that sums it
-    return {**WAYS, "rows": Way(row_nbytes, 1, max(_MOST_ROWS.values()), 0)} if row_nbytes else WAYS
+        return area is not None and 0 < rows <= area.way.programs and area.way.tile_nbytes == row_nbytes

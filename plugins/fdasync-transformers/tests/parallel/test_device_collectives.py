@@ -18,7 +18,7 @@ from ranks import as_ranks, returned
 from fdasync.errors import ConfigError, InvariantBroken
 from fdasync.gpu import peers
 from fdasync.gpu.kernels.collectives import all_reduce as sums
-from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
@@ -30,8 +30,9 @@ class InHostMemory:
     """Stands for `OpenedPeers`, of one rank."""
 
     def __init__(self, _exchange: Exchange, _device: torch.device, _row_nbytes: int) -> None:
-        self._held = torch.full((PeerMemory.nbytes(1),), 0xFF, dtype=torch.uint8)
-        self.memory = PeerMemory(0, [self._held.data_ptr()], CPU)
+        group = Group(1, 2)
+        self._held = torch.full((group.nbytes(),), 0xFF, dtype=torch.uint8)
+        self.memory = PeerMemory(0, [self._held.data_ptr()], CPU, group)
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
