@@ -103,9 +103,13 @@ class Play:
 
     def config(self, *, fused: bool = True, **values: Any) -> EngineConfig:
         scale = self.scale
+        runner = {**self.runner, "fused_router": fused, "graph_sizes": scale.graph_sizes}
+        if values.get("tensor_parallel", 1) > 1 and runner["device"] == "cuda":
+            # each rank has its own
+            runner["device"] = "auto"
         defaults: dict[str, Any] = {
             "model": str(self.folder),
-            "runner_config": {**self.runner, "fused_router": fused, "graph_sizes": scale.graph_sizes},
+            "runner_config": runner,
             "tokenizer": "none",
             "routing": True,
             "block_tokens": scale.block_tokens,
@@ -242,13 +246,15 @@ class _Believed(TransformersRunner):
         return msgspec.structs.replace(await super().open(), prefill_tokens_per_s=_BELIEVED_TOKENS_PER_S)
 
 
-async def stored(play: Play, **values: Any) -> Played:
-    """Two engines on one store of files, one after the other: the second has what the first computed."""
+async def stored(play: Play, **writer: Any) -> Played:
+    """Two engines on one store of files, one after the other: the second has what the first computed. `writer`: of the
+    configuration of the first one alone."""
     played = Played()
     jobs = play.jobs(3)
     store = {"store": "file", "store_config": {"path": str(play.scratch / "store"), "max_nbytes": 1 << 30}}
-    config = play.config(process="inline", num_blocks=play.scale.roomy, **store, **values)
-    async with Engine(config) as engine:
+    config = play.config(process="inline", num_blocks=play.scale.roomy, **store)
+    first = play.config(**{"process": "inline", "num_blocks": play.scale.roomy, **store, **writer})
+    async with Engine(first) as engine:
         played.answers += await burst(engine, jobs)
         async with asyncio.timeout(_SETTLE_S):
             # polled: what is on its way to the store has no event of its own

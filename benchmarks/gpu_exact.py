@@ -9,7 +9,11 @@ Small random checkpoints of three families, in float32 and in bfloat16. Each par
     worker     as tight, in a worker process, with the library's own routers
     pd_shm     a prefill and a decode instance, over shared memory; an abort
     pd_tcp     the same over tcp, one step in flight
+    pd_device  the same from device to device
     bf16_tight, bf16_plain, bf16_worker
+    ranks, ranks_update, ranks_store, bf16_ranks
+               with `--tp N` alone: as tight, update and store, over N ranks with a GPU each; what they write to the
+               store one process reads
 
 Rows and tokens are exact, tied or wrong, as `fdasync_transformers.verify` has it. In float32 a tie is within 1e-5 of
 the boundary of the selection, over the largest score. In bfloat16 the reference takes over the engine's rows, so that
@@ -65,11 +69,19 @@ class Kind:
     bf16: bool = False
 
 
-def kinds(scale: plays.Scale) -> dict[str, Kind]:
+def kinds(scale: plays.Scale, ranks: int = 1) -> dict[str, Kind]:
     inline = {"process": "inline"}
     plain = {**inline, "fused": False, "pipeline_depth": 1, "max_step_tokens": scale.whole}
     worker = {"process": "worker", "fused": False}
-    return {
+    # one after the other: a group locks its GPUs
+    group = {"process": "worker", "tensor_parallel": ranks}
+    of_ranks = {
+        "ranks": Kind(lambda play: plays.tight(play, **group)),
+        "ranks_update": Kind(lambda play: plays.updated(play, **group)),
+        "ranks_store": Kind(lambda play: plays.stored(play, **group)),
+        "bf16_ranks": Kind(lambda play: plays.tight(play, **group), bf16=True),
+    }
+    return (of_ranks if ranks > 1 else {}) | {
         "tight": Kind(lambda play: plays.tight(play, **inline)),
         "plain": Kind(lambda play: plays.tight(play, **plain)),
         "store": Kind(lambda play: plays.stored(play)),
@@ -77,6 +89,7 @@ def kinds(scale: plays.Scale) -> dict[str, Kind]:
         "worker": Kind(lambda play: plays.tight(play, **worker), apart=True),
         "pd_shm": Kind(lambda play: plays.apart(play, "shm"), apart=True),
         "pd_tcp": Kind(lambda play: plays.apart(play, "tcp", pipeline_depth=1), apart=True),
+        "pd_device": Kind(lambda play: plays.apart(play, "device"), apart=True),
         "bf16_tight": Kind(lambda play: plays.tight(play, **inline), bf16=True),
         "bf16_plain": Kind(lambda play: plays.tight(play, **plain), bf16=True),
         "bf16_worker": Kind(lambda play: plays.tight(play, **worker), apart=True, bf16=True),
@@ -90,6 +103,7 @@ class Exact:
         only: names of plays; empty: all.
         runner: keys of `runner_config` for all engines.
         at_once: plays in processes of their own that run at a time.
+        ranks: of the groups that play; 1: none do.
     """
 
     def __init__(
@@ -103,6 +117,7 @@ class Exact:
         only: tuple[str, ...],
         runner: dict[str, Any],
         at_once: int,
+        ranks: int = 1,
     ) -> None:
         self.found: dict[tuple[str, bool], Findings] = {}
         self.wrong = 0
@@ -111,7 +126,7 @@ class Exact:
         self._folder = folder
         self._scale = scale
         self._families = families
-        self._kinds = {name: kind for name, kind in kinds(scale).items() if not only or name in only}
+        self._kinds = {name: kind for name, kind in kinds(scale, ranks).items() if not only or name in only}
         self._runner = runner
         self._at_once = at_once
         self._device = torch.device(runner["device"])
@@ -242,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scale", choices=sorted(plays.SCALES), help="how much is asked (default: by --quick)")
     parser.add_argument("--device", default="cuda", help='"cpu" is a rehearsal')
     parser.add_argument("--kernels", default="auto", choices=["auto", "triton", "torch"], help="of the engines")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the groups that play, a GPU each (default: none)")
     parser.add_argument("--at-once", type=int, default=0, help="plays in processes at a time (default: by the cores)")
     parser.add_argument("--json", dest="json_path", help="write the figures here, after every part")
     options = parser.parse_args(arguments)
@@ -251,9 +267,12 @@ def main(arguments: list[str] | None = None) -> int:
     names = tuple(options.parts.split(",")) if options.parts else ()
     if options.quick and not names:
         names = ("tight", "update", "store", "pd_shm", "bf16_tight")
-    unknown = sorted(set(names) - set(kinds(scale)))
+    if options.tp > 1 and options.device == "cuda" and torch.cuda.device_count() < options.tp:
+        parser.error(f"--tp {options.tp}: {torch.cuda.device_count()} GPUs are here")
+    known = kinds(scale, options.tp)
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(kinds(scale))}")
+        parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(known)}; --tp N has more")
     families = tuple(options.families.split(",")) if options.families else FAMILIES[: 1 if options.quick else None]
     runner: dict[str, Any] = {"device": options.device, "kernels": options.kernels}
     if options.device == "cpu":
@@ -265,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fdasync-exact-") as folder:
         exact = Exact(
             parts, report, Path(folder), scale=scale, families=families, only=names, runner=runner,
-            at_once=options.at_once or max(1, len(os.sched_getaffinity(0)) // 2),
+            at_once=options.at_once or max(1, len(os.sched_getaffinity(0)) // 2), ranks=options.tp,
         )  # fmt: skip
         uvloop.run(exact.run())
     return parts.finish()

@@ -62,7 +62,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         graph_sizes: rows of decode steps to capture, rising: a sequence has one, and one for each draft; None: a ladder
             up to the most that can run.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
-            fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
+            fewer, multiples of 256 up to 2,048 and of 1,024 up to 8,192, at most `max_step_tokens`; (): none.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
             without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with one rank and whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
