@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _kernel(name: str, tile: int, ranks: int) -> tuple[Any, dict[str, Any], int]:
-    constants = {"RANK": 1, "RANKS": ranks, "OVERLAP": True}
+    constants = {"RANK": 1, "RANKS": ranks, "PLACES": ranks, "OVERLAP": True}
     if name == "rows":
         constants |= {"SIZE": tile, "WIDTH": tile, "SLOTS": 8, "EXPERTS": 128, "MASKED": True, "SHARED": True,
                       "GATED": True, "ADDED": True, "NORMED": True, "ONCE": False, "EPS": 1e-6}  # fmt: skip

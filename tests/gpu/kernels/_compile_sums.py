@@ -46,7 +46,7 @@ def _show_finish(dtype: str, size: int, divisible: frozenset[str], *, slots: int
     width = max(256, triton.next_power_of_2(size))
     constants = {"SIZE": size, "WIDTH": width, "EXPERTS": 8, "SHARED": False, "GATED": False, "ADDED": True,
                  "NORMED": True, "ONCE": False, "EPS": 1e-6, "OVERLAP": True, "SLOTS": slots,
-                 "MASKED": slots > 0, "RANK": 0, "RANKS": 1}  # fmt: skip
+                 "MASKED": slots > 0, "RANK": 0, "RANKS": 1, "PLACES": 1}  # fmt: skip
     _show(dtype, size, finish._finish, constants, norm.warps_of(width, _SIZES[dtype]), divisible, width)
 
 

@@ -54,7 +54,7 @@ def in_turn(
 @needs_interpreter
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 5000), (4, 24), (4, 8192)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 5000), (3, 5000), (4, 24), (4, 8192)])
 def test_every_rank_has_the_sum_in_the_order_of_ranks(
     ranks: int, count: int, dtype: torch.dtype, way: Literal["one_shot", "two_shot"]
 ) -> None:

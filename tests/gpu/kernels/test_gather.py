@@ -17,7 +17,7 @@ needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reaso
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("ranks", "count"), [(2, 3), (4, 1500)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 3), (3, 40), (4, 1500)])
 def test_every_rank_has_the_messages_of_all_in_order(ranks: int, count: int) -> None:
     group = Group(ranks, 1)
     memory = [torch.full((group.nbytes(),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]

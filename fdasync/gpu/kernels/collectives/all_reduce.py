@@ -37,7 +37,8 @@ _TWO_SHOTS_FROM_NBYTES = 256 << 10
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
 def _one_shot_kernel(  # type: ignore[no-untyped-def]
     x, out, addresses, turns, vectors,
-    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
@@ -55,9 +56,9 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, BITS) + element, own, mask=mask)
         empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, BITS), RANK, RANKS, RANKS, TILE)
-        bits = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
+        bits = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, BITS), mask[None, :], RANK, RANKS, PLACES, TILE)
         turn = after(turn, first + apart < count)
-        total = summed(bits, own, dtype, RANK, RANKS)
+        total = summed(bits, own, dtype, RANK, RANKS, PLACES)
         tl.store(out + at, rounded(total, dtype).to(dtype), mask=mask)
     tl.store(turns + tl.program_id(0), turn)
 
@@ -65,7 +66,8 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
 def _two_shot_kernel(  # type: ignore[no-untyped-def]
     x, out, addresses, turns, vectors,
-    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+    VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. Of a turn's
     slots the first ones, one for each rank, are for tiles, the others for sums."""
@@ -87,18 +89,20 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
         mask = (at < part) & (at < count - part * RANK)
         own = bits_of(tl.load(x + part * RANK + at, mask=mask, other=0.0))
         empty(slots_of(addresses, RANK, before(turn), 0, SLOTS, TILE, BITS), RANK, RANKS, SLOTS, TILE)
-        bits = received(slots_of(addresses, RANK, turn, 0, SLOTS, TILE, BITS), mask[None, :], RANK, RANKS, TILE)
-        total = bits_of(rounded(summed(bits, own, dtype, RANK, RANKS), dtype).to(dtype))
+        bits = received(slots_of(addresses, RANK, turn, 0, SLOTS, TILE, BITS), mask[None, :], RANK, RANKS, PLACES, TILE)
+        total = bits_of(rounded(summed(bits, own, dtype, RANK, RANKS, PLACES), dtype).to(dtype))
         for distance in tl.static_range(1, RANKS):
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANKS + RANK, SLOTS, TILE, BITS) + element, total, mask=mask)
-        rank = tl.arange(0, RANKS)[:, None]
+        rank = tl.arange(0, PLACES)[:, None]
         all_at = at[None, :]
         theirs = (all_at < part) & (all_at < count - part * rank)
-        bits = received(slots_of(addresses, RANK, turn, RANKS, SLOTS, TILE, BITS), theirs, RANK, RANKS, TILE)
+        bits = received(slots_of(addresses, RANK, turn, RANKS, SLOTS, TILE, BITS), theirs, RANK, RANKS, PLACES, TILE)
         turn = after(turn, first + apart < part)
         tl.store(out + part * RANK + at, total.to(dtype, bitcast=True), mask=mask)
-        tl.store(out + part * rank + all_at, bits.to(dtype, bitcast=True), mask=theirs & (rank != RANK))
+        tl.store(
+            out + part * rank + all_at, bits.to(dtype, bitcast=True), mask=theirs & (rank != RANK) & (rank < RANKS)
+        )
     tl.store(turns + tl.program_id(0), turn)
 
 
@@ -147,7 +151,7 @@ def all_reduce(
     grid: Any = (min(area.way.programs, triton.cdiv(count, tile)),)
     kernel[grid](
         x, out, area.addresses, area.turns, vectors, VECTOR=_VECTOR, TILE=tile, RANK=peers.rank, RANKS=ranks,
-        num_warps=area.way.warps,
+        PLACES=peers.places,        num_warps=area.way.warps,
         **overlap(x.device),
     )  # fmt: skip
     return out

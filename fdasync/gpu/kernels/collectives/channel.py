@@ -45,12 +45,14 @@ def bits_of(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def received(slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The elements [RANKS, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, and
-    outside of the mask, [1, TILE] or [RANKS, TILE]."""
-    rank = tl.arange(0, RANKS)[:, None]
+def received(  # type: ignore[no-untyped-def]
+    slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr
+):
+    """The elements [PLACES, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, in
+    those behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
+    rank = tl.arange(0, PLACES)[:, None]
     at = rank * TILE + tl.arange(0, TILE)[None, :]
-    here = (rank != RANK) & mask
+    here = (rank != RANK) & (rank < RANKS) & mask
     bits = tl.load(slots + at, mask=here, other=0, volatile=True)
     if not _INTERPRETED:
         while tl.max(tl.max((bits == -1).to(tl.int32), axis=0), axis=0) > 0:
@@ -59,9 +61,11 @@ def received(slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def summed(bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(  # type: ignore[no-untyped-def]
+    bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr
+):
     """The sum in the order of ranks, float32 [TILE], of what was received and this rank's own bits [TILE]."""
-    rank = tl.arange(0, RANKS)[:, None]
+    rank = tl.arange(0, PLACES)[:, None]
     parts = tl.where(rank == RANK, own[None, :], bits).to(dtype, bitcast=True).to(tl.float32)
     total = tl.zeros(own.shape, dtype=tl.float32)
     for one in tl.static_range(RANKS):
@@ -73,10 +77,10 @@ def summed(bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constex
 @triton.jit  # type: ignore[untyped-decorator]
 def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Empty the slots of the turn before; those of this rank are never filled."""
-    slot = tl.arange(0, SLOTS)[:, None]
-    at = slot * TILE + tl.arange(0, TILE)[None, :]
-    theirs = (slot % RANKS != RANK) & (at >= 0)
-    tl.store(slots + at, tl.full(at.shape, -1, slots.dtype.element_ty), mask=theirs)
+    at = tl.arange(0, TILE)
+    for slot in tl.static_range(SLOTS):
+        if slot % RANKS != RANK:
+            tl.store(slots + slot * TILE + at, tl.full((TILE,), -1, slots.dtype.element_ty))
 
 
 @triton.jit

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    x, out, addresses, turns, count, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
+    x,
+    out,
+    addresses,
+    turns,
+    count,
+    TILE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     """A slot has TILE halves, the lower and the higher one of a number beside each other."""
     half = tl.arange(0, TILE)
@@ -36,11 +44,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, 32) + half, given, mask=mask)
         empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, 32), RANK, RANKS, RANKS, TILE)
-        theirs = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, 32), mask[None, :], RANK, RANKS, TILE)
-        rank = tl.arange(0, RANKS)[:, None]
+        theirs = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, 32), mask[None, :], RANK, RANKS, PLACES, TILE)
+        rank = tl.arange(0, PLACES)[:, None]
         halves = tl.where(rank == RANK, given[None, :], theirs).to(tl.int16)
         # beside each other in `out`, too
-        tl.store(out + (rank * count + first) * 2 + half[None, :], halves, mask=mask[None, :])
+        tl.store(out + (rank * count + first) * 2 + half[None, :], halves, mask=mask[None, :] & (rank < RANKS))
         turn = after(turn, first + TILE // 2 < count)
     tl.store(turns, turn)
 
@@ -64,6 +72,7 @@ def gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
     if len(x):
         _gather_kernel[(1,)](
             x, out.view(torch.int16), area.addresses, area.turns, len(x),
-            TILE=area.way.tile_nbytes // 4, RANK=peers.rank, RANKS=peers.ranks, num_warps=area.way.warps,
+            TILE=area.way.tile_nbytes // 4, RANK=peers.rank, RANKS=peers.ranks, PLACES=peers.places,
+            num_warps=area.way.warps,
         )  # fmt: skip
     return out

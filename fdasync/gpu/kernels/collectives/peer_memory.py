@@ -66,6 +66,11 @@ class Group:
     processors: int
     row_nbytes: int = 0
 
+    @property
+    def places(self) -> int:
+        """Rows of a tile that has one for each rank: kernels know powers of two alone."""
+        return 1 << (self.ranks - 1).bit_length()
+
     def ways(self) -> dict[str, Way]:
         """By name, in the order of their areas: sums of few and of many bytes, in one or two shots; messages; rows."""
         tile_nbytes, each, warps = _WIDE.get(self.ranks, _WIDE_ELSE)
@@ -106,14 +111,14 @@ class PeerMemory:
     """The areas of every rank, by their addresses on one rank's device.
 
     Attributes:
-        rank, ranks: of the group.
+        rank, ranks, places: of the group.
         areas: by the names of `Group.ways`.
     """
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, group: Group) -> None:
         """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all of which are
         0xFF."""
-        self.rank, self.ranks = rank, group.ranks
+        self.rank, self.ranks, self.places = rank, group.ranks, group.places
         self.areas: dict[str, Area] = {}
         first = torch.tensor(addresses, dtype=torch.int64)
         for name, way in group.ways().items():

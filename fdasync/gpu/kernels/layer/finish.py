@@ -53,7 +53,7 @@ def _finish(  # type: ignore[no-untyped-def]
     block_row, block_slot, shared_row, residual_row,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr,
-    EPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, OVERLAP: tl.constexpr,
+    EPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = block.dtype.element_ty
@@ -94,8 +94,10 @@ def _finish(  # type: ignore[no-untyped-def]
             peer = (RANK + distance) % RANKS
             tl.store(slots_of(addresses, peer, turn, RANK, RANKS, WIDTH, BITS) + at, own, mask=inside)
         empty(slots_of(addresses, RANK, turn_before(turn), 0, RANKS, WIDTH, BITS), RANK, RANKS, RANKS, WIDTH)
-        bits = received(slots_of(addresses, RANK, turn, 0, RANKS, WIDTH, BITS), inside[None, :], RANK, RANKS, WIDTH)
-        total = rounded(summed(bits, own, dtype, RANK, RANKS), dtype)
+        bits = received(
+            slots_of(addresses, RANK, turn, 0, RANKS, WIDTH, BITS), inside[None, :], RANK, RANKS, PLACES, WIDTH
+        )
+        total = rounded(summed(bits, own, dtype, RANK, RANKS, PLACES), dtype)
         tl.store(turns + tl.program_id(0), next_turn(turn))
     if ADDED:
         total = rounded(before + total, dtype)
@@ -248,6 +250,7 @@ def _launch(
         EPS=0.0 if norm is None else norm.eps,
         RANK=0 if peers is None else peers.rank,
         RANKS=1 if peers is None else peers.ranks,
+        PLACES=1 if peers is None else peers.places,
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=warps_of(width, block.element_size()),
         enable_fp_fusion=False,
