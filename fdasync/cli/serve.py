@@ -105,6 +105,18 @@ def serve(**options: Any) -> None:
     help="Where the sockets are made, and removed at the end; holds nothing else. Addresses are ipc://FOLDER/p0,"
     " .../d0 and so on. Made if missing. Default: a private temporary folder.",
 )
+@click.option(
+    "--listen",
+    default="",
+    metavar="ADDRESS",
+    help="tcp://HOST:PORT of the first instance, instead of sockets; the others listen at the ports behind it, or each"
+    " at a free one with port 0. Beyond the loopback with --keys alone.",
+)
+@click.option(
+    "--keys",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of `fdasync keys new`: links over tcp are authenticated and encrypted.",
+)
 @_drain_s
 @click.option(
     "--json-log",
@@ -123,8 +135,9 @@ def serve(**options: Any) -> None:
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Start prefill, decode and mixed instances on this machine and show how they do, until Ctrl-C or SIGTERM.
 
-    Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc. When all are ready, the call
-    `fdasync.connect([...])` is printed, whose router is used like an engine.
+    Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc; or from other machines, with
+    --listen and --keys. When all are ready, the call `fdasync.connect([...])` is printed, whose router is used like an
+    engine.
 
     An instance that fails or is killed is started again: after 0.5 s, then after twice as long each time, five times at
     most unless it has taken requests for five minutes in between. Before it gets requests, it gets the weights of the

@@ -26,6 +26,7 @@ from fdasync.cli.local.restarts import RestartRules, Restarts
 from fdasync.cli.up_table import Rates, fleet_table
 from fdasync.errors import ConfigError
 from fdasync.ipc.child import allow_files
+from fdasync.pd.link.keys import keys_of
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router, connect
 
@@ -58,6 +59,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     mixed: int = 0
     transport: str = "auto"
     folder: Path | None = None
+    listen: str = ""
+    keys: Path | None = None
     drain_s: float = 600.0
     json_log: Path | None = None
     restart: RestartRules = RestartRules()
@@ -78,11 +81,15 @@ class _Up:
         self._options = options
         self._failed = False
         self._running = self._draining = False
+        # read before there is a loop
+        self._keys = keys_of(options.keys)
         plans = plans_for(
             config,
             {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed},
             transport=options.transport,
             drain_s=options.drain_s,
+            listen=options.listen,
+            keys="" if options.keys is None else str(options.keys.absolute()),
         )
         if options.json_log is not None:
             options.json_log.mkdir(parents=True, exist_ok=True)
@@ -135,13 +142,14 @@ class _Up:
     async def _watch(self, signals: Signals) -> int:
         """Show the table until a signal, or until all have ended for good; returns the exit code."""
         listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
-        router = connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S))
+        router = connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S), keys=self._keys)
         try:
             code = await self._connect(router, signals)
             if code is not None:
                 return code
             self._say("ready; connect with")
-            self._print(f"    fdasync.connect([{listed}])")
+            keys = "" if self._options.keys is None else f', keys="{self._options.keys}"'
+            self._print(f"    fdasync.connect([{listed}]{keys})")
             for child in self._fleet.children:
                 if child.gpus:
                     self._print(f"    {child.name} has GPUs {', '.join(child.gpus)}")

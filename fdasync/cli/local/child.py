@@ -52,6 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to start one instance; the fields are options of `fdasync serve`.
 
     Attributes:
+        listen: where it listens; "": at a socket in the fleet's folder.
+        keys: file of the fleet's keys; "": none.
         extra: further options, each word by itself, as `("--metrics-port", "0")`.
     """
 
@@ -61,6 +63,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     drain_s: float = 600.0
     json_log: str = ""
+    listen: str = ""
+    keys: str = ""
     extra: tuple[str, ...] = ()
 
 
@@ -117,6 +121,7 @@ class Child:
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.address, "--name", plan.name),
             *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}"),
             *("--parent", str(os.getpid()), "--json-log", plan.json_log),
+            *(("--keys", plan.keys) if plan.keys else ()),
             *plan.extra,
         ]
         ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))

@@ -22,6 +22,7 @@ from fdasync.cli.local.child import Child, ChildEnded, Plan, Role
 from fdasync.cli.local.folder import Folder
 from fdasync.errors import ConfigError, DeadlineExceeded
 from fdasync.ipc.deadlines import Within
+from fdasync.pd.link.address import check_address, is_ipc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -36,10 +37,24 @@ _START_S = 10.0
 
 
 def plans_for(
-    config: EngineConfig, counts: dict[Role, int], *, transport: str = "auto", drain_s: float = 600.0
+    config: EngineConfig,
+    counts: dict[Role, int],
+    *,
+    transport: str = "auto",
+    drain_s: float = 600.0,
+    listen: str = "",
+    keys: str = "",
 ) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
-    its own GPUs where these are placed (`EngineConfig.gpus`). Raises ConfigError where that cannot be."""
+    its own GPUs where these are placed (`EngineConfig.gpus`).
+
+    Args:
+        listen: a tcp address for the first one, the others at the ports behind it; with port 0 each takes a free one.
+            "": at sockets in the fleet's folder.
+        keys: file of the fleet's keys; "": none.
+
+    Raises ConfigError where that cannot be.
+    """
     names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
     places = gpus_of_instances(config, [name for name, _ in names])
     sharing = most_on_one(places) if places and places[0] != "auto" else 0
@@ -56,9 +71,24 @@ def plans_for(
             ),
             transport=transport,
             drain_s=drain_s,
+            listen=_listen(listen, number, bool(keys)),
+            keys=keys,
         )
         for number, (name, role) in enumerate(names)
     ]
+
+
+def _listen(first: str, number: int, keyed: bool) -> str:
+    """The address of an instance: the number counts ports from the first one's on. Raises ConfigError."""
+    if not first:
+        return ""
+    if is_ipc(first):
+        raise ConfigError("listen", f"{first!r} is one socket", hint="say --folder, in which each instance has its own")
+    check_address(first, listens=True, keyed=keyed)
+    host, _, port = first.rpartition(":")
+    address = first if port in ("0", "*") else f"{host}:{int(port) + number}"
+    check_address(address, listens=True, keyed=keyed)
+    return address
 
 
 def _place(config: EngineConfig, instance: int, instances: int, sharing: int) -> dict[str, int]:
@@ -125,8 +155,9 @@ class LocalFleet:
     def open(self) -> None:
         """Start all children at once. Raises ConfigError; call `aclose` afterwards, whether it raised or not."""
         self._folder = folder = Folder(self._wanted)
-        addresses = [f"ipc://{folder.path / plan.name}" for plan in self._plans]
-        folder.check(addresses)
+        addresses = [plan.listen or f"ipc://{folder.path / plan.name}" for plan in self._plans]
+        # a tcp address is an instance's to check: an interface's name stands for one
+        folder.check([address for address in addresses if is_ipc(address)])
         for plan, address in zip(self._plans, addresses, strict=True):
             try:
                 self.children.append(Child(plan, address, self._on_end))
