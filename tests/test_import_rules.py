@@ -53,9 +53,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
+    # kernels that go on from a sum over devices make it themselves
+    {"fdasync.gpu.kernels.collectives": ("fdasync.gpu.kernels.*",)},
     {
         "fdasync.gpu.kernels.attention": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.collectives": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.experts": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.layer": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.router": ("fdasync.gpu.kernels.*",),

@@ -21,10 +21,8 @@ import pytest
 import uvloop
 
 import fdasync
-from fdasync import EngineConfig, RouterConfig, SamplingParams
+from fdasync import EngineConfig, SamplingParams
 from fdasync.cli.local.fleet import plans_for
-from fdasync.errors import DeadlineExceeded
-from fdasync.pd.link.keys import new_keys, save_keys
 from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
@@ -126,32 +124,6 @@ def test_requests_go_over_two_instances_and_ctrl_c_drains(tmp_path: Path) -> Non
     assert "draining" in running.text
     assert "all drained" in running.text
     assert "NAME" in running.text
-
-
-def test_instances_with_keys_listen_at_ports_and_answer_who_has_them(tmp_path: Path) -> None:
-    config = config_file(tmp_path)
-    oracle = oracle_of(config_of(config))
-    file, keys = tmp_path / "fleet.json", new_keys()
-    save_keys(file, keys, replace=False)
-
-    async def ask(addresses: list[str]) -> None:
-        prompt, params = [1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0)
-        async with fdasync.connect(addresses, keys=keys) as router:
-            result = await router.complete(prompt, params)
-            check_sample(result.samples[0], prompt, params, oracle)
-        with pytest.raises(DeadlineExceeded):
-            await fdasync.connect(addresses, RouterConfig(connect_s=1.0)).start()
-
-    options = ("--listen", "tcp://127.0.0.1:0", "--keys", str(file), "--prefill", "1", "--decode", "1")
-    with command(tmp_path, "up", "--config", str(config), *options) as running:
-        found = running.until(r"fdasync\.connect\((\[.*\]), keys=\"(.*)\"\)")
-        addresses = json.loads(found[1])
-        assert found[2] == str(file)
-        assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
-        assert len(set(addresses)) == 2
-        uvloop.run(ask(addresses))
-        running.signal(signal.SIGINT)
-        assert running.wait() == 0, running.text
 
 
 def test_a_killed_child_is_named_and_the_others_go_on(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
 from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
 from fdasync.gpu.kernels.collectives.gather import gather
-from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts, padded_width
+from fdasync.gpu.kernels.collectives.peer_memory import row_width
+from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts
 from fdasync.gpu.peers import OpenedPeers
 from fdasync.ipc.exchange import Exchange
 
@@ -95,7 +96,7 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     exchange = Exchange(rank, ranks, fds, deadline_s=60)
-    opened = OpenedPeers(exchange, device, padded_width(2048) * 2)
+    opened = OpenedPeers(exchange, device, row_width(2048) * 2)
     check_rows(opened, 2048, device)
     for dtype in (torch.float32, torch.bfloat16):
         for count in (8, 2048, 8 * 12345, 8 * 1234567):

@@ -11,8 +11,8 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
-from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
-from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts, padded_width
+from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory, row_width
+from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts
 from tests.support.peers_child import Block, blocks
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reaso
 
 
 def group(ranks: int, size: int, dtype: torch.dtype) -> tuple[list[PeerMemory], list[torch.Tensor]]:
-    told = Group(ranks, 4, padded_width(size) * dtype.itemsize)
+    told = Group(ranks, 4, row_width(size) * dtype.itemsize)
     memory = [torch.full((told.nbytes(),), 0xFF, dtype=torch.uint8) for _ in range(ranks)]
     addresses = [tensor.data_ptr() for tensor in memory]
     return [PeerMemory(rank, addresses, CPU, told) for rank in range(ranks)], memory

@@ -27,6 +27,8 @@ _WIDE = {2: (8192, 4, 4), 4: (8192, 2, 8)}
 _WIDE_ELSE = (4096, 1, 8)
 # rows of more bytes, or of more ranks, leave room for one program on a multiprocessor
 _SHORT_ROW_NBYTES, _FEW_RANKS = 8192, 4
+# elements: in this shape `layer/norm.py` sums a row, so that the bits are the same
+_NARROWEST_ROW = 256
 # of more rows each rank would send more than two shots do
 _MOST_ROWS, _MOST_ROWS_OF_MANY_RANKS = 256, 64
 
@@ -130,3 +132,8 @@ class PeerMemory:
         """Whether `layer/finish.py` sums so many rows of so many bytes with their padding."""
         area = self.areas.get("rows")
         return area is not None and 0 < rows <= area.way.programs and area.way.tile_nbytes == row_nbytes
+
+
+def row_width(size: int) -> int:
+    """Elements that a row of so many takes in a program of `layer/finish.py`, and on its way to a peer."""
+    return max(_NARROWEST_ROW, 1 << (size - 1).bit_length())

@@ -20,6 +20,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.channel import before as turn_before
 from fdasync.gpu.kernels.collectives.channel import bits_of, empty, next_turn, received, slots_of, summed
+from fdasync.gpu.kernels.collectives.peer_memory import row_width
 from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 _WIDEST = 16384
-_NARROWEST = 256
 
 
 class Norm(NamedTuple):
@@ -212,7 +212,7 @@ def _launch(
     if not rows:
         return hidden, normed
     # the shape in which `norm.py` sums a row, so that the bits are its
-    width = padded_width(size)
+    width = row_width(size)
     area = None
     if peers is not None:
         if not peers.takes_rows(rows, width * block.element_size()):
@@ -257,8 +257,3 @@ def _launch(
         **overlap(block.device),
     )
     return hidden, normed
-
-
-def padded_width(size: int) -> int:
-    """Elements that a row of so many takes in a program, and on its way to a peer."""
-    return max(_NARROWEST, int(triton.next_power_of_2(size)))

@@ -32,8 +32,10 @@ def test_rows_have_the_same_bits_at_every_place(dtype, columns, width):
         assert torch.equal(product(rows[some], weights.t(), bias), with_bias[some])
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        assert torch.equal(product(rows, weights.t()), whole)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(product(rows, weights.t()), whole)
+            assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
 

@@ -2,17 +2,24 @@
 
 On a CPU every product has 16 rows (`ROWS`) that are contiguous and a multiple of 16 columns, padded with zeros:
 libraries choose their kernel, and with it the order of sums, by the shape. Measured with MKL and oneDNN: in tiles of
-one shape the bits of a row depend on neither its place, the other rows, the threads nor the alignment. In bfloat16
-they may depend on the number of columns: where a model is cut, `parallel/slices.py` keeps that number. Where
-processors have no products in float16, torch's own loops choose the order by the layout of both sides: there each
-column of the right side is contiguous too.
+one shape the bits of a row depend on neither its place, the other rows nor the alignment. They depend on the threads:
+on some processors MKL cuts sums of 896 numbers and more among them. So products take one thread. In bfloat16 bits may
+depend on the number of columns: where a model is cut, `parallel/slices.py` keeps that number. Where processors have no
+products in float16, torch's own loops choose the order by the layout of both sides: there each column of the right side
+is contiguous too.
 On a GPU the kernels of `fdasync.gpu.kernels.linear` walk K in order. The self-check looks at every start whether this
 holds. Knows no modules and no autograd. Called by `mode.py`.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: rows of a product on a CPU, and what its columns are a multiple of
 ROWS = 16
@@ -29,13 +36,28 @@ def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None =
     if bias is not None:
         bias = _padded(bias, 0)
     padded = _padded(rows, 0).contiguous()
-    if len(padded) == ROWS:
-        out = _tile(padded, right, bias)
-    else:
-        out = padded.new_empty(padded.shape[0], right.shape[1])
-        for first in range(0, padded.shape[0], ROWS):
-            _tile(padded[first : first + ROWS], right, bias, out=out[first : first + ROWS])
+    with _one_thread():
+        if len(padded) == ROWS:
+            out = _tile(padded, right, bias)
+        else:
+            out = padded.new_empty(padded.shape[0], right.shape[1])
+            for first in range(0, padded.shape[0], ROWS):
+                _tile(padded[first : first + ROWS], right, bias, out=out[first : first + ROWS])
     return out if out.shape == (count, columns) else out[:count, :columns].contiguous()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within the context torch's operations on CPUs take one thread; entering and leaving take a microsecond."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tile(
@@ -58,12 +80,13 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.stack([product(one, other) for one, other in zip(left, right, strict=True)])
     count, columns = left.shape[1], right.shape[2]
     left, right = _padded(left, 1).contiguous(), _laid_out(_padded(right, 2))
-    if left.shape[1] == ROWS:
-        out = torch.bmm(left, right)
-    else:
-        out = left.new_empty(*left.shape[:2], right.shape[2])
-        for first in range(0, left.shape[1], ROWS):
-            out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
+    with _one_thread():
+        if left.shape[1] == ROWS:
+            out = torch.bmm(left, right)
+        else:
+            out = left.new_empty(*left.shape[:2], right.shape[2])
+            for first in range(0, left.shape[1], ROWS):
+                out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
     return out if out.shape[1:] == (count, columns) else out[:, :count, :columns].contiguous()
 
 

@@ -46,15 +46,15 @@ class DeviceCollectives(HostCollectives):
         RunnerError where there is no memory."""
         from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
         from fdasync.gpu.kernels.collectives.gather import gather
-        from fdasync.gpu.kernels.layer.finish import padded_width
+        from fdasync.gpu.kernels.collectives.peer_memory import row_width
         from fdasync.gpu.peers import OpenedPeers
 
         super().__init__(exchange)
         # this has a number, which "cuda" has not; and from here on the device's context is there
         device = torch.zeros(1, device=device).device
         self._check_access(device, may_share=may_share)
-        self._width = padded_width
-        row_nbytes = 0 if row is None else padded_width(row.shape[-1]) * row.element_size()
+        self._width = row_width
+        row_nbytes = 0 if row is None else row_width(row.shape[-1]) * row.element_size()
         self._opened = OpenedPeers(exchange, device, row_nbytes)
         self._device = device
         self._all_reduce, self._share = all_reduce, gather
