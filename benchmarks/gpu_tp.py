@@ -136,7 +136,7 @@ async def exact(run: Run, ranks: int) -> None:
 def sums(run: Run, ranks: int, folder: str) -> None:
     """Part s. Raises RuntimeError where the ranks fail."""
     out = Path(folder) / "sums.json"
-    sizes = ",".join(map(str, (*run.scale.sizes, 2048)))
+    sizes = ",".join(map(str, (*run.scale.sizes, 2048, 8192)))
     problem = child(
         ["benchmarks._gpu_sums", "all", str(ranks), str(run.scale.config["hidden_size"]), sizes, str(out)],
         _SUMS_LIMIT_S,

@@ -7,6 +7,7 @@ is a process; several may share a device, which then gives each a while at a tim
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Literal
@@ -81,6 +82,20 @@ def test_a_program_takes_several_tiles_where_a_sum_has_more_than_programs(way: L
     for count in (each if way == "one_shot" else 2 * each, 24):
         given = inputs(2, count, torch.bfloat16, seed=count)
         assert all(torch.equal(total, wanted(given)) for total in in_turn(given, peers, way))
+
+
+@needs_interpreter
+def test_sums_of_any_sizes_and_dtypes_follow_each_other() -> None:
+    """On the same channels: what a large sum leaves in a slot is no part of a small one behind it."""
+    peers, _memory = group(2, 2)
+    draw = random.Random(5)
+    ways: tuple[Literal["one_shot", "two_shot", "auto"], ...] = ("one_shot", "two_shot", "auto")
+    for seed in range(24):
+        count = 8 * draw.choice((1, 3, 100, 500, 900))
+        dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
+        given = inputs(2, count, dtype, seed=seed)
+        sums = in_turn(given, peers, draw.choice(ways))
+        assert all(torch.equal(total, wanted(given)) for total in sums), (seed, count, dtype)
 
 
 @needs_interpreter
