@@ -267,6 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = tuple(options.parts.split(",")) if options.parts else ()
     if options.quick and not names:
         names = ("tight", "update", "store", "pd_shm", "bf16_tight")
+        names += ("ranks", "bf16_ranks") if options.tp > 1 else ()
     if options.tp > 1 and options.device == "cuda" and torch.cuda.device_count() < options.tp:
         parser.error(f"--tp {options.tp}: {torch.cuda.device_count()} GPUs are here")
     known = kinds(scale, options.tp)

@@ -18,8 +18,8 @@ d   `decode_tokens_per_s_N_tpK`: while all N decode, as `gpu_serving` has it for
 w   `workload_s`, `workload_decode_tokens_per_s`: 64 requests of 1,024 in and 512 out at once with routing, at K ranks,
     as SGLang published for four H200 (4.34 s; 8,609 tokens/s).
 
-`--tp 1` measures one process alone; `--base FILE` takes its figures from that run, of the same commit and machine, so
-that several widths are compared with one run of it.
+`--tp 1` measures one process alone; `--base FILE` takes its figures from that run, which is to be of
+the same commit and machine, so that several widths are compared with one run of it.
 
 Figures are written to the JSON after every part; an error in one part is reported there (`errors`) and makes the exit
 status 1. Needs as many CUDA GPUs as ranks; `--tiny` rehearses all but s in Triton's interpreter.
@@ -185,11 +185,13 @@ def read_base(run: Run, file: str) -> None:
     """Add the figures of one process from the report of another run. Raises SystemExit where they are of something
     else."""
     base = json.loads(Path(file).read_text())
+    if base["conditions"].get("tensor_parallel") != 1:
+        raise SystemExit(f"--base {file}: it is of {base['conditions'].get('tensor_parallel')} ranks, not of one")
     for key in ("gpu", "torch", "model", "layers", "dtype"):
         if base["conditions"].get(key) != run.report.conditions.get(key):
             raise SystemExit(f"--base {file}: {key} is {base['conditions'].get(key)!r} there")
     for name, value in base["figures"].items():
-        if name.endswith("_tp1"):
+        if name.endswith("_tp1") and "_over_" not in name:
             run.report.add(name, [value])
 
 
@@ -283,6 +285,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args.parts = {part.strip() for part in args.only.split(",") if part.strip()}
     if not args.parts or args.parts - set(_PARTS):
         parser.error(f"--only names {args.only!r}, parts are x, s, d and w")
+    if args.tp == 1:
+        # one process against itself, and sums of nothing
+        args.parts -= {"x", "s"}
     # 212 GB of weights
     args.no_base = args.no_base or (args.model == "glm-4.5-air" and not args.tiny)
     return args

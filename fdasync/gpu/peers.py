@@ -2,9 +2,9 @@
 
 Each process allocates on its own device, tells the others a handle by an `Exchange`, and opens theirs: from then on its
 kernels read and write the peers' memory by address, over NVLink or PCIe. Handles are of the driver's legacy
-interprocess kind, which needs no descriptors; the memory of a process goes with it, and a peer that reads it then has a
-device error, so a group lives and dies together. Knows no kernels and no models. Made by runners that are ranks of a
-group; `kernels/collectives/` uses it.
+interprocess kind, which needs no descriptors; the memory of a process goes with it, and a peer that writes to it then
+has a device error, so a group lives and dies together. Knows no kernels and no models. Made by runners that are ranks
+of a group; `kernels/collectives/` uses it.
 """
 
 from __future__ import annotations

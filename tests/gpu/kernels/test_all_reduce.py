@@ -99,33 +99,6 @@ def test_sums_of_any_sizes_and_dtypes_follow_each_other() -> None:
 
 
 @needs_interpreter
-def test_what_marks_an_empty_slot_is_never_sent() -> None:
-    peers, _memory = group(2)
-    empty = torch.full((16,), -1, dtype=torch.int16).view(torch.bfloat16)
-    ones = torch.ones(16, dtype=torch.bfloat16)
-    for way in ("one_shot", "two_shot"):
-        for total in in_turn([empty, ones], peers, way):
-            assert total.isnan().all()
-    sums = in_turn([torch.full((16,), -1, dtype=torch.int32).view(torch.float32)] * 2, peers, "one_shot")
-    assert sums[0].isnan().all()
-
-
-@needs_interpreter
-def test_slots_are_empty_when_they_are_written_again() -> None:
-    peers, memory = group(2)
-    area = peers[0].areas["one_shot"]
-    size = area.way.tile_nbytes
-    for call in range(4):
-        for x, peer in zip(inputs(2, 1024, torch.bfloat16, seed=call), peers, strict=True):
-            all_reduce(x, peer, way="one_shot")
-        # the slot of rank 1 in each turn of rank 0's first channel: of this turn, and of the next one
-        slots = [memory[0][(turn * 2 + 1) * size :][:size] for turn in range(3)]
-        assert not (slots[call % 3] == 0xFF).all()
-        assert (slots[(call + 2) % 3] == 0xFF).all()
-    assert area.turns[0] == 1
-
-
-@needs_interpreter
 def test_the_result_may_take_the_place_of_the_input() -> None:
     peers, _memory = group(2)
     x = torch.full((16,), 3.0)

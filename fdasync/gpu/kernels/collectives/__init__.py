@@ -1,1 +1,1 @@
-"""Kernels by which the devices of one host sum tensors: each reads its peers' memory."""
+"""Kernels by which the devices of one host sum tensors: each writes into its peers' memory."""

@@ -10,7 +10,7 @@ need this program's tile of t + 1. So in turn t the slots of t - 1, which are th
 yet written: they are emptied then.
 
 Under Triton's interpreter programs do not wait, and tests launch one device after another. Called by the kernels of
-this room.
+this room, and by `layer/finish.py`.
 """
 
 import triton

@@ -1,9 +1,9 @@
 """The memory of a group's devices by address, as the kernels of one of them take it.
 
 A kernel's program writes for the same program of its peers, and reads what they wrote for it: the two have a *channel*,
-which is theirs alone. A channel has slots for three launches, used in turn, and a program counts its turns on its own
-device, so graphs may hold any number of launches. `channel.py` tells why three. Ways that send tiles of another size,
-or a tile more than once, have channels of their own: an *area*.
+which is theirs alone. A channel has slots for three turns, one for each tile that is sent, and a program
+counts its turns on its own device, so graphs may hold any number of launches. `channel.py` tells why three. Ways that
+send tiles of another size, or a tile more than once, have channels of their own: an *area*.
 
 Knows no processes; `gpu/peers.py` maps the memory.
 """
@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: launches that a channel has slots for
+#: that a channel has slots for
 TURNS = 3
 
 # how sums of many bytes are cut: bytes of a tile, programs of a multiprocessor, their warps. Of more ranks a program

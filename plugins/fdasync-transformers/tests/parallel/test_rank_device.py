@@ -123,7 +123,7 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
     assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
 
 
-def test_the_largest_message_of_a_step_fits_the_memory_for_messages() -> None:
+def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     class Alone(HostCollectives):
         def __init__(self) -> None:
             self.rank, self.ranks = 0, 1

@@ -24,7 +24,7 @@ _VECTOR = 8
 
 
 class DeviceCollectives(HostCollectives):
-    """See the module. The memory that peers map is the process's until it ends: a peer may still read it.
+    """See the module. The memory that peers map is the process's until it ends: a peer may still write to it.
 
     Args:
         exchange: the caller's.
