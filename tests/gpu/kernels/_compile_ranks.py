@@ -25,8 +25,8 @@ from fdasync.gpu.kernels.layer import finish, norm
 
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _REGISTERS, _PROCESSORS = 65536, 132
-# with rows of 2,048 and 8,192 elements
-_WIDTHS = (2048, 8192)
+# of rows: 4,096 elements are the most of which a multiprocessor is to hold two
+_WIDTHS = (2048, 4096, 8192)
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 def _kernel(name: str, tile: int, ranks: int) -> tuple[Any, dict[str, Any], int]:
     constants = {"RANK": 1, "RANKS": ranks, "PLACES": ranks, "OVERLAP": True}
     if name == "rows":
-        constants |= {"SIZE": tile, "WIDTH": tile, "SLOTS": 8, "EXPERTS": 128, "MASKED": True, "SHARED": True,
+        constants |= {"SIZE": tile, "WIDTH": tile, "SLOTS": 10, "EXPERTS": 128, "MASKED": True, "SHARED": True,
                       "GATED": True, "ADDED": True, "NORMED": True, "ONCE": False, "EPS": 1e-6}  # fmt: skip
         return finish._finish, constants, norm.warps_of(tile, 2)
     one_shot = name.startswith("one")
@@ -71,7 +71,8 @@ def _registers(kernel: Any, constants: dict[str, Any], warps: int) -> int:
         said = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60)
     found = re.search(r"REG:(\d+)", said.stdout + said.stderr)
     assert found is not None, said
-    return int(found[1])
+    # the chip allots them in eights
+    return -(-int(found[1]) // 8) * 8
 
 
 if __name__ == "__main__":

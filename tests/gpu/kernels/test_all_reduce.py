@@ -130,7 +130,7 @@ def test_all_programs_of_a_launch_run_at_once() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 3 * (2 + 2)
+    assert len(lines) == 3 * (2 + 3)
     assert all(int(held) >= int(wanted) for _, _, held, wanted in lines), lines
 
 
