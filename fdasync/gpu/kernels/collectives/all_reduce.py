@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.collectives.channel import after, before, bits_of, empty, received, slots_of, summed
+from fdasync.gpu.kernels.collectives.channel import after, before, bits_of, empty, received, send, slots_of, summed
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
@@ -52,9 +52,7 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
         at = first + element
         mask = at < count
         own = bits_of(tl.load(x + at, mask=mask, other=0.0))
-        for distance in tl.static_range(1, RANKS):
-            peer = (RANK + distance) % RANKS
-            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, BITS) + element, own, mask=mask)
+        send(own, element, mask, addresses, turn, RANK, RANK, RANKS, RANKS, TILE, BITS)
         empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, BITS), RANK, RANKS, RANKS, TILE)
         bits = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, BITS), mask[None, :], RANK, RANKS, PLACES, TILE)
         turn = after(turn, first + apart < count)
@@ -91,9 +89,7 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
         empty(slots_of(addresses, RANK, before(turn), 0, SLOTS, TILE, BITS), RANK, RANKS, SLOTS, TILE)
         bits = received(slots_of(addresses, RANK, turn, 0, SLOTS, TILE, BITS), mask[None, :], RANK, RANKS, PLACES, TILE)
         total = bits_of(rounded(summed(bits, own, dtype, RANK, RANKS, PLACES), dtype).to(dtype))
-        for distance in tl.static_range(1, RANKS):
-            peer = (RANK + distance) % RANKS
-            tl.store(slots_of(addresses, peer, turn, RANKS + RANK, SLOTS, TILE, BITS) + element, total, mask=mask)
+        send(total, element, mask, addresses, turn, RANKS + RANK, RANK, RANKS, SLOTS, TILE, BITS)
         rank = tl.arange(0, PLACES)[:, None]
         all_at = at[None, :]
         theirs = (all_at < part) & (all_at < count - part * rank)

@@ -16,9 +16,11 @@ this room, and by `layer/finish.py`.
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.collectives.peer_memory import TURNS
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # of a channel, as in `peer_memory.py`
-_TURNS: tl.constexpr = tl.constexpr(3)
+_TURNS: tl.constexpr = tl.constexpr(TURNS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,6 +34,17 @@ def slots_of(  # type: ignore[no-untyped-def]
     area = tl.load(addresses + rank).to(tl.pointer_type(kind))
     place = (tl.program_id(0) * _TURNS + turn) * SLOTS + first
     return tl.multiple_of(area, 16) + place * TILE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def send(  # type: ignore[no-untyped-def]
+    bits, at, mask, addresses, turn, slot: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile in this slot of every peer, the next rank's first."""
+    for distance in tl.static_range(1, RANKS):
+        peer = (RANK + distance) % RANKS
+        tl.store(slots_of(addresses, peer, turn, slot, SLOTS, TILE, BITS) + at, bits, mask=mask)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.collectives.channel import after, before, empty, received, slots_of
+from fdasync.gpu.kernels.collectives.channel import after, before, empty, received, send, slots_of
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
@@ -40,9 +40,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         mask = at < count
         number = tl.load(x + at, mask=mask, other=0)
         given = tl.where(half % 2 == 0, number, number >> 16) & 0xFFFF
-        for distance in tl.static_range(1, RANKS):
-            peer = (RANK + distance) % RANKS
-            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, TILE, 32) + half, given, mask=mask)
+        send(given, half, mask, addresses, turn, RANK, RANK, RANKS, RANKS, TILE, 32)
         empty(slots_of(addresses, RANK, before(turn), 0, RANKS, TILE, 32), RANK, RANKS, RANKS, TILE)
         theirs = received(slots_of(addresses, RANK, turn, 0, RANKS, TILE, 32), mask[None, :], RANK, RANKS, PLACES, TILE)
         rank = tl.arange(0, PLACES)[:, None]

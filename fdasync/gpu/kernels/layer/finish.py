@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.collectives.channel import before as turn_before
-from fdasync.gpu.kernels.collectives.channel import bits_of, empty, next_turn, received, slots_of, summed
+from fdasync.gpu.kernels.collectives.channel import bits_of, empty, next_turn, received, send, slots_of, summed
 from fdasync.gpu.kernels.collectives.peer_memory import row_width
 from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
@@ -90,9 +90,7 @@ def _finish(  # type: ignore[no-untyped-def]
         BITS: tl.constexpr = dtype.primitive_bitwidth
         own = bits_of(total.to(dtype))
         turn = tl.load(turns + tl.program_id(0))
-        for distance in tl.static_range(1, RANKS):
-            peer = (RANK + distance) % RANKS
-            tl.store(slots_of(addresses, peer, turn, RANK, RANKS, WIDTH, BITS) + at, own, mask=inside)
+        send(own, at, inside, addresses, turn, RANK, RANK, RANKS, RANKS, WIDTH, BITS)
         empty(slots_of(addresses, RANK, turn_before(turn), 0, RANKS, WIDTH, BITS), RANK, RANKS, RANKS, WIDTH)
         bits = received(
             slots_of(addresses, RANK, turn, 0, RANKS, WIDTH, BITS), inside[None, :], RANK, RANKS, PLACES, WIDTH

@@ -58,7 +58,7 @@ async def answers(engine: Engine) -> list[Any]:
     for result in results:
         for sample in result.samples:
             assert sample.routing is not None
-            # sets of experts: their order by weight may differ by a rounding
+            # sets of experts: their order by weight may differ by a rounding. The array is in host memory
             rows = [[sorted(layer) for layer in row] for row in sample.routing.array.tolist()]
             found.append((list(sample.token_ids), rows))
     return found

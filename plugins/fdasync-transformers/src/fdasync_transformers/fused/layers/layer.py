@@ -52,7 +52,9 @@ class FusedLayer:
         attention, block: its halves.
         norms: of the inputs of both; then that of the next layer's input, None where it is not fused.
         carry: of the model.
-        sums: of the ranks of a group.
+
+    Args:
+        sums: of the ranks of a group; None: of no group.
     """
 
     def __init__(
