@@ -75,6 +75,7 @@ class Scale:
     Attributes:
         model: name of it, as in `MODELS`.
         config: of the model.
+        collectives: how ranks sum, as the runner's configuration has it.
         context: prompt tokens of every sequence.
         sizes: numbers of running sequences, rising.
         most_steps: of one stretch of decode: contexts grow by no more.
@@ -95,6 +96,7 @@ class Scale:
     config: dict[str, Any] = field(default_factory=lambda: _LARGE)
     device: str = "cuda"
     dtype: str = "bfloat16"
+    collectives: str = "auto"
     block_tokens: int = 16
     context: int = 1024
     sizes: tuple[int, ...] = (1, 64, 256)
@@ -136,6 +138,7 @@ class Scale:
             "device": self.device,
             "self_check": False,
             "kernels": "triton",
+            "collectives": self.collectives,
             "graph_sizes": list(sizes),
             "num_threads": 1 if self.device == "cpu" else None,
         }

@@ -1,7 +1,7 @@
 """One model over several GPUs: tokens a second of a group of ranks against one process of the same commit.
 
     python -m benchmarks.gpu_tp [--tp 2] [--json FILE] [--model NAME] [--only x,s,d,w] [--sizes 1,64,256,512]
-                                [--rounds 3] [--no-base | --base FILE] [--tiny]
+                                [--rounds 3] [--collectives auto] [--no-base | --base FILE] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the devices, each rank's as slices of one seed; `--model
 glm-4.5-air` takes all 46 layers, which no single GPU holds (`--no-base` is then implied). Whole engines with workers,
@@ -18,6 +18,7 @@ d   `decode_tokens_per_s_N_tpK`: while all N decode, as `gpu_serving` has it for
 w   `workload_s`, `workload_decode_tokens_per_s`: 64 requests of 1,024 in and 512 out at once with routing, at K ranks,
     as SGLang published for four H200 (4.34 s; 8,609 tokens/s).
 
+`--collectives nccl` lets the ranks of d and w sum by NCCL, as GPUs without access to each other's memory do.
 `--tp 1` measures one process alone; `--base FILE` takes its figures from that run, which is to be of
 the same commit and machine, so that several widths are compared with one run of it.
 
@@ -71,7 +72,13 @@ def scale_of(args: argparse.Namespace) -> Scale:
         return dataclasses.replace(tiny(args.model), sizes=(1, 2))
     shape = MODELS[args.model].shape
     sizes = tuple(sorted({int(size) for size in args.sizes.split(",")}))
-    return Scale(model=args.model, config=shape.cut(shape.config["num_hidden_layers"]), device="auto", sizes=sizes)
+    return Scale(
+        collectives=args.collectives,
+        model=args.model,
+        config=shape.cut(shape.config["num_hidden_layers"]),
+        device="auto",
+        sizes=sizes,
+    )
 
 
 def aims_of(scale: Scale, ranks: int, aims: Mapping[int, dict[str, float]]) -> dict[str, float]:
@@ -277,6 +284,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="PARTS", default="x,s,d,w", help="of x, s, d and w (default: all)")
     parser.add_argument("--sizes", metavar="N,N", default=",".join(map(str, _SIZES)), help="(default 1,64,256,512)")
     parser.add_argument("--rounds", type=int, default=3, help="of each figure (default 3)")
+    parser.add_argument("--collectives", choices=("auto", "peers", "nccl"), default="auto", help="how ranks sum")
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--no-base", action="store_true", help="no engine of one process")
     base.add_argument("--base", metavar="FILE", help="the report of a run with --tp 1: its figures of one process")
@@ -313,6 +321,7 @@ def main() -> None:
         "model": scale.model,
         "layers": scale.config["num_hidden_layers"],
         "tensor_parallel": args.tp,
+        "collectives": args.collectives,
         "parts": sorted(args.parts),
         "sizes": scale.sizes,
         "dtype": scale.dtype,

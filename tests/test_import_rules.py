@@ -149,7 +149,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.parallel": (
-            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange", "fdasync.runner.shares",
+            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange",
+            "fdasync.runner.shares",
             "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },

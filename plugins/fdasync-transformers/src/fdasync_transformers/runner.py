@@ -44,6 +44,7 @@ from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
 from fdasync_transformers.parallel.collectives import HostCollectives
+from fdasync_transformers.parallel.device_group import join
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.paced import Paced
@@ -169,8 +170,14 @@ class TransformersRunner(Runner):
             torch.set_num_threads(max(1, cores // limits.tensor_parallel))
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
+        joined = []
         if self._exchange is not None and device.type == "cuda":
-            self._collectives = _device_collectives(self._exchange, checkpoint, config, device)
+            dtype = loading.choose_dtype(checkpoint, config.dtype)
+            row = torch.empty(int(checkpoint.config.hidden_size), dtype=dtype, device="meta")
+            self._collectives, note = join(
+                self._exchange, device, config.collectives, row, may_share=config.device != "auto"
+            )
+            joined.append(note)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)
         self._shares_blocks = opened.shares_blocks
         self._step_model, self._routers = opened.step_model, opened.routers
@@ -188,7 +195,7 @@ class TransformersRunner(Runner):
             graphs=len(self._graph_tokens) if config.cuda_graphs else 0,
         )
         self._weights = LiveWeights(opened.names, facts, self._collectives)
-        notes = [*opened.notes]
+        notes = [*joined, *opened.notes]
         self._grammars = _grammars_of(checkpoint, model, notes)
         # rank 0 samples
         if self._grammars is not None and not limits.rank:
@@ -450,18 +457,6 @@ class TransformersRunner(Runner):
             drafter="mtp" if self.config.mtp and self.limits.speculation else "",
             notes=notes,
         )
-
-
-def _device_collectives(
-    exchange: Exchange, checkpoint: loading.Checkpoint, config: TransformersConfig, device: torch.device
-) -> Collectives:
-    """Raises ConfigError and RunnerError."""
-    # a machine without CUDA may have no triton either
-    from fdasync_transformers.parallel.device_collectives import DeviceCollectives
-
-    dtype = loading.choose_dtype(checkpoint, config.dtype)
-    row = torch.empty(int(checkpoint.config.hidden_size), dtype=dtype, device="meta")
-    return DeviceCollectives(exchange, device, row=row, may_share=config.device != "auto")
 
 
 def _grammars_of(checkpoint: loading.Checkpoint, model: PreTrainedModel, notes: list[str]) -> Grammars | None:

@@ -92,6 +92,19 @@ async def test_ranks_serve_store_and_take_new_weights_as_one_gpu_does(
     assert renewed != many
 
 
+async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_path: Path) -> None:
+    make_random_checkpoint(tmp_path, size="tiny")
+    scored = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs=3, ignore_eos=True)
+    found = []
+    for way in ("peers", "nccl"):
+        own = {"dtype": "bfloat16", "device": "auto", "self_check": False, "graph_sizes": [1, 4], "collectives": way}
+        async with Engine(config(tmp_path, 2, runner_config=own)) as engine:
+            assert any(note.startswith("sums by NCCL") for note in engine.capacity.notes) is (way == "nccl")
+            many = await asyncio.gather(*[engine.complete(prompt(number), scored) for number in range(4)])
+            found.append([(one.samples[0].token_ids, one.samples[0].logprobs) for one in many])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("kill", "rank"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
 async def test_a_rank_that_dies_or_stands_still_fails_the_engine_by_name(
     tmp_path: Path, kill: signal.Signals, rank: int

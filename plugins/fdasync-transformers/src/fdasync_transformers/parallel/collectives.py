@@ -1,7 +1,7 @@
 """What the ranks of a group do together: sums, tensors and short messages of all, in the order of their ranks.
 
 `Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory, whose calls block the process
-until all ranks have made them (`device_collectives.py` has the one for GPUs). A sum is added up in the order of ranks
+until all ranks have made them (`device_group.py` chooses that for GPUs). A sum is added up in the order of ranks
 by every rank, so that all get the same bits. All ranks make the same calls in the same order: each has a label, and
 another label fails both. Knows tensors; knows no models. Made by `runner.py`.
 """
@@ -18,12 +18,20 @@ import torch
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync.ipc.exchange import Exchange
 
 _NARROW = (torch.bfloat16, torch.float16)
+
+
+def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the ranks' tensors in their order, in float32 where they are narrower; the first may be changed."""
+    total = parts[0].float() if parts[0].dtype in _NARROW else parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class Collectives(ABC):
@@ -106,11 +114,7 @@ class HostCollectives(Collectives):
         count = self._exchange.slot_nbytes // tensor.element_size()
         for first in range(0, len(flat), count):
             piece = flat[first : first + count]
-            parts = self._gather(piece, label)
-            acc = parts[0].float() if tensor.dtype in _NARROW else parts[0]
-            for part in parts[1:]:
-                acc += part
-            piece.copy_(acc)
+            piece.copy_(in_order(self._gather(piece, label)))
         return total
 
     def share(self, message: torch.Tensor, label: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from fdasync_transformers.fixed.refusals import FIXED_DTYPES, refuse_settings
 from fdasync_transformers.model.moe_layers import GROUPED_NBYTES, fits_grouped_product
+from fdasync_transformers.parallel.device_group import Way
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,9 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             up to the most that can run.
         graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
             fewer, multiples of 256 up to 2,048 and of 1,024 up to 8,192, at most `max_step_tokens`; (): none.
+        collectives: how ranks on GPUs sum. "peers": in each other's memory; "nccl": by NCCL, which needs no access to
+            it, at more launches a sum; "auto": by NCCL where one GPU has no access to another's memory. The bits are
+            the same. On CPUs ranks sum in shared memory, whatever this says.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
             without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with one rank and whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
@@ -81,6 +85,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
+    collectives: Way = "auto"
     mtp: bool = False
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
