@@ -30,8 +30,9 @@ SLOT_NBYTES = 4 << 20
 LABEL_NBYTES = 112
 # in front of the bytes of a slot: number of the exchange, how many bytes, what they are for
 _HEAD = struct.Struct(f"<QQ{LABEL_NBYTES}s")
-# how many exchanges each rank has entered: one number in a cache line of its own
+# how many exchanges each rank has entered, and how many steps it has begun: in a cache line of its own
 _COUNT = struct.Struct("<Q")
+_STEPS_AT = 8
 _COUNT_APART_NBYTES = 64
 
 
@@ -88,9 +89,16 @@ class Meeting:
 
         Raises InvariantBroken after `close`.
         """
+        return self._counts(0)
+
+    def begun(self) -> list[int]:
+        """How many steps each rank has begun so far, as `Exchange.begin_step` counts; raises as `entered`."""
+        return self._counts(_STEPS_AT)
+
+    def _counts(self, at: int) -> list[int]:
         self._check_open()
         with self._region.view() as view:
-            return [_COUNT.unpack_from(view, rank * _COUNT_APART_NBYTES)[0] for rank in range(self.ranks)]
+            return [_COUNT.unpack_from(view, rank * _COUNT_APART_NBYTES + at)[0] for rank in range(self.ranks)]
 
     def _check_open(self) -> None:
         if self._region.fd < 0:
@@ -124,7 +132,7 @@ class Exchange:
         self.rank, self.ranks, self.slot_nbytes = rank, ranks, slot_nbytes
         self._deadline_s = deadline_s
         self._fds = tuple(fds)
-        self._number = 0
+        self._number = self._steps = 0
         # why there are no more exchanges
         self._ended = ""
         try:
@@ -183,6 +191,13 @@ class Exchange:
             # signals that come late would be taken for those of the next exchange
             self._ended = f"one that failed: {error.problem}"
             raise
+
+    def begin_step(self) -> None:
+        """Count a step that this rank has begun, for `Meeting.begun`: ranks whose devices meet without an exchange
+        differ in nothing else that the starting process sees. Without effect after `close`."""
+        self._steps += 1
+        if self._region.fd >= 0:
+            _COUNT.pack_into(self._view, self.rank * _COUNT_APART_NBYTES + _STEPS_AT, self._steps)
 
     def _meet(self, label: str) -> None:
         """Tell the others that this rank's slot is written, and wait for theirs."""

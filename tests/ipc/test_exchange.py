@@ -67,6 +67,7 @@ def test_every_rank_gets_the_bytes_of_all_in_order(ranks: int) -> None:
     with group(ranks, work) as (meeting, mine):
         work(mine)
         assert meeting.entered() == [rounds] * ranks
+        assert meeting.begun() == [0] * ranks
 
 
 def test_a_rank_out_of_step_is_named() -> None:
@@ -83,7 +84,10 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline() -> None:
     mine = Exchange(1, 3, own_fds(meeting, 1), deadline_s=0.01)
     with pytest.raises(RunnerError, match=r"rank 1 waited 0.01 s for rank 0, 2 at exchange 1 \(sums\)"):
         mine.gather(b"", "sums")
+    mine.begin_step()
+    mine.begin_step()
     assert meeting.entered() == [0, 1, 0]
+    assert meeting.begun() == [0, 2, 0]
     # a signal that comes late is not taken for that of another exchange
     with pytest.raises(RunnerError, match="no exchange after one that failed: rank 1 waited"):
         mine.gather(b"", "sums")

@@ -201,19 +201,20 @@ class GroupRunner(Runner):
         late = [] if call is None else sorted(call.left)
         if not late:
             return DeadlineExceeded(what, deadline_s)
-        entered = self._entered()
+        progress = self._progress()
         told = f"{what} (no answer of: {', '.join(map(str, late))}"
-        if entered is not None:
-            told += f"; exchanges entered: {', '.join(map(str, entered))}"
+        for name, counts in progress.items():
+            told += f"; {name}: {', '.join(map(str, counts))}"
         blamed = late[0]
-        if entered is not None:
+        if progress:
             # the others wait for this one, which may even have answered
-            blamed = min(range(len(entered)), key=lambda rank: (entered[rank], rank not in late))
+            behind = [*zip(*progress.values(), strict=True)]
+            blamed = min(range(len(behind)), key=lambda rank: (behind[rank], rank not in late))
         return self._named(self._ranks[blamed].overdue(f"{told})", deadline_s), blamed)
 
-    def _entered(self) -> list[int] | None:
-        """How many exchanges each rank has entered; None: not known."""
-        return None
+    def _progress(self) -> dict[str, list[int]]:
+        """How far each rank has come, by what is counted, that which others wait for first; empty: not known."""
+        return {}
 
     async def aclose(self) -> None:
         """See `Runner`. All ranks close at the same time. Raises the first error, with notes of the others."""

@@ -80,8 +80,10 @@ class WorkerGroup(GroupRunner):
     async def end_tensors(self) -> None:
         await self._transfer.end(partial(self._change, "ending an update"))
 
-    def _entered(self) -> list[int] | None:
-        return None if self._meeting is None else self._meeting.entered()
+    def _progress(self) -> dict[str, list[int]]:
+        if self._meeting is None:
+            return {}
+        return {"exchanges entered": self._meeting.entered(), "steps begun": self._meeting.begun()}
 
     async def aclose(self) -> None:
         try:

@@ -114,7 +114,12 @@ class _RunnerService(Service):
         """Begin a step or a copy. A runner must not raise here; if it does, the engine gets a RunnerError."""
         assert self._runner is not None
         try:
-            return self._runner.launch(message) if isinstance(message, RunStep) else self._runner.copy(message)
+            if not isinstance(message, RunStep):
+                return self._runner.copy(message)
+            begun = self._runner.launch(message)
+            if self._exchange is not None:
+                self._exchange.begin_step()
+            return begun
         except Exception as error:
             what = "launch" if isinstance(message, RunStep) else "copy"
             raise RunnerError(f"{what} raised {type(error).__name__}: {error}") from error

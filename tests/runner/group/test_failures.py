@@ -367,9 +367,14 @@ async def test_overdue_names_the_ranks_that_have_not_answered():
     assert "(no answer of: 1)" in str(group.overdue("the steps in flight at the close", 3.0))
     assert "rank 0 of 3: step 1 (no answer of: 0, 1, 2)" in str(group.overdue("step 1", 3.0))
     # the rank that others wait for is behind
-    group._entered = lambda: [4, 3, 4]
+    group._progress = lambda: {"exchanges entered": [4, 3, 4], "steps begun": [2, 2, 1]}
     told = str(group.overdue("step 1", 3.0))
-    assert told.startswith("rank 1 of 3: step 1 (no answer of: 0, 1, 2; exchanges entered: 4, 3, 4)")
+    assert told.startswith(
+        "rank 1 of 3: step 1 (no answer of: 0, 1, 2; exchanges entered: 4, 3, 4; steps begun: 2, 2, 1)"
+    )
+    # where ranks meet on their devices, the one that has not begun what others have
+    group._progress = lambda: {"exchanges entered": [4, 4, 4], "steps begun": [2, 2, 1]}
+    assert str(group.overdue("step 1", 3.0)).startswith("rank 2 of 3: step 1")
     await group.aclose()
     assert all(step.done() for step in steps)
     assert str(group.overdue("nothing", 3.0)) == str(DeadlineExceeded("nothing", 3.0))

@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from fdasync_transformers import make_random_checkpoint, named_tensors
@@ -98,7 +99,7 @@ async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_pat
     found = []
     for way in ("peers", "nccl"):
         own = {"dtype": "bfloat16", "device": "auto", "self_check": False, "graph_sizes": [1, 4], "collectives": way}
-        async with Engine(config(tmp_path, 2, runner_config=own)) as engine:
+        async with Engine(msgspec.structs.replace(config(tmp_path, 2), runner_config=own)) as engine:
             assert any(note.startswith("sums by NCCL") for note in engine.capacity.notes) is (way == "nccl")
             many = await asyncio.gather(*[engine.complete(prompt(number), scored) for number in range(4)])
             found.append([(one.samples[0].token_ids, one.samples[0].logprobs) for one in many])
