@@ -34,7 +34,8 @@ class NcclGroup:
         device: this rank's; it is current.
         library: of NCCL; None: the one that torch has loaded.
 
-    Blocks until all ranks have joined, and for ever if one does not: whoever watches the processes ends them then.
+    Blocks until all ranks have joined, and for ever if one does not: whoever watches the processes ends them then. The
+    communicator is the process's until it ends: NCCL lets go of one only behind all graphs that gather by it.
 
     Attributes:
         ranks: of the group.
@@ -82,12 +83,6 @@ class NcclGroup:
         status = self._gather(own.data_ptr(), into.data_ptr(), nbytes, _BYTES, self._comm, stream)
         if status:
             raise DeviceFailed(f"gathering {nbytes} bytes of each rank by NCCL: {self._words(status)}")
-
-    def close(self) -> None:
-        """Leave the group; idempotent. No gathering may be under way on any rank."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
-        if comm.value is not None:
-            self._library.ncclCommDestroy(comm)
 
     def _check(self, status: int, what: str) -> None:
         if status:

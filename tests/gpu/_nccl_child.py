@@ -32,8 +32,6 @@ def main() -> None:
         assert told.cpu().tolist() == [[100 * number + other] * 64 for other in range(ranks)]
     torch.cuda.synchronize()
     exchange.gather(b"", "all have ended")
-    group.close()
-    group.close()
     exchange.close()
 
 

@@ -95,7 +95,7 @@ async def test_ranks_serve_store_and_take_new_weights_as_one_gpu_does(
 
 async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path, size="tiny")
-    scored = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs=3, ignore_eos=True)
+    scored = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs="raw", ignore_eos=True)
     found = []
     for way in ("peers", "nccl"):
         own = {"dtype": "bfloat16", "device": "auto", "self_check": False, "graph_sizes": [1, 4], "collectives": way}
