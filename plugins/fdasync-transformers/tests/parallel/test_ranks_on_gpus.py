@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from fdasync_transformers import make_random_checkpoint, named_tensors
@@ -102,7 +103,9 @@ async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_pat
         async with Engine(msgspec.structs.replace(config(tmp_path, 2), runner_config=own)) as engine:
             assert any(note.startswith("sums by NCCL") for note in engine.capacity.notes) is (way == "nccl")
             many = await asyncio.gather(*[engine.complete(prompt(number), scored) for number in range(4)])
-            found.append([(one.samples[0].token_ids, one.samples[0].logprobs) for one in many])
+            samples = [one.samples[0] for one in many]
+            assert all(sample.raw_logprobs is not None for sample in samples)
+            found.append([(list(sample.token_ids), np.asarray(sample.raw_logprobs).tolist()) for sample in samples])
     assert found[0] == found[1]
 
 
