@@ -89,7 +89,9 @@ class NgramDrafter(Drafter):
             raise ConfigError("drafter_config", f"paths of {self._path} tokens are too long", limit=PAGE_TOKENS // 2)
         self._pages = TokenPages(pages, self._overlap)
         self._shift = np.uint64(64 - bits)
-        self._table = np.zeros(len(config.orders) << bits, np.int32)
+        # filled, so that memory stands behind all of it: the first write to each page of zeros would cost more than a
+        # token may
+        self._table = np.full(len(config.orders) << bits, 0, np.int32)
         self._sections = np.arange(len(config.orders), dtype=np.int64) << bits
         # [window, order]: the multipliers of an order's last tokens, 0 before them
         inside = np.arange(_WINDOW, 0, -1)[:, None] <= self._orders

@@ -33,9 +33,8 @@ class TokenPages:
 
     def __init__(self, pages: int, overlap: int) -> None:
         self._overlap = overlap
-        # touched, and so backed by memory, page by page
-        self.tokens = np.empty(pages * PAGE_TOKENS, np.int32)
-        self.tokens[:PAGE_TOKENS] = BLANK
+        # written, so that memory stands behind all of it from the start
+        self.tokens = np.full(pages * PAGE_TOKENS, BLANK, np.int32)
         self.owners = np.full(pages, NO_OWNER, np.int64)
         self.most = pages
         self._fresh = 1
