@@ -43,9 +43,13 @@ class Foretold(Drafter):
         super().__init__(None, limits)
         self.kind = kind
         self._answers: dict[bytes, list[list[int]]] = {}
+        self.learn(answers)
+        self._live: dict[int, tuple[bytes, list[int]]] = {}
+
+    def learn(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """More answers that it is asked for from now on."""
         for prompt, answer in answers:
             self._answers.setdefault(np.array(prompt, "<i4").tobytes(), []).append(list(answer))
-        self._live: dict[int, tuple[bytes, list[int]]] = {}
 
     def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:
         assert key not in self._live, "a live key begins again"

@@ -11,6 +11,7 @@ from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from fdasync.drafting import Speculation
 from fdasync.testing import synthetic_config
 from tests.system.covering import Cell, all_cells, covering
 
@@ -28,6 +29,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "preempt": ("none", "recompute", "swap", "writeback"),
     "prefill": ("whole", "chunked"),
     "depth": ("1", "2"),
+    # what a drafter makes of tokens that it knows: every second one wrong; paths of any length, right, wrong, no ids
+    "drafts": ("none", "half", "wild"),
     "abort": ("no", "yes"),
     "update": ("none", "abort", "keep"),
     # processes that compute each step together; of prefill instances and of decode instances where they differ
@@ -54,6 +57,8 @@ TIGHT_BLOCKS, ROOMY_BLOCKS = 26, 64
 # of the order in which cells are looked at: this one gives few cells, with most threes in them
 _SEED = 353
 _CHUNK_TOKENS, _WHOLE_TOKENS = 12, 512
+# of a sequence in a step
+MAX_DRAFTS = 3
 
 
 def impossible(cell: Cell) -> str:
@@ -107,11 +112,12 @@ def quick_cells(seed: int = _SEED) -> tuple[Cell, ...]:
 
 
 def virtual_cells() -> list[Cell]:
-    """All of one process; of groups what `quick_cells` has, and every three values."""
+    """All of one process without drafts; of groups and of drafts what `quick_cells` has, and every three values."""
     cells = [cell for cell in every_cell() if cell["tier"] not in REAL and cell["pd"] == "mixed"]
-    groups = [cell for cell in cells if cell["tp"] != "1"]
-    Random(_SEED).shuffle(groups)
-    chosen = [cell for cell in cells if cell["tp"] == "1" or cell in quick_cells()] + covering(groups, 3)
+    plain = [cell for cell in cells if cell["tp"] == "1" and cell["drafts"] == "none"]
+    others = [cell for cell in cells if cell["tp"] != "1" or cell["drafts"] != "none"]
+    Random(_SEED).shuffle(others)
+    chosen = plain + [cell for cell in cells if cell in quick_cells()] + covering(others, 3)
     return list({name_of(cell): cell for cell in chosen}.values())
 
 
@@ -186,6 +192,11 @@ def engine_config(
         "token_s": 0.0 if real else 0.001,
         "copy_s": 0.001 if real else 0.002,
     }
+    chunk_tokens = _CHUNK_TOKENS
+    if cell["drafts"] != "none":
+        values["speculation"] = Speculation(drafter=cell["drafts"], max_tokens=MAX_DRAFTS, budget=False)
+        # drafts of all who run fit a step
+        chunk_tokens = MAX_RUNNING * (MAX_DRAFTS + 1)
     return synthetic_config(
         runner,
         tensor_parallel=ranks,
@@ -193,7 +204,7 @@ def engine_config(
         prefix_cache=cell["cache"] == "on",
         pipeline_depth=int(cell["depth"]),
         max_running=MAX_RUNNING,
-        max_step_tokens=_CHUNK_TOKENS if cell["prefill"] == "chunked" else _WHOLE_TOKENS,
+        max_step_tokens=chunk_tokens if cell["prefill"] == "chunked" else _WHOLE_TOKENS,
         decode_reserve_blocks=0,
         # the burst counts on its first request never being preempted
         policy="arrival",

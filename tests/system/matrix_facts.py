@@ -84,6 +84,7 @@ class Facts:
     def _event(self, event: Event) -> None:
         if isinstance(event, StepDone):
             self._flying -= 1
+            self.passes.done(event.step_id, event.counts)
         elif isinstance(event, RequestPrepared | Hashed):
             self.roots[event.namespace] = event.root
         elif isinstance(event, SwapDone):

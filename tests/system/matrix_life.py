@@ -10,15 +10,17 @@ from array import array
 from contextlib import asynccontextmanager
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from fdasync import Engine, Result, SamplingParams
 from fdasync.cache.identity import block_keys
+from fdasync.drafting import DrafterLimits
 from fdasync.events.actions import SwapIn
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import FaultRunner, check_idle, check_sample
+from tests.support.drafters import Foretold, answers_of
 from tests.support.groups import ranked
 from tests.system.matrix import BLOCK_TOKENS, WEIGHTS_ID
 from tests.system.matrix_facts import Facts
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from fdasync.runner.oracle import Oracle
     from fdasync.scheduler import SchedulerStats
     from fdasync.testing import PassModel
+    from tests.support.drafters import Kind
 
 # nothing here takes a second where it works
 _DEADLINE_S = 20.0
@@ -45,6 +48,15 @@ def tokens(name: str, length: int) -> tuple[int, ...]:
     """Tokens that nobody else's prompt begins with."""
     random = Random(name)
     return tuple(random.randrange(100) for _ in range(length))
+
+
+def drafter_of(config: EngineConfig) -> Foretold | None:
+    """One that learns what it is to know; None: the cell has none."""
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    limits = DrafterLimits.of(speculation.max_tokens, config.pipeline_depth, config.max_running)
+    return Foretold(cast("Kind", speculation.drafter), [], limits)
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -117,6 +129,7 @@ class Life:
         self._ranks: list[SyntheticRunner] = []
         self._told: dict[str, int] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._drafter = drafter_of(config)
 
     def _rank(self, limits: RunnerLimits) -> Runner:
         runner = SyntheticRunner(self._stage.oracle.config, limits)
@@ -129,7 +142,7 @@ class Life:
         stage = self._stage
         runner = ranked(self._rank, self._config.runner_limits())
         faults = _Watched(runner, self._launched, self._copying)
-        self.engine = engine = Engine(self._config, runner=faults, store=stage.store)
+        self.engine = engine = Engine(self._config, runner=faults, store=stage.store, drafter=self._drafter)
         async with asyncio.timeout(_DEADLINE_S * 3), engine, asyncio.TaskGroup() as group:
             audit = group.create_task(self._audit(), name="audit")
             yield
@@ -189,9 +202,12 @@ class Life:
         *,
         n: int = 1,
         start: int = 0,
+        paced: bool = False,
     ) -> None:
-        """A stream whose result will be in `asked`."""
+        """A stream whose result will be in `asked`. `paced`: a step gives one token of it, drafts or not."""
         params = msgspec.structs.replace(params, max_tokens=max_tokens, n=n, seed=next(self._stage.seeds))
+        if not paced:
+            self._foretell(prompt, params)
         group.create_task(self._stream(name, prompt, params, start), name=name)
 
     async def _stream(self, name: str, prompt: tuple[int, ...], params: SamplingParams, start: int) -> None:
@@ -203,10 +219,16 @@ class Life:
     async def ask(self, name: str, prompt: tuple[int, ...], max_tokens: int) -> Result:
         """One request, to its end."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=next(self._stage.seeds), logprobs="raw")
+        self._foretell(prompt, params)
         result = await self.engine.complete(prompt, params, request_id=name)
         assert result.finish_reason == "length"
         self.asked[name] = Asked(prompt, params, 0, result)
         return result
+
+    def _foretell(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        """The drafter knows the answer under the first weights."""
+        if self._drafter is not None:
+            self._drafter.learn(answers_of([(prompt, params)], self._stage.oracle))
 
     async def teach(self) -> None:
         """Prefill is slow here, so that fetching is worth it and may take its time on a busy machine."""

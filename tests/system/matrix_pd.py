@@ -28,8 +28,9 @@ from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_idle, check_sample, oracle_of
 from fdasync.testing.harness.engines import expected, until
 from fdasync.testing.harness.pass_model import Read
+from tests.support.drafters import answers_of
 from tests.system.matrix import BLOCK_TOKENS, NEW_WEIGHTS_ID, WEIGHTS_ID, engine_config
-from tests.system.matrix_life import tokens
+from tests.system.matrix_life import drafter_of, tokens
 from tests.system.matrix_play import GROUP, LATE, LATEST, LEAVER, SHARED, SOLO, TAIL
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from fdasync.pd.router.router import Router
     from fdasync.result import Result, Sample
+    from tests.support.drafters import Foretold
     from tests.system.covering import Cell
 
 _LINKS = LinkConfig(beat_s=0.1, lost_s=1.5)
@@ -59,12 +61,18 @@ class PdPlay:
         self.seeds = iter(range(1, 1000))
         self.bases: dict[str, list[int]] = {"prefill": [], "decode": []}
         self.here: list[Instance] = []
+        self._drafters: list[Foretold] = []
         self.mortal: asyncio.subprocess.Process | None = None
         self.mortal_address = ""
         (folder / WEIGHTS_FILE).write_text(json.dumps({"weights_id": NEW_WEIGHTS_ID}))
         # who is to die comes first of its kind
         for number, role in enumerate(self._roles(), 1):
-            self._path(number).write_bytes(msgspec.json.encode(self._config(role, number)))
+            config = self._config(role, number)
+            if config.speculation is not None:
+                # a process has an installed one
+                speculation = msgspec.structs.replace(config.speculation, drafter="ngram")
+                config = msgspec.structs.replace(config, speculation=speculation)
+            self._path(number).write_bytes(msgspec.json.encode(config))
 
     def _roles(self) -> list[str]:
         return [role for role in ("prefill", "decode") for _ in range(1 + self.wants("dies", role))]
@@ -116,7 +124,10 @@ class PdPlay:
             )  # fmt: skip
             stack.push_async_callback(self._bury, self.mortal)
             return address
-        instance = Instance(config, listen=address, transport=self.cell["pd"], links=_LINKS)
+        drafter = drafter_of(config)
+        if drafter is not None:
+            self._drafters.append(drafter)
+        instance = Instance(config, listen=address, transport=self.cell["pd"], links=_LINKS, drafter=drafter)
         await stack.enter_async_context(instance)
         self.here.append(instance)
         return address
@@ -152,9 +163,14 @@ class PdPlay:
     def _params(self, params: SamplingParams, max_tokens: int, n: int = 1) -> SamplingParams:
         return msgspec.structs.replace(params, max_tokens=max_tokens, n=n, seed=next(self.seeds))
 
+    def _foretell(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        for drafter in self._drafters:
+            drafter.learn(answers_of([(prompt, params)], self.oracle))
+
     async def _ask(
         self, router: Router, name: str, prompt: tuple[int, ...], params: SamplingParams, start: int = 0
     ) -> None:
+        self._foretell(prompt, params)
         try:
             result = await router.complete(prompt, params, request_id=name, start=start, deadline_s=_DEADLINE_S)
         except InstanceLost:
@@ -194,6 +210,7 @@ class PdPlay:
     async def _leave(self, router: Router) -> None:
         """A stream; in some cells it is aborted."""
         params = self._params(SamplingParams(temperature=1.0, logprobs="both"), 40)
+        self._foretell(LEAVER, params)
         told: list[int] = []
         try:
             async with router.generate(LEAVER, params, request_id="leaver", deadline_s=_DEADLINE_S) as stream:
@@ -241,6 +258,11 @@ class PdPlay:
         updated = {span.version for *_, result in self.asked.values() for span in result.samples[0].weight_version}
         assert updated == ({"0"} if self.wants("update", "none") else updated | {"1"})
         stats = [instance.engine.stats().scheduler for instance in self.here]
+        drafted, accepted = (sum(getattr(one, f"{what}_tokens") for one in stats) for what in ("drafted", "accepted"))
+        if self.wants("drafts", "none"):
+            assert not drafted
+        elif self.wants("dies", "nobody") and self.wants("update", "none"):
+            assert 0 < accepted < drafted
         if self.wants("dies", "nobody"):
             assert sum(counters.leases_granted for counters in stats) >= 6
             assert sum(counters.received_blocks for counters in stats) > 0

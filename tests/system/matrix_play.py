@@ -53,7 +53,7 @@ class Play:
         self.real = cell["tier"] in REAL
         self._configs = [engine_config(cell, store_config, second=second) for second in (False, True)]
         self._stage = Stage(oracle_of(self._configs[0]), store)
-        self._passes = PassModel(BLOCK_TOKENS, WEIGHTS_ID)
+        self._passes = PassModel(BLOCK_TOKENS, WEIGHTS_ID, runs=cell["drafts"] != "none")
 
     def wants(self, dimension: str, *values: str) -> bool:
         return self.cell[dimension] in values
@@ -90,12 +90,12 @@ class Play:
         greedy = SamplingParams(temperature=0.0, logprobs="raw")
         sampled = SamplingParams(temperature=1.0, logprobs="both")
         async with asyncio.TaskGroup() as group:
-            # the oldest is never preempted: it sees everything from beginning to end
-            life.begin(group, "solo", SOLO, greedy, 48)
-            life.begin(group, "leaver", LEAVER, sampled, 40)
+            # the oldest is never preempted: it sees everything from beginning to end; and not all end early by drafts
+            life.begin(group, "solo", SOLO, greedy, 48, paced=True)
+            life.begin(group, "leaver", LEAVER, sampled, 40, paced=self.wants("abort", "no"))
             life.begin(group, "group", GROUP, sampled, 14, n=2)
             life.begin(group, "tail", TAIL, greedy, 20, start=5)
-            life.begin(group, "latest", LATEST, sampled, 24)
+            life.begin(group, "latest", LATEST, sampled, 24, paced=True)
             if self.wants("abort", "yes"):
                 await life.until(lambda: life.told("leaver") >= 4 and (self._calm or life.counters.preemptions > 0))
                 assert life.engine.abort("leaver")
@@ -180,17 +180,19 @@ class Play:
     async def _second_engine(self, first: Life, second: Life) -> None:
         """The prompts and outputs of before; what was computed under the first weights is in the store."""
         await second.teach()
-        stored = {}
+        stored, known = {}, {}
         for name in ("latest", "tail", "group", "solo"):
             before = first.asked[name]
             outputs = before.result.token_ids[:-1]
-            stored[name] = (await second.ask(f"second {name}", before.prompt + outputs, 3)).cached.store
+            result = await second.ask(f"second {name}", before.prompt + outputs, 3)
+            stored[name], known[name] = result.cached.store, result.cached_tokens
         if self._writes_through:
             # nobody computed it under other weights before, and nobody shares it
             assert stored["solo"] >= len(SOLO) // BLOCK_TOKENS * BLOCK_TOKENS
         else:
-            # preempted while it decoded: what it had made so far was kept too
-            assert any(count > len(first.asked[name].prompt) for name, count in stored.items())
+            # preempted while it decoded: what it had made so far was kept too. Nobody here computed it; the beginning
+            # that it shares with others may have come before
+            assert any(count > len(first.asked[name].prompt) for name, count in known.items())
 
     # -- what a cell must have been -------------------------------------------------------------------
 
@@ -201,6 +203,8 @@ class Play:
         # slots stay with their KV
         assert facts.aux_nbytes == 0
         assert (max(facts.prefills.values()) > 1) == self.wants("prefill", "chunked")
+        # some drafts were right, and some were not
+        assert (0 < stats.accepted_tokens < stats.drafted_tokens) == (not self.wants("drafts", "none"))
         assert bool(facts.resumed) == (not self._calm)
         if self.wants("preempt", "recompute"):
             assert any(again >= BLOCK_TOKENS for _, again in facts.resumed)
