@@ -6,14 +6,16 @@ import asyncio
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 from agreeing import make_agreeing_checkpoint
 from draft_results import Known, assert_same
 
-from fdasync import ConfigError, Engine, EngineConfig, SamplingParams
+from fdasync import ConfigError, Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.telemetry.prometheus import PrometheusTap
+from fdasync.testing import LetterTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,6 +159,54 @@ async def test_new_weights_and_an_abort_in_the_middle(folder_of: Any, family: st
     assert fresh.own_accepted_tokens > 20
     assert stats.own_accepted_tokens - before.own_accepted_tokens == fresh.own_accepted_tokens
     assert stats.own_drafted_tokens - before.own_drafted_tokens == fresh.own_drafted_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+async def test_a_stop_string_in_the_middle_of_accepted_drafts_ends_a_sample_where_it_would_without(
+    folder_of: Any, family: str
+) -> None:
+    folder = folder_of(family)
+    free = SamplingParams(max_tokens=30, temperature=1.0, seed=9, n=2, logprobs="raw")
+    async with Engine(config(folder, None, mtp=False), tokenizer=LetterTokenizer()) as engine:
+        texts = [sample.text for prompt in PROMPTS for sample in (await engine.complete(prompt, free)).samples]
+        assert all(text is not None and len(text) == 30 for text in texts)
+        # two letters of each answer, in its middle and so in that of a run of accepted drafts now and then
+        stops = tuple({text[at : at + 2] for text in texts if text for at in (11, 14)})
+        stopped = msgspec.structs.replace(free, stop=stops)
+        wanted = [await engine.complete(prompt, stopped) for prompt in PROMPTS]
+    assert {sample.finish_reason for result in wanted for sample in result.samples} == {"stop"}
+    speculation = Speculation(drafter="none", max_tokens=3)
+    async with Engine(config(folder, speculation), tokenizer=LetterTokenizer()) as engine:
+        results = list(await asyncio.gather(*[engine.complete(prompt, stopped) for prompt in PROMPTS]))
+        assert engine.stats().scheduler.own_accepted_tokens > 10
+        engine.check()
+    assert_same(results, wanted)
+    assert [[s.text for s in result.samples] for result in results] == [[s.text for s in r.samples] for r in wanted]
+
+
+@pytest.mark.parametrize("transport", ["shm", "device"])
+async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path: Path, transport: str) -> None:
+    folder = folder_of("glm4_moe")
+    async with Engine(config(folder, None, mtp=False)) as engine:
+        wanted = await play(engine)
+    speculation = Speculation(drafter="none", max_tokens=3)
+    sides = [
+        Instance(
+            config(folder, speculation, role=role, host_blocks=32, num_blocks=64),
+            listen=f"ipc://{tmp_path}/{role}",
+            transport=transport,
+        )
+        for role in ("prefill", "decode")
+    ]
+    async with sides[0], sides[1], connect([side.address for side in sides]) as router:
+        asked = [router.complete(prompt, one) for prompt in PROMPTS for one in PARAMS]
+        results = list(await asyncio.gather(*asked))
+        decoder = sides[1].engine.stats().scheduler
+        assert decoder.received_blocks > 10
+        assert 20 < decoder.own_accepted_tokens < decoder.own_drafted_tokens
+        for side in sides:
+            side.engine.check()
+    assert_same(results, wanted)
 
 
 def test_where_they_are_refused(folder_of: Any) -> None:
