@@ -154,6 +154,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger; False for one that has ended."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # blocking: procfs, microseconds
+    except OSError:
+        return False
+    try:
+        told = os.pread(fd, 1024, 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    # behind its name, which may have parentheses
+    return told.rpartition(b") ")[2][:1] in (b"T", b"t")
+
+
 def allow_files(needed: int) -> None:
     """Raise this process's limit of open files to the hard limit. For processes that run fdasync alone, first thing.
 

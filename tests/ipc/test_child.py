@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import textwrap
 import pytest
 
 from fdasync.errors import WorkerDied
-from fdasync.ipc.child import ChildProcess
+from fdasync.ipc.child import ChildProcess, is_stopped
 from fdasync.testing.harness.leaks import Resources
 
 # each frame carries an fd: one read of the socket brings no more than one of them
@@ -27,6 +28,19 @@ _CHILD = """
             socket.send_fds(sock, [frame], [0])
         os._exit(7)
 """
+
+
+def test_who_is_stopped_is_seen() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert not is_stopped(child.pid)
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert is_stopped(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+    assert not is_stopped(child.pid)
 
 
 @pytest.fixture

@@ -206,11 +206,18 @@ class GroupRunner(Runner):
         for name, counts in progress.items():
             told += f"; {name}: {', '.join(map(str, counts))}"
         blamed = late[0]
-        if progress:
+        if stopped := self._stopped():
+            told += f"; stopped: {', '.join(map(str, stopped))}"
+            blamed = stopped[0]
+        elif progress:
             # the others wait for this one, which may even have answered
             behind = [*zip(*progress.values(), strict=True)]
             blamed = min(range(len(behind)), key=lambda rank: (behind[rank], rank not in late))
         return self._named(self._ranks[blamed].overdue(f"{told})", deadline_s), blamed)
+
+    def _stopped(self) -> list[int]:
+        """Ranks whose processes are stopped, by a signal or a debugger."""
+        return []
 
     def _progress(self) -> dict[str, list[int]]:
         """How far each rank has come, by what is counted, that which others wait for first; empty: not known."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync.ipc.child import is_stopped
 from fdasync.ipc.exchange import Meeting
 from fdasync.runner.group.group import GroupRunner
 from fdasync.runner.worker.proxy import WorkerRunner
@@ -79,6 +80,9 @@ class WorkerGroup(GroupRunner):
 
     async def end_tensors(self) -> None:
         await self._transfer.end(partial(self._change, "ending an update"))
+
+    def _stopped(self) -> list[int]:
+        return [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
 
     def _progress(self) -> dict[str, list[int]]:
         if self._meeting is None:

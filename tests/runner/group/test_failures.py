@@ -375,6 +375,10 @@ async def test_overdue_names_the_ranks_that_have_not_answered():
     # where ranks meet on their devices, the one that has not begun what others have
     group._progress = lambda: {"exchanges entered": [4, 4, 4], "steps begun": [2, 2, 1]}
     assert str(group.overdue("step 1", 3.0)).startswith("rank 2 of 3: step 1")
+    group._stopped = lambda: [0]
+    told = str(group.overdue("step 1", 3.0))
+    assert told.startswith("rank 0 of 3: step 1 (")
+    assert "; stopped: 0)" in told
     await group.aclose()
     assert all(step.done() for step in steps)
     assert str(group.overdue("nothing", 3.0)) == str(DeadlineExceeded("nothing", 3.0))

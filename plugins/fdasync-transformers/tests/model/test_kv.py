@@ -106,6 +106,9 @@ def test_parts_of_all_ranks_are_the_block_once(shapes: list[tuple[int, int, int]
             stored, attended = layout.stored_heads(layer), layout.attended_heads(layer)
             assert stored.start <= attended.start < attended.stop <= stored.stop <= layer.kv_heads
     assert (written == 1).all(), "two ranks write one byte, or none does"
+    # of those that hold the same shares, the lowest
+    firsts = [layout.first_share for layout in layouts]
+    assert [layout.writes for layout in layouts] == [firsts.index(first) == at for at, first in enumerate(firsts)]
     for layer in layers:
         # queries of all ranks together, in order, attend to all heads in order, each as often as the others
         seen = [head for layout in layouts for head in range(layer.kv_heads)[layout.attended_heads(layer)]]
