@@ -140,7 +140,7 @@ class TcpTransport(Endpoint):
         for key, connection in list(self._connections.items()):
             since = connection.idle_since()
             if connection.stuck(now, self._stuck_s):
-                connection.drop(broken(f"{key[1]} owes bytes and sent none for {self._stuck_s:g} s"))
+                connection.drop_stuck(self._stuck_s)
             elif since is not None and now - since > self._idle_s:
                 connection.drop()
             if connection.closed:

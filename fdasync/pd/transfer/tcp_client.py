@@ -182,6 +182,8 @@ class Connection:
             found = self._sock.connect_ex((host, port))
             if found not in (0, errno.EINPROGRESS):
                 raise OSError(found, os.strerror(found))
+            # the kernel chose it by the route
+            self._own_host = str(self._sock.getsockname()[0])
             self._fd = self._sock.fileno()
             self._writing = True
             loop.add_writer(self._fd, self._connected)
@@ -226,8 +228,24 @@ class Connection:
         for held in (self._all, self._queue, self._asked):
             held.clear()
 
+    def drop_stuck(self, stuck_s: float) -> None:
+        """Close it as one that owes something and sent nothing for so long."""
+        if self._greeted:
+            self.drop(broken(f"{self._address} owes bytes and sent none for {stuck_s:g} s"))
+        else:
+            self._fail(f"no answer for {stuck_s:g} s")
+
     def _fail(self, problem: object) -> None:
-        self.drop(broken(f"the connection to {self._address} broke: {problem}"))
+        if self._greeted:
+            self.drop(broken(f"the connection to {self._address} broke: {problem}"))
+            return
+        # a translated address, or one of another network: whoever reads it has to know what both sides see
+        self.drop(
+            broken(
+                f"the sender says that its blocks are at {self._address}, and from {self._own_host} they cannot be"
+                f" reached there: {problem}; it must listen (--listen) at an address that is reached from here"
+            )
+        )
 
     # -- requests -------------------------------------------------------------------------------------
 
