@@ -51,10 +51,9 @@ def config(folder: Path, speculation: Speculation | None, *, mtp: bool = True, *
     sizes = {"block_tokens": 4, "num_blocks": 30, "max_context_tokens": 64, "max_running": 6, "max_step_tokens": 48}
     return EngineConfig(
         model=str(folder),
-        runner_config={**own, "mtp": mtp},
         tokenizer="none",
         speculation=speculation,
-        **{"process": "inline", **sizes, **changed},
+        **{"runner_config": {**own, "mtp": mtp}, "process": "inline", **sizes, **changed},
     )
 
 
@@ -209,6 +208,40 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
     assert_same(results, wanted)
 
 
+@pytest.mark.parametrize(("family", "ranks"), [("glm4_moe", 2), ("glm4_moe", 4), ("deepseek_v3", 2), ("qwen3_moe", 2)])
+async def test_ranks_draft_as_one_process_does(
+    folder_of: Any, family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of every width carry the same, so that one process goes on from what ranks have stored."""
+    # a model this small computes faster than any store reads, so the one process gets another speed
+    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
+    folder = folder_of(family)
+    exact = {"dtype": "float64", "device": "cpu", "num_threads": 1, "self_check": False, "mtp": True}
+    tiers: dict[str, Any] = {"host_blocks": 40, "store": "file", "store_config": {"path": str(tmp_path)}}
+    speculation = Speculation(drafter="none", max_tokens=3)
+    grouped = config(folder, speculation, runner_config=exact, tensor_parallel=ranks, process="worker", **tiers)
+    async with Engine(config(folder, speculation, runner_config=exact)) as engine:
+        wanted = await play(engine)
+        alone = engine.stats().scheduler
+    async with Engine(grouped) as engine:
+        results = await play(engine)
+        assert_same(results, wanted)
+        stats = engine.stats().scheduler
+        engine.check()
+    assert stats.preemptions
+    assert stats.swapped_in_blocks
+    assert 20 < stats.own_accepted_tokens < stats.own_drafted_tokens
+    # the same drafts, but for those that preemptions at other moments cost
+    assert abs(stats.own_accepted_tokens - alone.own_accepted_tokens) < 20
+    async with Engine(config(folder, speculation, runner_config=exact, fetch_min_tokens=4, **tiers)) as engine:
+        prompt = (*PROMPTS[0], *wanted[0].samples[0].token_ids[:9])
+        again = await engine.complete(prompt, msgspec.structs.replace(PARAMS[0], max_tokens=11))
+        assert again.cached.store > 0
+        assert again.samples[0].token_ids == wanted[0].samples[0].token_ids[9:]
+        assert again.drafts is not None
+        assert again.drafts.accepted > 0
+
+
 def test_where_they_are_refused(folder_of: Any) -> None:
     folder = folder_of("glm4_moe")
 
@@ -217,5 +250,5 @@ def test_where_they_are_refused(folder_of: Any) -> None:
             raise AssertionError("it started")
 
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(start(tensor_parallel=2, process="worker"))
+        asyncio.run(start(numerics="fixed", sum_slices=2))
     assert caught.value.field == "runner_config.mtp"

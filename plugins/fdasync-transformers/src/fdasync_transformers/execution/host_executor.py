@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.mtp.drafter import Choose
+    from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.sampling.sampler import SampleOutput
     from fdasync_transformers.sampling.scoring import ScorePlan
 
@@ -50,7 +52,7 @@ class HostExecutor(Executor):
     def __init__(self, model: StepModel, bound: Bound) -> None:
         self._model = model
         self._bound = bound
-        self._drafter = None if head_of(model.model) is None else MtpDrafter(model)
+        self._drafter = None if head_of(model.model) is None else MtpDrafter(model, _total_of(bound.collectives))
         self._drafts = DraftedSteps(bound.table, bound.speculation, bound.pipeline_depth, bound.vocab_size)
         self._compares = bound.collectives is not None and model.head.is_apart
         self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
@@ -104,17 +106,18 @@ class HostExecutor(Executor):
             if plan is not None:
                 scores = self._score(plan)
             output = self._sample(runs, logits)
+            values = None if bound.aux is None else bound.aux.rows(batch.positions)
+            if bound.collectives is not None:
+                told = np.concatenate([runs.counts, np.array(output.tokens, np.int64)]).astype(np.int32)
+                share_step(bound.collectives, step.step_id, values, hidden, told)
             if self._drafter is not None:
+                # of tokens that all ranks know
                 self._draft(self._drafter, part, runs)
-        values = None if bound.aux is None else bound.aux.rows(batch.positions)
         output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands
             kept = values if stands.all() else {name: rows[stands] for name, rows in values.items()}
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
-        if bound.collectives is not None:
-            told = np.concatenate([runs.counts, np.array(output.tokens, np.int64)]).astype(np.int32)
-            share_step(bound.collectives, step.step_id, values, hidden, told)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
     def _follow(self, batch: Batch, runs: StepRuns) -> StepOutput:
@@ -122,13 +125,16 @@ class HostExecutor(Executor):
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
+        part = forwarded(batch)
         with self._keeping(None):
-            self._model.run(forwarded(batch), bound.table, bound.pool, np.zeros(0, np.int64))
+            self._model.run(part, bound.table, bound.pool, np.zeros(0, np.int64))
             hidden = self._compared()
-        values = None if bound.aux is None else bound.aux.rows(batch.positions)
-        told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
-        counts, tokens = np.split(told, [len(batch.sampled)])
-        runs.follow(counts, tokens)
+            values = None if bound.aux is None else bound.aux.rows(batch.positions)
+            told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))
+            counts, tokens = np.split(told, [len(batch.sampled)])
+            runs.follow(counts, tokens)
+            if self._drafter is not None:
+                self._draft(self._drafter, part, runs)
         return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
 
     def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
@@ -188,14 +194,29 @@ class HostExecutor(Executor):
         most = np.zeros_like(stood)
         most[batch.sampled] = bound.speculation
         hidden = self._model.head.hidden
-        drafted = drafter.step(hidden, batch, stood, most, bound.table, bound.pool, partial(self._guess, batch, stood))
+        choose = partial(self._guess, batch, stood)
+        if bound.collectives is not None:
+            choose = partial(self._guess_alike, bound.collectives, choose)
+        drafted = drafter.step(hidden, batch, stood, most, bound.table, bound.pool, choose)
         self._drafts.offer(batch, stood, drafted)
+
+    @staticmethod
+    def _guess_alike(
+        collectives: Collectives,
+        guess: Choose,
+        logits: Callable[[], torch.Tensor],
+        sequences: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> NDArray[np.int32]:
+        """Rank 0's guesses, on all ranks."""
+        own = b"" if collectives.rank else guess(logits, sequences, positions).tobytes()
+        return np.frombuffer(collectives.tell(own, "drafts")[0], np.int32)
 
     def _guess(
         self,
         batch: Batch,
         stood: NDArray[np.int64],
-        logits: torch.Tensor,
+        logits: Callable[[], torch.Tensor],
         sequences: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> NDArray[np.int32]:
@@ -211,7 +232,7 @@ class HostExecutor(Executor):
         lengths = (batch.starts + stood)[sequences] + 1
         plan = plan_samples(specs, positions, lanes, lengths.tolist())
         sent = {name: torch.from_numpy(values) for name, values in plan.arrays.items()}
-        results = compute_samples(self._bound.trim(logits), plan, sent, torch.from_numpy(table.tokens))
+        results = compute_samples(self._bound.trim(logits()), plan, sent, torch.from_numpy(table.tokens))
         return results["tokens"].numpy().astype(np.int32)
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
@@ -226,3 +247,7 @@ class HostExecutor(Executor):
             table.place(copy.device, copy.slots, copy.generations)
         rows = arena.written_nbytes - rows_before if arena is not None else 0
         return CopyOutput(copy.copy_id, moved, rows)
+
+
+def _total_of(collectives: Collectives | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    return None if collectives is None else partial(collectives.all_reduce, label="what blocks carry")

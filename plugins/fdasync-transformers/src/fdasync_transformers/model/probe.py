@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -57,6 +57,18 @@ class ProbeLog:
         self.model_type = model_type
         self.layers: dict[int, tuple[torch.nn.Module, int, int, int, MaskNote | None]] = {}
         self.query_heads: dict[int, int] = {}
+
+
+class Attention(NamedTuple):
+    """The attention layers of a whole model, by their index.
+
+    Attributes:
+        layers, names, queries: spec, name of the module, and query heads of each.
+    """
+
+    layers: dict[int, LayerSpec]
+    names: dict[int, str]
+    queries: dict[int, int]
 
 
 def attention_layers(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.kv import KVLayout, KVPool
 
     Ints = NDArray[np.int64]
-    Choose = Callable[[torch.Tensor, Ints, Ints], NDArray[np.int32]]
+    Choose = Callable[[Callable[[], torch.Tensor], Ints, Ints], NDArray[np.int32]]
 
 
 class Passes(Protocol):
@@ -90,9 +90,10 @@ class _Step(NamedTuple):
 class MtpDrafter:
     """See the module. One for each step model; holds nothing between steps."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """`passes` is a step model whose model has MTP layers and whose layout has their specs; their attention
-        implementation is set here. Raises InvariantBroken for another."""
+        implementation is set here. `total` sums a tensor over the ranks of a group, all of which make the same calls
+        of this object; None: there is one process. Raises InvariantBroken for another model."""
         head, carry = head_of(passes.model), carry_of(passes.layout)
         if head is None or carry is None:
             raise InvariantBroken("a drafter of a model without MTP layers")
@@ -102,6 +103,7 @@ class MtpDrafter:
         self._passes = passes
         self._head = head
         self._carry = carry.index
+        self._total = total
         self._layers = [layer for layer in passes.layout.layers if layer.group == LAYERS]
         self._width = int(passes.model.config.hidden_size)
 
@@ -126,8 +128,8 @@ class MtpDrafter:
             most: int64 [S], most drafts of each; 0 where the step sampled nothing. A sequence gets fewer where its
                 block table has no room for the KV of as many rows.
             table, pool: of the executor.
-            choose: picks the draft of each row: logits [n, V], int64 [n] sequences of the step, int64 [n] positions of
-                the drafts. None: the most likely token.
+            choose: picks the draft of each row: what computes logits [n, V], int64 [n] sequences of the step, int64 [n]
+                positions of the drafts. None: the most likely token. On all ranks of a group it picks the same.
 
         Raises InvariantBroken where a sequence stands at no position.
         """
@@ -204,9 +206,12 @@ class MtpDrafter:
         """Draft the token of this depth for all sequences that want one, into `tokens`."""
         drafting = np.flatnonzero(step.drafts > depth)
         rows = made.rows[drafting] + step.ends[drafting] + depth - made.firsts[drafting]
-        logits = self._passes.head.logits_of(made.values[_send(rows, made.values.device)])
+
+        def logits() -> torch.Tensor:
+            return self._passes.head.logits_of(made.values[_send(rows, made.values.device)])
+
         if choose is None:
-            tokens[drafting, depth] = logits.argmax(-1).cpu().numpy()
+            tokens[drafting, depth] = logits().argmax(-1).cpu().numpy()
         else:
             tokens[drafting, depth] = choose(logits, drafting, step.ends[drafting] + depth + 1)
 
@@ -214,8 +219,19 @@ class MtpDrafter:
         """Hidden states [S, layers, D] of the position before the step; of sequences that begin here, anything."""
         blocks = step.blocks_at(np.arange(len(step.lanes)), np.maximum(step.starts - 1, 0))
         view = step.pool.keys[self._carry]
-        flat = view[_send(blocks, view.device)].flatten(1)
+        flat = self._whole(view[_send(blocks, view.device)]).flatten(1)
         return flat[:, : len(self._layers) * self._width].view(len(blocks), len(self._layers), self._width)
+
+    def _whole(self, held: torch.Tensor) -> torch.Tensor:
+        """What all ranks hold of each block [n, tokens, shares, 1, width], of what this one holds."""
+        layout = self._passes.layout
+        if self._total is None or layout.held_shares == layout.shares:
+            return held
+        whole = held.new_zeros((*held.shape[:2], layout.shares, *held.shape[3:]))
+        if layout.writes:
+            # one rank adds each share, the others zeros
+            whole[:, :, layout.first_share : layout.first_share + layout.held_shares] = held
+        return self._total(whole)
 
     def _keep(self, step: _Step, states: list[_States]) -> None:
         """Write what each block of the step carries: hidden states of its last position that stands, 0 for those of
@@ -226,14 +242,17 @@ class MtpDrafter:
         nth = np.arange(len(sequences)) - np.repeat(np.cumsum(columns) - columns, columns)
         lasts = np.minimum((step.starts[sequences] // size + nth + 1) * size, step.ends[sequences]) - 1
         view = step.pool.keys[self._carry]
-        made = view.new_zeros(len(sequences), view[0].numel())
+        layout = self._passes.layout
+        held = slice(layout.first_share, layout.first_share + layout.held_shares)
+        whole = view.new_zeros((len(sequences), view.shape[1], layout.shares, *view.shape[3:]))
+        made = whole.view(len(sequences), -1)
         for depth, state in enumerate(states):
             # depth d has states from position d on
             have = np.flatnonzero(lasts >= np.maximum(state.firsts[sequences], depth))
             rows = state.rows[sequences[have]] + lasts[have] - state.firsts[sequences[have]]
             part = slice(depth * self._width, (depth + 1) * self._width)
             made[_send(have, view.device), part] = state.values[_send(rows, view.device)].to(view.dtype)
-        view[_send(step.blocks_at(sequences, lasts), view.device)] = made.view(len(sequences), *view.shape[1:])
+        view[_send(step.blocks_at(sequences, lasts), view.device)] = whole[:, :, held]
 
     def _clear_firsts(self, step: _Step) -> None:
         """Zero the KV of positions where a layer has none: the block may hold another sequence's."""

@@ -48,6 +48,17 @@ def mtp_specs(model: PreTrainedModel, head: MtpHead, *, latent: bool) -> tuple[L
     return tuple(specs)
 
 
+def mtp_attention(model: PreTrainedModel, head: MtpHead, *, latent: bool) -> probe.Attention:
+    """The attention of the MTP layers of a whole model; raises as `mtp_specs`."""
+    log = _probed(model, head)
+    names = {module: name for name, module in model.named_modules()}
+    return probe.Attention(
+        {layer.index: layer for layer in mtp_specs(model, head, latent=latent)},
+        {index: names[note[0]] for index, note in sorted(log.layers.items())},
+        dict(log.query_heads),
+    )
+
+
 def _probed(model: PreTrainedModel, head: MtpHead) -> probe.ProbeLog:
     """The notes of one pass of one token through the layers."""
     probe.register()

@@ -40,6 +40,8 @@ _DIVIDED = "moe_identity_expert"
 # names of projections whose outputs are keys and values, one head after the other
 _KEYS_VALUES = ("k_proj", "v_proj")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
+# decoder layers inside of multi-token prediction layers, as the library's `MtpLayer` has them
+_MTP = "mtp.layers.*.mtp_block."
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ def _table_of(model: PreTrainedModel, kind: str) -> dict[str, str]:
 
 
 def _generic(name: str) -> str:
-    """A name as tables have it."""
-    return _NUMBER.sub(".*", name)
+    """A name as tables have it. A multi-token prediction layer is cut as the decoder layers that it is one of."""
+    generic = _NUMBER.sub(".*", name)
+    return f"model.layers.*.{generic.removeprefix(_MTP)}" if generic.startswith(_MTP) else generic
 
 
 def _style_of(name: str, table: Mapping[str, str]) -> str:

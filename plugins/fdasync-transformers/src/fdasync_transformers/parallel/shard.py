@@ -22,7 +22,7 @@ from fdasync_transformers.parallel.plan import read_plan
 from fdasync_transformers.parallel.sums import Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -39,6 +39,7 @@ class Sharded:
         model: whole, on the meta device; its tensors are replaced.
         rank, ranks: of the group.
         latent: whether the latents of MLA layers are paged.
+        further: attention beside that of a pass of the model, such as that of its multi-token prediction layers.
         widths: numbers of ranks that are named where `ranks` does not fit the model, if they do.
 
     Attributes:
@@ -54,12 +55,19 @@ class Sharded:
         ranks: int,
         *,
         latent: bool,
+        further: probe.Attention | None = None,
         widths: Sequence[int] = range(1, MOST_RANKS + 1),
     ) -> None:
         """Raises UnsupportedModel and ConfigError as `read_plan`, before anything is changed."""
         self._kind = str(model.config.model_type)
         self._rank, self._ranks, self._dtype = rank, ranks, model.dtype
         self._layers, names, queries = _attention_of(model, latent)
+        if further is not None:
+            self._layers, names, queries = (
+                self._layers | further.layers,
+                names | further.names,
+                queries | further.queries,
+            )
         by_name = {name: self._layers[index] for index, name in names.items()}
         try:
             self.plan = _plan(model, by_name, queries, rank, ranks)
@@ -77,16 +85,19 @@ class Sharded:
         """Bytes of a token's KV on this rank."""
         return self._layout(tuple(self._layers.values())).held_token_nbytes
 
-    def layout(self, layers: Sequence[LayerSpec]) -> KVLayout:
+    def layout(
+        self, layers: Sequence[LayerSpec], make: Callable[[Sequence[LayerSpec]], KVLayout] | None = None
+    ) -> KVLayout:
         """The layout of whole blocks, and this rank's part of them.
 
         Args:
             layers: as a probe of this rank's model finds them.
+            make: the layout of the layers of a whole model, in which more may be stored than they; None: no more is.
 
         Raises UnsupportedModel where they are not the parts that were planned.
         """
         whole = tuple(replace(layer, kv_heads=self._layers[layer.index].kv_heads) for layer in layers)
-        made = self._layout(whole)
+        made = self._layout(whole if make is None else make(whole).layers)
         for found, spec in zip(layers, whole, strict=True):
             stored = made.stored_heads(spec)
             if found.kv_heads != stored.stop - stored.start:
@@ -169,13 +180,13 @@ def _fits(model: PreTrainedModel, layers: Mapping[str, LayerSpec], queries: Mapp
     return True
 
 
-def _attention_of(model: PreTrainedModel, latent: bool) -> tuple[dict[int, LayerSpec], dict[int, str], dict[int, int]]:
-    """By layer index: spec, name of the module and query heads, of a whole model on the meta device."""
+def _attention_of(model: PreTrainedModel, latent: bool) -> probe.Attention:
+    """Of a whole model on the meta device."""
     with families.mended(model), without_experts(model):
         layers = probe.attention_layers(model, latent=latent, query_scales={}, reaches=False)
         log = probe.run(model)
     names = {module: name for name, module in model.named_modules()}
-    return (
+    return probe.Attention(
         {layer.index: layer for layer in layers},
         {index: names[note[0]] for index, note in sorted(log.layers.items())},
         dict(log.query_heads),

@@ -22,7 +22,7 @@ from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
-from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
+from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
@@ -123,7 +123,8 @@ def _parts(model: PreTrainedModel, kind: str, config: TransformersConfig, limits
         if limits.tensor_parallel == 1:
             return {}
         with library_code(kind, "cutting it for ranks"):
-            sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
+            further = attention_of_mtp(model, config)
+            sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla, further=further)
     except ConfigError as error:
         raise UnsupportedModel(kind, str(error)) from error
     return {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fdasync.errors import ConfigError, InvariantBroken
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.mtp.names import stored_layers, told_layers
-from fdasync_transformers.mtp.specs import mtp_specs, with_mtp
+from fdasync_transformers.mtp.specs import mtp_attention, mtp_specs, with_mtp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.model.kv import KVLayout, LayerSpec
+    from fdasync_transformers.model.probe import Attention
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights import loading
 
@@ -48,6 +49,12 @@ def mtp_layout(
         raise InvariantBroken("the layout of layers that were not built")
     mtp = mtp_specs(model, head, latent=config.latent_mla)
     return lambda layers: with_mtp(layers, mtp, int(model.config.hidden_size), model.dtype, limits.block_tokens or 0)
+
+
+def attention_of_mtp(model: PreTrainedModel, config: TransformersConfig) -> Attention | None:
+    """The attention of a whole model's multi-token prediction layers; None: it has none. Raises UnsupportedModel."""
+    head = head_of(model)
+    return None if head is None else mtp_attention(model, head, latent=config.latent_mla)
 
 
 def mtp_note(model: PreTrainedModel, layout: KVLayout) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
-from fdasync_transformers.start.mtp import count_mtp, mtp_layout, mtp_note
+from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
@@ -106,9 +107,10 @@ def open_model(
             slices = Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
     if collectives is not None:
         with library_code(kind, "cutting it for ranks"):
-            sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla)
+            further = attention_of_mtp(model, config)
+            sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla, further=further)
         names.cuts = sharded.cuts
-        make_layout = sharded.layout
+        make_layout = partial(sharded.layout, make=make_layout)
     if config.weights == "random":
         loading.fill_random(names, device)
     else:

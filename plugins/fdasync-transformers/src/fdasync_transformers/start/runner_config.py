@@ -68,7 +68,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             it, at more launches a sum; "auto": by NCCL where one GPU has no access to another's memory. The bits are
             the same. On CPUs ranks sum in shared memory, whatever this says.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
-            without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with one rank and whole sums.
+            without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -124,9 +124,6 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         raise ConfigError(
             "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
         )
-    if config.mtp and limits.tensor_parallel > 1:
-        problem = f"multi-token prediction layers are not cut for {limits.tensor_parallel} ranks yet"
-        raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use tensor_parallel=1")
     if config.mtp and limits.sum_slices > 1:
         problem = f"multi-token prediction layers have no sums of {limits.sum_slices} slices yet"
         raise ConfigError("runner_config.mtp", problem, hint="leave it out, or use sum_slices=1")
