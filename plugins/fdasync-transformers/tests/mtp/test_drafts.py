@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.tiny.mtp import make_mtp_checkpoint
 from mtp_play import Lane, Play, open_mtp
 from mtp_reference import drafts_of, load_reference
+from ranks import as_ranks, returned
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from fdasync.ipc.exchange import Exchange
 
 # deeper drafts than layers come from the last layer again
 SHAPES = [("deepseek_v3", 1, 3), ("glm4_moe", 1, 3), ("glm4_moe", 2, 2), ("deepseek_v3", 3, 4)]
@@ -75,6 +80,45 @@ def test_after_a_prefix_hit_and_a_restart(played: Any) -> None:
     play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
     check(reference, resumed, most)
     check(reference, other, most)
+
+
+def hit_and_restarted(play: Play, most: int) -> tuple[list[list[int]], list[list[Any]]]:
+    """Drafts of sequences that begin on cached blocks, and what blocks hold of the layers."""
+    lane, start = play.start(1, PROMPTS[0])
+    play.step([], (start,), ((lane, 9),), most)
+    drafts = [lane.drafts]
+    for _ in range(4):
+        play.step([lane], most=most)
+        drafts.append(lane.drafts)
+    other, start = play.start(2, [*PROMPTS[0][:8], 61, 62], tuple(lane.blocks[:2]))
+    play.step([lane], (start,), ((other, 2),), most)
+    full = lane.done // play.size
+    resumed, start = play.start(3, lane.known, tuple(lane.blocks[:full]))
+    play.step([other], (start,), ((resumed, len(lane.known) - full * play.size),), most, leaves=(1,))
+    drafts += [other.drafts, resumed.drafts, lane.known]
+    return drafts, [[held.numpy() for held in play.mtp_bytes(block)] for block in resumed.blocks[: full + 1]]
+
+
+# heads for all ranks; more ranks than heads; latents, which all ranks hold
+@pytest.mark.parametrize(("family", "layers", "ranks"), [("glm4_moe", 2, 2), ("glm4_moe", 1, 4), ("deepseek_v3", 2, 2)])
+def test_ranks_hold_together_what_one_process_holds(tmp_path: Path, family: str, layers: int, ranks: int) -> None:
+    make_mtp_checkpoint(tmp_path, family, layers=layers)
+    exact = {"dtype": "float64", "num_threads": 1}
+    wanted, blocks = hit_and_restarted(Play(open_mtp(tmp_path, exact)), 3)
+
+    def work(exchange: Exchange) -> Any:
+        collectives = HostCollectives(exchange)
+        opened = open_mtp(tmp_path, exact, collectives)
+        play = Play(opened, total=lambda held: collectives.all_reduce(held, "carried"))
+        return *hit_and_restarted(play, 3), opened.step_model.layout.first_share
+
+    found = returned(as_ranks(ranks, work))
+    for drafts, held, first in found:
+        assert drafts == wanted
+        for mine, whole in zip(held, blocks, strict=True):
+            for part, all_of_it in zip(mine, whole, strict=True):
+                ours = all_of_it[:, first : first + part.shape[1]]
+                np.testing.assert_allclose(part, ours, rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize(("family", "layers", "most"), SHAPES[2:])

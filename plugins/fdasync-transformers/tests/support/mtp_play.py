@@ -24,12 +24,18 @@ from fdasync.runner.input_batch import InputBatch
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fdasync_transformers.parallel.collectives import Collectives
+
 CPU = torch.device("cpu")
 LIMITS = {"max_running": 4, "max_step_tokens": 128, "block_tokens": 4, "max_context_tokens": 64, "num_blocks": 64}
 
 
-def open_mtp(folder: Path, config: dict[str, Any] | None = None, **limits: Any) -> Any:
-    """An `Opened` model with its MTP layers, in float32 on a CPU."""
+def open_mtp(
+    folder: Path, config: dict[str, Any] | None = None, collectives: Collectives | None = None, **limits: Any
+) -> Any:
+    """An `Opened` model with its MTP layers, in float32 on a CPU; with `collectives` one rank's part of it."""
+    if collectives is not None:
+        limits |= {"rank": collectives.rank, "tensor_parallel": collectives.ranks}
     checkpoint = loading.read_checkpoint(str(folder))
     settings = TransformersConfig(**{"dtype": "float32", "device": "cpu", "mtp": True, **(config or {})})
     known = RunnerLimits(model=str(folder), **{**LIMITS, **limits})
@@ -37,7 +43,7 @@ def open_mtp(folder: Path, config: dict[str, Any] | None = None, **limits: Any) 
     def step_model(model: Any, layout: Any) -> StepModel:
         return StepModel(model, layout, fixed=known.numerics == "fixed")
 
-    return open_model(checkpoint, settings, known, CPU, step_model, LiveRows())
+    return open_model(checkpoint, settings, known, CPU, step_model, LiveRows(), collectives)
 
 
 @dataclass
@@ -52,14 +58,14 @@ class Lane:
 class Play:
     """A pool, a table and a drafter."""
 
-    def __init__(self, opened: Any, seed: int = 0, run: int = 1) -> None:
+    def __init__(self, opened: Any, seed: int = 0, run: int = 1, total: Any = None) -> None:
         self.model = opened.step_model
         self.size = opened.block_tokens
         self.pool = KVPool(self.model.layout, 64, self.size, CPU)
         # what an earlier sequence left must not matter
         self.pool.blocks.fill_(float("nan"))
         self.table = InputBatch(4, 64, self.size, 64, run)
-        self.drafter = MtpDrafter(self.model)
+        self.drafter = MtpDrafter(self.model, total)
         self.free = list(range(64))
         random.Random(seed).shuffle(self.free)
         self.step_id = 0
