@@ -57,13 +57,25 @@ class GroupPeerBlocks(PeerBlocks):
         try:
             for rank, peers in enumerate(self._ranks):
                 await self._of(rank, peers.open(source, pools, fds))
-        except BaseException:
-            await self.close_source(source)
+        except BaseException as error:
+            try:
+                await self.close_source(source)
+            except Exception as further:  # what failed first is what its caller has to know
+                error.add_note(f"and closing it: {further}")
             raise
 
     async def close_source(self, source: bytes) -> None:
+        """All ranks close it, whatever one of them says. Raises the first error, with notes of the others."""
+        errors: list[Exception] = []
         for rank, peers in enumerate(self._ranks):
-            await self._of(rank, peers.close_source(source))
+            try:
+                await self._of(rank, peers.close_source(source))
+            except Exception as error:
+                errors.append(error)
+        for further in errors[1:]:
+            errors[0].add_note(str(further))
+        if errors:
+            raise errors[0]
 
     def pull(self, pull: BlockPull) -> asyncio.Future[list[int]]:
         return self._all([(pool.held_offset, pool.held) for pool in self._pools], lambda peers: peers.pull(pull))

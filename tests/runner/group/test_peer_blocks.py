@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from fdasync.errors import InvariantBroken
+from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.ipc.block_sums import block_sums
 from fdasync.ipc.peer_blocks import BlockPull
 from fdasync.runner.group.errors import of_rank
@@ -47,6 +47,38 @@ def test_a_rank_that_cannot_begin_does_not_hide_those_that_have(what, broken):
             assert len(other.pulled) == 1
         for rank in ranks:
             await rank.aclose()
+
+    asyncio.run(play())
+
+
+class Closing:
+    """Stands for a rank's blocks; rank 3 opens nothing, and some cannot close."""
+
+    def __init__(self, rank: int, stuck: bool) -> None:
+        self.rank, self.stuck, self.is_open = rank, stuck, False
+
+    async def open(self, *_: object) -> None:
+        if self.rank == 3:
+            raise RunnerError("no memory")
+        self.is_open = True
+
+    async def close_source(self, _: bytes) -> None:
+        if self.stuck:
+            raise RunnerError("cannot close")
+        self.is_open = False
+
+
+def test_all_ranks_close_a_source_that_one_could_not_open():
+    async def play() -> None:
+        ranks = [Closing(rank, rank in (0, 2)) for rank in range(4)]
+        group = GroupPeerBlocks(ranks, lambda error, rank: of_rank(error, rank, len(ranks)))
+        with pytest.raises(RunnerError, match="rank 3 of 4: no memory") as caught:
+            await group.open(SOURCE, (), ())
+        assert any("rank 0 of 4: cannot close" in note for note in caught.value.__notes__)
+        assert [rank.is_open for rank in ranks] == [True, False, True, False]
+        with pytest.raises(RunnerError, match="rank 0 of 4: cannot close") as caught:
+            await group.close_source(SOURCE)
+        assert any("rank 2 of 4: cannot close" in note for note in caught.value.__notes__)
 
     asyncio.run(play())
 

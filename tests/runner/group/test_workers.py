@@ -77,6 +77,8 @@ async def test_a_group_answers_as_one_runner_does_through_swaps(ranks, shares):
             for sample in result.samples:
                 check_sample(sample, prompt, params, oracle_of(config))
         stats = engine.stats().scheduler
+        # every rank has begun every step, and says so where the engine's process sees it
+        assert engine._runtime.runner._progress()["steps begun"] == [stats.steps] * ranks
         assert stats.preemptions > 0
         assert stats.swapped_in_blocks > 0
         check_idle(engine)

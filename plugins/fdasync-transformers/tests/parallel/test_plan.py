@@ -152,6 +152,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused_with_those_that_do(
         ({"dtype": "float64", "kernels": "triton"}, {}, "cpu", "float64 has no kernels"),
         ({"kernels": "triton"}, {"speculation": 3}, "cpu", "speculation: kernels verify no drafts on 2 ranks yet"),
         ({}, {"speculation": 3}, "cuda:0", "speculation: kernels verify no drafts on 2 ranks yet"),
+        ({"collectives": "nccl"}, {}, "cpu", "runner_config.collectives: 'nccl' sums on GPUs, and ranks on cpu sum in"),
         ({}, {"numerics": "fixed"}, "cpu", "fixed numerics over 2 ranks, and sums of 1 slices"),
     ],
 )

@@ -18,6 +18,7 @@ from step_driver import Driver
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import RunnerError
 from fdasync.events.actions import Chunk, SwapIn, SwapOut
+from fdasync.gpu.kernels.collectives.digest import PARTS
 from fdasync.request import Grammar
 
 if TYPE_CHECKING:
@@ -135,6 +136,16 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     tokens = torch.arange(7)
     told = StepEnds(Alone(), torch.device("cpu")).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
     assert StepEnds.read(told.numpy(), 3, 7) == tuple(range(7))
+    # of four ranks, two of the others differ in their rows, or one in its logits
+    four = told.repeat(4, 1)
+    four[2, 0] += 1
+    four[3, PARTS] += 1
+    with pytest.raises(RunnerError, match="rank 2, 3 of 4 chose other experts than rank 0"):
+        StepEnds.read(four.numpy(), 3, 7)
+    four = told.repeat(4, 1)
+    four[3, -8] += 1
+    with pytest.raises(RunnerError, match="rank 3 of 4 computed other logits than rank 0"):
+        StepEnds.read(four.numpy(), 3, 7)
 
 
 def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:

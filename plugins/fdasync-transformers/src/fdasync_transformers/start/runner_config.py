@@ -66,7 +66,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             fewer, multiples of 256 up to 2,048 and of 1,024 up to 8,192, at most `max_step_tokens`; (): none.
         collectives: how ranks on GPUs sum. "peers": in each other's memory; "nccl": by NCCL, which needs no access to
             it, at more launches a sum; "auto": by NCCL where one GPU has no access to another's memory. The bits are
-            the same. On CPUs ranks sum in shared memory, whatever this says.
+            the same. On CPUs ranks sum in shared memory, and the others are refused.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
             without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
@@ -161,6 +161,9 @@ def check_device(config: TransformersConfig, limits: RunnerLimits, device: torch
     if limits.speculation and limits.tensor_parallel > 1 and uses_kernels(config, device):
         problem = f"kernels verify no drafts on {limits.tensor_parallel} ranks yet"
         raise ConfigError("speculation", problem, hint="leave it out, or use tensor_parallel=1")
+    if config.collectives != "auto" and device.type != "cuda":
+        problem = f"{config.collectives!r} sums on GPUs, and ranks on {device} sum in shared memory"
+        raise ConfigError("runner_config.collectives", problem, hint="leave it out")
     fuses_experts(config, device)
     fuses_layers(config, device)
     if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
