@@ -22,15 +22,17 @@ class TimedLoop(uvloop.Loop):
     Attributes:
         longest_s: of the longest callback since `reset`, in seconds of CPU time, the measurement's own included.
         longest: name of that callback.
+        spent_s: of all callbacks since `reset`, likewise.
         callbacks: number of callbacks since `reset`.
     """
 
     longest_s = 0.0
     longest = ""
+    spent_s = 0.0
     callbacks = 0
 
     def reset(self) -> None:
-        self.longest_s, self.longest, self.callbacks = 0.0, "", 0
+        self.longest_s, self.longest, self.spent_s, self.callbacks = 0.0, "", 0.0, 0
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         return super().call_soon(self._timed, callback, *args, context=context)
@@ -52,6 +54,7 @@ class TimedLoop(uvloop.Loop):
         finally:
             spent = time.thread_time() - started
             self.callbacks += 1
+            self.spent_s += spent
             if spent > self.longest_s:
                 self.longest_s = spent
                 self.longest = _name_of(callback)

@@ -7,6 +7,9 @@ and an XXH3 pass over the copy. **tcp.** `TcpTransport.receive` against blocking
 Both arms of each have the same source memory and the same destination, touched before; blocks are 1 MiB of KV with
 their rows, and the sender's checksums are taken before. Arms take turns to begin; the figure of a ratio is the ratio of
 the medians of MB/s. The longest callback is measured in rounds of its own, on a `TimedLoop`.
+
+**The loop.** (`--only loop` alone) What receiving these blocks, and hashing as many, costs the loop of an instance, on
+it and with the process beside it; `--blocks 206` is a hand-over of 216 MB.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import xxhash
 
 from benchmarks._report import Report, calibrate_us
 from benchmarks._timed_loop import TimedLoop
+from benchmarks._transfer_loop import measure_loop_share
 from benchmarks._transport_sender import ROWS_NBYTES, Announcement, parts_of, regions_of
 from fdasync.pd.transfer.base import CopySpec
 from fdasync.pd.transfer.shm import ShmTransport
@@ -207,7 +211,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
     parser.add_argument("--block-nbytes", type=int, default=1 << 20, help="KV of a block (default 1 MiB)")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
-    parser.add_argument("--only", choices=list(TRANSPORTS), help="this transport only")
+    parser.add_argument("--only", choices=[*TRANSPORTS, "loop"], help="this transport only, or the loop's share")
     parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("Transports against the raw path")
@@ -227,7 +231,10 @@ def main() -> None:
                 report.add(f"{name}_callback_ms_max", [worst], aim=CALLBACK_AIM_MS)
                 report.conditions[f"{name}_callback_ms_by_round"] = [round(value, 3) for value, _ in longest]
                 report.conditions[f"{name}_callback_longest"] = what
-        if options.only != "tcp":
+        for name in TRANSPORTS if options.only in (None, "loop") else ():
+            with asyncio.Runner(loop_factory=TimedLoop) as runner:
+                runner.run(measure_loop_share(report, bench, name, options.pairs))
+        if options.only in (None, "shm"):
             compare_slices(report, bench, options.pairs)
     finally:
         bench.close()

@@ -8,7 +8,7 @@ import pytest
 
 from fdasync.errors import PluginError
 from fdasync.pd.transfer.base import Transport
-from fdasync.pd.transfer.transports import make_transport
+from fdasync.pd.transfer.plugins import TransportSpec, make_transport
 from fdasync.registry.registry import RUNNERS, TOKENIZERS, TRANSPORTS, Registry
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
@@ -130,14 +130,14 @@ def test_a_tokenizer_must_be_callable(context):
 
 def test_a_transport_is_made_without_arguments_and_configuration(context):
     context("fdasync-plug", TRANSPORTS, greedy="plugmod:Greedy", configured="plugmod:Configured", other="plugmod:Good")
-    assert isinstance(make_transport("shm"), Transport)
+    assert isinstance(make_transport(TransportSpec("shm")), Transport)
     for name, problem in (
         ("greedy", "cannot be made without arguments"),
         ("configured", "has no config_type"),
         ("other", "is not a Transport class"),
     ):
         with pytest.raises(PluginError, match=problem):
-            make_transport(name)
+            make_transport(TransportSpec(name))
 
 
 def test_one_name_in_two_distributions_is_refused_and_both_are_named(context):

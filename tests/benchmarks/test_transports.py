@@ -22,7 +22,17 @@ def test_figures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]
     assert set(figures) == {
-        f"{name}_{figure}" for name in ("shm", "tcp") for figure in ("ratio", "mb_per_s", "callback_ms_max")
+        f"{name}_{figure}"
+        for name in ("shm", "tcp")
+        for figure in (
+            "ratio",
+            "mb_per_s",
+            "callback_ms_max",
+            "receive_loop_ms",
+            "receive_process_ms",
+            "hash_loop_ms",
+            "hash_process_ms",
+        )
     }
     # so few small blocks say nothing of the cost; that nothing was moved would show
     for name in ("shm", "tcp"):

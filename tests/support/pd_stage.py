@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.identity import block_keys, root_key
@@ -28,9 +28,15 @@ from fdasync.pd.messages import (
     Wanted,
     encode,
 )
+from fdasync.pd.transfer.base import checksum_parts
 from fdasync.request import GenerateRequest, HandOffTarget, SamplingParams
 from fdasync.runner.prompt_scores import PromptLogprobs
 from tests.support.helpers import make_capacity, make_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.ipc.shared_memory import SharedRegion
 
 NAMESPACE = b"n" * 16
 CALLER = b"c" * 16
@@ -97,6 +103,12 @@ class FakeTransports:
         # whether other instances' devices can be read: None: not known before `maps` is
         self.reads: bool | None = False
         self.maps = True
+        self.regions: Sequence[SharedRegion] = ()
+
+    async def checksums(self, parts: Any) -> tuple[int, ...]:
+        """Whoever has checksums of parts may read them at once."""
+        assert all(part in self.on_offer for part in parts)
+        return await checksum_parts(self.regions, parts)
 
     def offer(self, parts: Any) -> None:
         self.on_offer += parts
@@ -162,6 +174,7 @@ class Stage:
             self.loop, self.bus, frontend, processor, self.host, None, make_capacity, lambda: NAMESPACE,
             self.failures.append, self.transports, links,  # type: ignore[arg-type]
         )  # fmt: skip
+        self.transports.regions = self.context.regions
 
     def peer(self, name: str) -> FakePeer:
         if name not in self.peers:

@@ -101,6 +101,7 @@ class InstanceContext:
         host: the host arena.
         arena: the arena of aux rows; None without aux data.
         capacity, namespace: functions that return those of the weights in use.
+        fail: ends the engine with an error.
         transports, links: of the instance.
         devices: what copies between devices; None: nothing does.
         draining: the instance takes no more work.
@@ -132,7 +133,7 @@ class InstanceContext:
         self.links = links
         self.devices: BlockPuller | None = None
         self.draining = False
-        self._fail = fail
+        self.fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._backlogs: dict[Peer, _Backlog] = {}
 
@@ -174,7 +175,7 @@ class InstanceContext:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self.fail(error)
 
     def guarded(self, work: Callable[[], None]) -> Callable[..., None]:
         """A callback of the loop whose errors fail the engine; the loop itself would only log them."""
@@ -183,7 +184,7 @@ class InstanceContext:
             try:
                 work()
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
 
         return call
 

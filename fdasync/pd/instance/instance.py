@@ -72,9 +72,10 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.transfer.device import DeviceTransport
 from fdasync.pd.transfer.device_blocks import BlockPuller
+from fdasync.pd.transfer.plugins import TransportSpec, make_transport
+from fdasync.pd.transfer.process.proxy import TransferProcess
 from fdasync.pd.transfer.shm import shm_problem
-from fdasync.pd.transfer.tcp import TcpTransport
-from fdasync.pd.transfer.transports import Transports, make_transport
+from fdasync.pd.transfer.transports import Transports
 from fdasync.request import GenerateRequest, HandOffTarget
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ class Instance:
             tcp besides if the instance listens at a tcp address, and tcp alone if memory cannot be shared. A tcp
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.
+        transfer_process: blocks are copied and hashed in a process beside this loop, which copies of 200 MB would hold
+            up for 50 ms in all. False: on this loop, as given `transports` do; one process less for each instance.
         links: times and bounds of the links.
         keys: keys of the fleet, or their file; needed for an address beyond the loopback.
         wire, transports, runner, tokenizer, store, drafter: objects instead of those that the configuration names, for
@@ -161,6 +164,7 @@ class Instance:
         peers: Sequence[str] = (),
         name: str = "",
         transport: str = "auto",
+        transfer_process: bool = True,
         links: LinkConfig | None = None,
         keys: FleetKeys | str | Path | None = None,
         wire: Wire | None = None,
@@ -188,10 +192,11 @@ class Instance:
         self._link_config = links
         self._wire = wire
         self.notice = ""
+        self._process: TransferProcess | None = None
         if transports is None:
             kinds, self.notice = _auto(listen) if transport in ("auto", "device") else ((transport,), "")
-            transports = [self._transport(kind) for kind in kinds]
-        self._transports = Transports(transports)
+            transports = self._make_transports(kinds, transfer_process)
+        self._transports = Transports(transports, self._process)
         self._links: Links | None = None
         self._context: InstanceContext | None = None
         self._hanging_up: asyncio.Task[None] | None = None
@@ -200,10 +205,15 @@ class Instance:
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
-    def _transport(self, kind: str) -> Transport:
-        if kind == "tcp" and self._keys is not None and not is_ipc(self._listen):
-            return TcpTransport(number_of(self._listen), keyed=True)
-        return make_transport(kind)
+    def _make_transports(self, kinds: Sequence[str], in_process: bool) -> Sequence[Transport]:
+        keyed_host = "" if self._keys is None or is_ipc(self._listen) else number_of(self._listen)
+        specs = [TransportSpec(kind, keyed_host if kind == "tcp" else "") for kind in kinds]
+        # made here in any case, so that a plugin that is missing is named before a model is loaded
+        made = [make_transport(spec) for spec in specs]
+        if not in_process:
+            return made
+        self._process = TransferProcess(specs)
+        return self._process.transports
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -237,6 +247,8 @@ class Instance:
             )
             self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
             self._dispatch()
+            if self._process is not None:
+                self._process.on_end = context.fail
             await self._transports.open(context.regions, self._make_device(context, capacity))
             if self._transports.device_problem:
                 problem = self._transports.device_problem

@@ -26,6 +26,7 @@ from fdasync.errors import (
 )
 from fdasync.events.catalog import BlocksSent, HandedOver, LeaseAnswered, LeaseLost
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.shared_memory import DEVICE_REGION
 from fdasync.pd.link.address import absolute
 from fdasync.pd.messages import (
     BlockRef,
@@ -41,7 +42,6 @@ from fdasync.pd.messages import (
     brief,
 )
 from fdasync.pd.results import score_messages
-from fdasync.pd.transfer.base import checksum_parts
 
 if TYPE_CHECKING:
     import asyncio
@@ -219,49 +219,46 @@ class PrefillService:
         context = self._context
         none = (-1,) * len(action.indices)
         uses = zip(action.slots or none, action.generations or none, strict=True)
-        sums = await context.device_sums(action.device) if action.device else none
-        devices = action.device or none
-        refs = [
-            await self._ref(index, host, *use, on_device=(device, known))
-            for index, host, use, device, known in zip(
-                action.indices, action.host or none, uses, devices, sums, strict=True
-            )
-        ]
+        known = await context.device_sums(action.device) if action.device else none
         if action.offer not in lease.offers:
             # the lease and its offers ended meanwhile
             return
-        parts = tuple([part for ref in refs for part in ref.parts])
+        places = zip(action.host or none, uses, action.device or none, strict=True)
+        blocks = [self._parts(host, *use, device=device) for host, use, device in places]
+        parts = tuple([part for block in blocks for part in block])
         context.transports.offer(parts)
         lease.offers[action.offer] = parts
+        sums = await self._checksums(blocks, known)
+        if action.offer not in lease.offers:
+            return
+        refs = map(BlockRef, action.indices, blocks, sums)
         try:
             assert lease.peer is not None
             await context.say(lease.peer, BlocksOffer(*lease.name, action.offer, tuple(refs)))
         except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
-    async def _ref(
-        self,
-        index: int,
-        host: int,
-        slot: int,
-        generation: int,
-        num_rows: int | None = None,
-        on_device: tuple[int, int] = (-1, 0),
-    ) -> BlockRef:
-        """A block and its checksums. The scheduler holds the block, so that it does not change. `on_device`: its device
-        block, from which it is read, and the checksum of that; -1: it is read from `host`.
+    def _parts(
+        self, host: int, slot: int, generation: int, num_rows: int | None = None, *, device: int
+    ) -> tuple[Part, ...]:
+        """The parts of a block. The scheduler holds the block, so that it does not change. `device`: its device block,
+        from which it is read; -1: it is read from `host`.
 
         Raises InvariantBroken if its first `num_rows` rows (None: all) were not written for this use of their slot.
         """
         arena = self._context.arena
         if arena is not None:
             arena.check_written(slot, generation, 0, arena.block_tokens if num_rows is None else num_rows)
-        device, known = on_device
-        if device >= 0:
-            parts = self._context.device_parts(device, slot)
-            return BlockRef(index, parts, (known, *await checksum_parts(self._context.regions, parts[1:])))
-        parts = self._context.parts(host, slot)
-        return BlockRef(index, parts, await checksum_parts(self._context.regions, parts))
+        return self._context.parts(host, slot) if device < 0 else self._context.device_parts(device, slot)
+
+    async def _checksums(self, blocks: Sequence[tuple[Part, ...]], known: Sequence[int]) -> list[tuple[int, ...]]:
+        """Of the parts of blocks, which are on offer; `known`: of the first part of those on the device."""
+        memory = [part for block in blocks for part in block if part.region != DEVICE_REGION]
+        sums = iter(await self._context.transports.checksums(memory))
+        return [
+            tuple([first if part.region == DEVICE_REGION else next(sums) for part in block])
+            for block, first in zip(blocks, known, strict=True)
+        ]
 
     def hand_over(self, action: HandOver) -> None:
         """Ends in `HandedOver`."""
@@ -278,20 +275,15 @@ class PrefillService:
         raw, processed, top = sample.raw, sample.processed, sample.top
         tail = None
         if action.tail >= 0:
-            known = (await context.device_sums([action.device]))[0] if action.device >= 0 else 0
-            tail = await self._ref(
-                action.tail,
-                action.host,
-                action.slot,
-                action.generation,
-                action.tail_rows,
-                on_device=(action.device, known),
-            )
+            known = await context.device_sums([action.device]) if action.device >= 0 else [0]
+            if action.offer not in lease.hands:
+                return
+            parts = self._parts(action.host, action.slot, action.generation, action.tail_rows, device=action.device)
+            context.transports.offer(parts)
+            lease.hands[action.offer] = (action.index, parts)
+            tail = BlockRef(action.tail, parts, (await self._checksums([parts], known))[0])
         if action.offer not in lease.hands:
             return
-        if tail is not None:
-            context.transports.offer(tail.parts)
-            lease.hands[action.offer] = (action.index, tail.parts)
         message = HandOff(
             *lease.name,
             action.index,

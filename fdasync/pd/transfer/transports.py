@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.cache.store.base import Outcome
-from fdasync.errors import InvariantBroken, PluginError, RunnerError
+from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.ipc.shared_memory import DEVICE_REGION
-from fdasync.pd.transfer.base import CopySpec, Transport
+from fdasync.pd.transfer.base import CopySpec, Transport, checksum_parts
 from fdasync.pd.transfer.validation import refused
-from fdasync.registry.registry import TRANSPORTS, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,18 +26,9 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import Part, SharedRegion
     from fdasync.pd.messages import Source
     from fdasync.pd.transfer.device import DeviceTransport
+    from fdasync.pd.transfer.process.proxy import TransferProcess
 
 Sources = tuple[tuple[str, "Source"], ...]
-
-
-def make_transport(name: str) -> Transport:
-    """A transport of the plugin of this name. Raises PluginError."""
-    # mypy takes an abstract base for a class that is going to be made
-    transport = Registry().load(TRANSPORTS, name, Transport)  # type: ignore[type-abstract]
-    try:
-        return transport()
-    except TypeError as error:
-        raise PluginError(TRANSPORTS, name, "", f"it cannot be made without arguments: {error}") from error
 
 
 class Transports:
@@ -46,13 +36,16 @@ class Transports:
 
     Args:
         transports: the transports, in order of preference; this object closes them.
+        process: the process that these are in; None: they are on this loop.
 
     Attributes:
         device_problem: why blocks do not go from device to device, though that was asked for; "" if they do.
     """
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], process: TransferProcess | None = None) -> None:
         self._transports = {transport.name: transport for transport in transports}
+        self._process = process
+        self._regions: Sequence[SharedRegion] = ()
         self._unfit: set[bytes] = set()
         self._device: DeviceTransport | None = None
         self.device_problem = ""
@@ -60,6 +53,7 @@ class Transports:
     async def open(self, regions: Sequence[SharedRegion], device: DeviceTransport | None = None) -> None:
         """See `Transport.open`. `device` is closed by this object; where the devices show no memory, blocks go by way
         of the host, and `device_problem` says why."""
+        self._regions = regions
         for transport in self._transports.values():
             await transport.open(regions)
         if device is None:
@@ -76,6 +70,16 @@ class Transports:
         """The sources of all transports, for `Hello`."""
         every = [*self._transports.items(), *([] if self._device is None else [(self._device.name, self._device)])]
         return tuple([(name, transport.source()) for name, transport in every])
+
+    async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """XXH3-64 of parts of shared memory, which nobody may write to meanwhile. Parts that were put on offer before
+        this call can be read by others when it returns.
+
+        Raises InvariantBroken for a part outside of the regions, and as `TransferProcess.checksums`.
+        """
+        if self._process is not None:
+            return await self._process.checksums(parts)
+        return await checksum_parts(self._regions, parts)
 
     def offer(self, parts: Sequence[Part]) -> None:
         """See `Transport.offer`."""
