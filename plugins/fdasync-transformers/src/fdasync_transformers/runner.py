@@ -117,7 +117,7 @@ class TransformersRunner(Runner):
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
         check_config(self.config, self.limits)
         device = device_of(self.config, self.limits)
-        check_device(self.config, self.limits, device)
+        check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
@@ -154,7 +154,7 @@ class TransformersRunner(Runner):
         config = self.config
         check_config(config, self.limits)
         device = device_of(config, self.limits)
-        check_device(config, self.limits, device)
+        check_device(config, device)
         check_numerics(config, self.limits, device)
         if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
             raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")

@@ -141,9 +141,7 @@ async def test_slices_have_none_yet(tmp_path: Path) -> None:
 
 def test_kernels_have_none_yet() -> None:
     with pytest.raises(ConfigError, match=r"runner_config\.mtp"):
-        check_device(
-            TransformersConfig(mtp=True, kernels="triton"), RunnerLimits(max_running=1, max_step_tokens=8), CPU
-        )
+        check_device(TransformersConfig(mtp=True, kernels="triton"), CPU)
 
 
 def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

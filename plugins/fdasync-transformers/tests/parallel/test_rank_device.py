@@ -135,7 +135,7 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     rows = {str(number): torch.zeros(5, 2, dtype=torch.uint8) for number in range(4)}
     tokens = torch.arange(7)
     told = StepEnds(Alone(), torch.device("cpu")).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
-    assert StepEnds.read(told.numpy(), 3, 7) == tuple(range(7))
+    assert StepEnds.read(told.numpy(), 3, 7).tolist() == [*range(7)]
     # of four ranks, two of the others differ in their rows, or one in its logits
     four = told.repeat(4, 1)
     four[2, 0] += 1
@@ -146,6 +146,31 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     four[3, -8] += 1
     with pytest.raises(RunnerError, match="rank 3 of 4 computed other logits than rank 0"):
         StepEnds.read(four.numpy(), 3, 7)
+
+
+def test_padding_may_hold_what_it_likes() -> None:
+    class Alone(HostCollectives):
+        def __init__(self) -> None:
+            self.rank, self.ranks = 0, 1
+
+        def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
+            return message[None]
+
+    def told(at: int, padding: torch.Tensor | None) -> list[int]:
+        """Row and logits of this place hold something else."""
+        rows, logits = torch.zeros(6, 2, 3, dtype=torch.uint8), torch.zeros(5, 2000)
+        rows[at], logits[at] = 9, float("nan")
+        before = rows.clone()
+        found = StepEnds(Alone(), torch.device("cpu")).queue(3, {"routing": rows}, logits, None, 0, padding)
+        assert torch.equal(rows, before), "the rows of the step were changed"
+        return found.flatten().tolist()
+
+    padding = torch.tensor([False, True, False, True])
+    assert told(1, padding) == told(3, padding)
+    assert told(0, padding) != told(3, padding)
+    # behind the rows that may be padding
+    assert told(4, padding) != told(3, padding)
+    assert told(1, None) != told(3, None)
 
 
 def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:

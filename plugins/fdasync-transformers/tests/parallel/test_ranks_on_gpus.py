@@ -16,6 +16,7 @@ from fdasync_transformers import make_random_checkpoint, named_tensors
 from safetensors.torch import load_file
 
 from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.drafting import Speculation
 from fdasync.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -92,6 +93,22 @@ async def test_ranks_serve_store_and_take_new_weights_as_one_gpu_does(
         await engine.update_weights("from memory", named_tensors(new))
         assert await answers(engine) == renewed
     assert renewed != many
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_drafts_change_nothing_on_ranks(tmp_path: Path, ranks: int) -> None:
+    make_random_checkpoint(tmp_path, size="tiny")
+    async with Engine(config(tmp_path, ranks)) as engine:
+        plain = await answers(engine)
+    drafts = Speculation(drafter_config={"keep_s": 600.0}, max_tokens=3, budget=False)
+    async with Engine(config(tmp_path, ranks, speculation=drafts)) as engine:
+        for _ in range(2):
+            # the second time drafts are the first time's samples of the same prompts
+            assert await answers(engine) == plain
+        stats = engine.stats().scheduler
+        assert stats.accepted_tokens > 100
+        assert stats.accepted_tokens < stats.drafted_tokens
+        engine.check()
 
 
 async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_path: Path) -> None:

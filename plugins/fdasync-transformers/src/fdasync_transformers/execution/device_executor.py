@@ -322,7 +322,7 @@ class DeviceExecutor(Executor):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        if drafted is not None and plan is not None:
+        if drafted is not None and len(rows):
             arrays.update({RUNS + name: array for name, array in DeviceDrafts.arrays(drafted).items()})
         elif drafted is None and len(batch.sampled):
             sampling = batch.lanes[batch.sampled]
@@ -343,7 +343,7 @@ class DeviceExecutor(Executor):
                     holds.append(hold)
                     if len(index):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
-                    if self._drafts is not None and drafted is not None and plan is not None:
+                    if self._drafts is not None and drafted is not None and len(rows):
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if total:
                         logits, results = self._compute(batch, scores, sent, way, runs)
@@ -381,13 +381,14 @@ class DeviceExecutor(Executor):
                     results.update({SAMPLER + name: tensor for name, tensor in sampled.items()})
                 if self._ends is not None and len(batch.positions):
                     count = len(batch.sampled)
-                    told = self._ends.queue(batch.step_id, own(results, AUX), begun.logits, tokens, count)
+                    padding = None if begun.placed is None else begun.sent["lanes"][: batch.num_decodes] < 0
+                    told = self._ends.queue(batch.step_id, own(results, AUX), begun.logits, tokens, count, padding)
                     tokens = self._ends.tokens(told, count) if count else None
                     if not self._leads:
                         results.clear()
                     results[RANKS] = told
                 if self._drafts is not None and begun.placed is not None and tokens is not None:
-                    runs = self._drafts.accept(begun.placed, own(begun.sent, RUNS), tokens)
+                    runs = self._drafts.accept(begun.placed, own(begun.sent, RUNS), tokens.long())
                     results.update({RUNS + name: tensor for name, tensor in runs.items()})
                 elif tokens is not None:
                     scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
@@ -491,13 +492,15 @@ class DeviceExecutor(Executor):
         batch = begun.batch
         begun.results.clear()
         aux, arena = self._bound.aux, self._bound.arena
-        output = StepOutput(batch.step_id, ())
-        if self._ends is not None and RANKS in fetched:
-            told: Any = fetched[RANKS]
-            output = StepOutput(batch.step_id, self._ends.read(told, batch.step_id, len(batch.sampled)))
         settled = None
         if self._drafts is not None and begun.drafted is not None:
             settled = self._drafts.settle(begun.drafted, own(fetched, RUNS))
+        chosen = None if settled is None else settled.samples
+        output = StepOutput(batch.step_id, ())
+        if self._ends is not None and RANKS in fetched:
+            told: Any = fetched[RANKS]
+            tokens = self._ends.read(told, batch.step_id, len(batch.sampled))
+            output = StepOutput(batch.step_id, tuple((tokens if chosen is None else tokens[chosen]).tolist()))
         if aux is not None and arena is not None and len(batch.positions):
             rows = own(fetched, AUX)
             if settled is not None:
@@ -505,12 +508,11 @@ class DeviceExecutor(Executor):
             where = batch if settled is None else settled
             arena.scatter(where.aux_index, where.generations, aux.read(rows, where.positions))
         if begun.plan is not None:
-            chosen = None if settled is None else settled.samples
             output = read_samples(begun.plan, own(fetched, SAMPLER), chosen).step_output(batch.step_id)
         if begun.matchers is not None:
             # a sequence under a grammar has one row or none
-            tokens = fetched[SAMPLER + "tokens"].tolist()
-            output = msgspec.structs.replace(output, problems=begun.matchers.accept(tokens))
+            sampled = fetched[SAMPLER + "tokens"].tolist()
+            output = msgspec.structs.replace(output, problems=begun.matchers.accept(sampled))
         if settled is not None:
             output = msgspec.structs.replace(output, counts=settled.counts)
         if begun.scores is not None:

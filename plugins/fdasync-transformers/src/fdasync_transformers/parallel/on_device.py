@@ -48,6 +48,7 @@ class StepEnds:
         logits: torch.Tensor | None,
         tokens: torch.Tensor | None,
         count: int,
+        padding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queue the exchange on the current stream.
 
@@ -56,6 +57,8 @@ class StepEnds:
             logits: of the tokens that are sampled from; None: of none.
             tokens: integers [count], sampled; None on ranks that sample nothing.
             count: how many tokens the step samples.
+            padding: bool [n], which of the step's first n rows, and of the first n logits, are none and differ as they
+                like; None: no row.
 
         Returns:
             int32 [ranks, n] on the device: of each rank its digests and tokens. `read` takes it from the host.
@@ -64,6 +67,9 @@ class StepEnds:
         given.append(None if logits is None else logits[:, :_LOGITS].contiguous())
         message = torch.empty(PARTS * len(given) + count, dtype=torch.int32, device=self._device)
         for number, each in enumerate(given):
+            if each is not None and padding is not None:
+                each = each.clone()
+                each[: len(padding)].masked_fill_(padding.view(-1, *[1] * (each.dim() - 1)), 0)
             digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id + number)
         if tokens is not None and count:
             message[PARTS * len(given) :].copy_(tokens)
@@ -75,8 +81,11 @@ class StepEnds:
         return told[0, told.shape[1] - count :]
 
     @staticmethod
-    def read(told: NDArray[np.int32], step_id: int, count: int) -> tuple[int, ...]:
-        """Rank 0's tokens. Raises RunnerError naming the ranks whose rows, or else logits, differ from rank 0's."""
+    def read(told: NDArray[np.int32], step_id: int, count: int) -> NDArray[np.int32]:
+        """Rank 0's tokens, a view.
+
+        Raises RunnerError naming the ranks whose rows, or else logits, differ from rank 0's.
+        """
         behind = told.shape[1] - count - PARTS
         for digests, what in (
             (told[:, :behind], "chose other experts than rank 0: their rows differ"),
@@ -84,4 +93,4 @@ class StepEnds:
         ):
             if others := [str(rank) for rank in range(len(told)) if (digests[rank] != digests[0]).any()]:
                 raise RunnerError(f"rank {', '.join(others)} of {len(told)} {what}", step_id)
-        return tuple(told[0, told.shape[1] - count :].tolist())
+        return told[0, told.shape[1] - count :]

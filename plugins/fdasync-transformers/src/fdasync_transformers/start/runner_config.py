@@ -156,11 +156,8 @@ def memory_share(config: TransformersConfig, limits: RunnerLimits, device: torch
     return 1 / (config.instances * limits.tensor_parallel)
 
 
-def check_device(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+def check_device(config: TransformersConfig, device: torch.device) -> None:
     """Raise ConfigError naming the first key that asks for what this device cannot do."""
-    if limits.speculation and limits.tensor_parallel > 1 and uses_kernels(config, device):
-        problem = f"kernels verify no drafts on {limits.tensor_parallel} ranks yet"
-        raise ConfigError("speculation", problem, hint="leave it out, or use tensor_parallel=1")
     if config.collectives != "auto" and device.type != "cuda":
         problem = f"{config.collectives!r} sums on GPUs, and ranks on {device} sum in shared memory"
         raise ConfigError("runner_config.collectives", problem, hint="leave it out")

@@ -11,6 +11,7 @@ Knows lanes and numbers; knows no device. Called by `device_drafts.py`.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class StepRows(NamedTuple):
     """A planned step of N sampling sequences, of which the first n decode.
 
     Attributes:
+        number: of the step, counted from 0.
         rows: the step with each row of a decode as a sequence of its own; positions of these are the least ones.
         runs: int64 [N, 10], as `RUN_COLUMNS`.
         paths: int32 [P], at least one.
@@ -47,6 +49,7 @@ class StepRows(NamedTuple):
         aux_index, generations: int64 and uint32 [n, span], of the positions from `known` on.
     """
 
+    number: int
     rows: Batch
     runs: Ints
     paths: NDArray[np.int32]
@@ -94,6 +97,9 @@ class RowPlanner:
         self._depth = depth
         # positions that steps in flight may take of each lane
         self._flying = np.zeros(lanes, np.int64)
+        self._planned = 0
+        # steps that have ended and that no plan knows yet, and the lengths that they left
+        self._ended: deque[tuple[StepRows, Ints]] = deque()
         self._uses = np.zeros(lanes, np.int64)
         self._takes = np.zeros(lanes, np.bool_)
         # the noise of the positions in reach, each at its remainder, and the first position that was not drawn yet
@@ -103,6 +109,8 @@ class RowPlanner:
     def plan(self, step: RunStep) -> StepRows:
         """As `InputBatch.plan`. Raises InvariantBroken, also for drafts that do not fit the step or the limits."""
         table = self._table
+        number, self._planned = self._planned, self._planned + 1
+        self._learn(number - self._depth)
         paths = {} if step.drafts is None else read_paths(step.drafts, self._speculation, self._depth)
         laid: list[Path] = []
 
@@ -129,6 +137,7 @@ class RowPlanner:
         blocks = table.blocks[lanes[:, None], np.minimum(places, room[:, None] - 1) // size]
         slots, generations = table.slots_of(blocks)
         return StepRows(
+            number=number,
             rows=_rows_of(batch, int(wide.sum())),
             runs=_runs_of(batch, laid, room),
             paths=np.concatenate([np.zeros(1, np.int32), *[path.tokens for path in laid]]),
@@ -144,7 +153,7 @@ class RowPlanner:
         )
 
     def settle(self, step: StepRows, starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Settled:
-        """The step has ended; later steps are planned from where it left its sequences.
+        """The step has ended; steps from the `depth`-th behind it are planned from where it left its sequences.
 
         Args:
             starts: [n], position of the first row of each decode.
@@ -157,11 +166,7 @@ class RowPlanner:
         stood, ahead = counts[:decodes].astype(np.int64), starts.astype(np.int64) - step.known
         if ((ahead < 0) | (stood < 0) | (stood > step.widths) | (ahead + stood > step.reach)).any():
             raise InvariantBroken(f"runs of {stood.tolist()} tokens outside the rows of step {step.rows.step_id}")
-        # not of those that left meanwhile
-        here = step.takes & (self._uses[step.lanes] == step.uses)
-        lanes = step.lanes[here]
-        self._table.length[lanes] = (step.known + ahead + stood)[here]
-        self._flying[lanes] -= step.widths[here]
+        self._ended.append((step, step.known + ahead + stood))
         first = np.cumsum(step.widths) - step.widths
         nth = np.arange(int(step.widths.sum())) - np.repeat(first, step.widths)
         kept = nth < np.repeat(stood, step.widths)
@@ -178,6 +183,16 @@ class RowPlanner:
             np.concatenate([np.flatnonzero(kept), len(kept) + np.arange(len(counts) - decodes)]),
             tuple(counts.tolist()),
         )
+
+    def _learn(self, last: int) -> None:
+        """Take into account where the steps up to this one have left their sequences."""
+        while self._ended and self._ended[0][0].number <= last:
+            step, lengths = self._ended.popleft()
+            # not of those that left meanwhile
+            here = step.takes & (self._uses[step.lanes] == step.uses)
+            lanes = step.lanes[here]
+            self._table.length[lanes] = lengths[here]
+            self._flying[lanes] -= step.widths[here]
 
     def _enter(self, step: RunStep) -> None:
         for start in step.starts:
