@@ -23,7 +23,7 @@ from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError
 from fdasync.pd.instance.instance import Instance
 from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.transfer.tcp import TcpTransport
+from fdasync.pd.transfer.process.proxy import ProcessTransport
 from fdasync.testing.harness.leaks import children
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def open_files() -> dict[str, int]:
     return dict(found)
 
 
-class ProxiedTcp(TcpTransport):
+class ProxiedTcp(ProcessTransport):
     """Announces the proxy's port in place of its own."""
 
     port: int = 0
@@ -153,10 +153,13 @@ class Probed(Instance):
     spec: ChildSpec
 
     def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, links=self.spec.links, **options)
         if self.spec.data_port:
             ProxiedTcp.port = self.spec.data_port
-            options["transports"] = [ProxiedTcp()]
-        super().__init__(config, links=self.spec.links, **options)
+            assert self._process is not None
+            (transport,) = self._process.transports
+            # what it says of itself is all that differs
+            transport.__class__ = ProxiedTcp
 
     async def start(self) -> None:
         await super().start()

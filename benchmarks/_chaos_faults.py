@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import signal
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
-from benchmarks._chaos_node import STORE, WORKER
+from benchmarks._chaos_node import STORE, TRANSFER, WORKER
 from fdasync.errors import BadInput, RemoteError, TransientError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # of a failed engine: `fdasync serve` ends with 1
 _FAILED = 1
 _KILLED = -signal.SIGKILL
+# how long a receive that is over waits for its process (`pd/transfer/process/proxy.py`)
+TRANSFER_STOP_S = 5.0
 _GAP_S = 1.2
 _START_LIMIT_S = 60.0
 _DRAIN_S = 30.0
@@ -55,7 +58,10 @@ class Director:
             (3, "stop short", lambda node: self._stop(node, 0.2, 0.7 * TTL_S)),
             (3, "stop beyond the lease", lambda node: self._stop(node, 1.1 * TTL_S, 0.8 * LOST_S)),
             (2, "stop beyond the link", lambda node: self._stop(node, 1.1 * LOST_S, 2 * LOST_S)),
-            (2, "kill worker", self._kill_worker),
+            (2, "kill worker", partial(self._kill_child, module=WORKER)),
+            (1, "kill transfer", partial(self._kill_child, module=TRANSFER)),
+            (1, "stop transfer short", lambda node: self._stop_child(node, TRANSFER, 0.1, 1.0)),
+            (1, "stop transfer long", lambda node: self._stop_child(node, TRANSFER, 2.0, 0.9 * TRANSFER_STOP_S)),
             (1, "stop worker short", lambda node: self._stop_child(node, WORKER, 0.1, STEP_LIMIT_S / 2)),
             (1, "stop worker for good", self._stick_worker),
             (2, "kill store", self._kill_store),
@@ -100,7 +106,8 @@ class Director:
 
     @staticmethod
     def _fits(kind: str, node: Node) -> bool:
-        module = WORKER if "worker" in kind else STORE if "store" in kind else ""
+        modules = {"worker": WORKER, "store": STORE, "transfer": TRANSFER}
+        module = next((module for word, module in modules.items() if word in kind), "")
         if kind == "join or drain":
             return node.role == "decode"
         if "data" in kind:
@@ -142,9 +149,10 @@ class Director:
             await asyncio.sleep(self._rng.uniform(least_s, most_s))
             node.signal_child(module, signal.SIGCONT)
 
-    async def _kill_worker(self, node: Node) -> None:
+    async def _kill_child(self, node: Node, module: str) -> None:
+        """Of a child without which the instance fails."""
         node.expected, starts = {_FAILED}, node.starts
-        if node.signal_child(WORKER, signal.SIGKILL):
+        if node.signal_child(module, signal.SIGKILL):
             await self._again(node, starts)
 
     async def _stick_worker(self, node: Node) -> None:

@@ -32,6 +32,7 @@ _RESTART_S = 0.3
 _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
 WORKER, STORE = "fdasync.runner.worker.main", "fdasync.cache.store.process.main"
+TRANSFER = "fdasync.pd.transfer.process.main"
 
 
 class Node:
@@ -204,14 +205,14 @@ class Node:
             self.process.send_signal(number)
 
     def signal_child(self, module: str, number: int) -> bool:
-        """Send a signal to its worker or its store's process; False: there is none."""
+        """Send a signal to its worker, or its store's or transfer process; False: there is none."""
         pid = self.children().get(module)
         if pid is not None:
             _signal(pid, number)
         return pid is not None
 
     def children(self) -> dict[str, int]:
-        """Pids of its worker and its store's process, by module."""
+        """Pids of its worker, its store's process and its transfer process, by module."""
         if self.process is None or self.process.poll() is not None:
             return {}
         found = {}
@@ -219,7 +220,7 @@ class Node:
         try:
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 line = Path(f"/proc/{child}/cmdline").read_text()
-                found |= {module: int(child) for module in (WORKER, STORE) if module in line}
+                found |= {module: int(child) for module in (WORKER, STORE, TRANSFER) if module in line}
         except OSError:
             return found
         return found

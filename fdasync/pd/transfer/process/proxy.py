@@ -53,7 +53,7 @@ NAME = "transfer"
 _MODULE = "fdasync.pd.transfer.process.main"
 _OPEN_S = 60.0
 # checksums of a few hundred MB take a tenth of a second
-_CHECKSUMS_S = 60.0
+_CHECKSUMS_S = 30.0
 # how long the process may take to end a receive that is over
 _STOP_S = 5.0
 _SOURCES = msgspec.msgpack.Decoder(tuple[Source, ...])
