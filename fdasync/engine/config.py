@@ -40,6 +40,8 @@ _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
 # of a runner's key `device`: the first GPU that its process sees
 _OWN_GPU = ("auto", "cuda", "cuda:0")
+# of an update: its weights may come from a slower place than those of the start did
+_UPDATE_S, _UPDATE_STARTS = 120.0, 3.0
 # keys of `leases` for which 0 has a meaning
 _FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
 # keys that had another name: an old name is refused, and the error gives the new one
@@ -116,6 +118,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
+        update_deadline_s: loading new weights, and comparing or hashing them, each; a worker that takes longer fails
+            the engine. "auto": two minutes and three times what the runner's own start took, at most
+            `start_deadline_s`.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
             up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
@@ -170,6 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_version: str | int = FIRST_VERSION
     inline_tokenise_chars: int = 8000
     start_deadline_s: float = 900.0
+    update_deadline_s: float | Auto = "auto"
     step_deadline_s: float = 120.0
     request_deadline_s: float = 3600.0
     prepare_deadline_s: float = 60.0
@@ -229,7 +235,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
         _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
         for name in self.__struct_fields__:
-            if name.endswith("_deadline_s"):
+            if name.endswith("_deadline_s") and getattr(self, name) != "auto":
                 _bounds(name, getattr(self, name), 1e-3, 1e9)
         if self.max_step_tokens < self.max_running:
             raise ConfigError(
@@ -271,6 +277,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return True
         chooses = self.runner != "transformers" or self.runner_config.get("device", "auto") not in _OWN_GPU
         return self.tensor_parallel > 1 and not chooses
+
+    def update_limit_s(self, start_s: float) -> float:
+        """The deadline of updates.
+
+        Args:
+            start_s: how long the runner took to open, which loaded as many weights as an update brings.
+        """
+        if self.update_deadline_s != "auto":
+            return self.update_deadline_s
+        return min(_UPDATE_S + _UPDATE_STARTS * start_s, self.start_deadline_s)
 
     def _validate_group(self) -> None:
         _bounds("tensor_parallel", self.tensor_parallel, 1, MOST_RANKS)
