@@ -15,7 +15,7 @@ import msgspec
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.drafting import Speculation
 from fdasync.errors import BadInput, ConfigError, PluginError
-from fdasync.ipc.gpus import check_names
+from fdasync.ipc.gpus import check_count, check_names
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.request import FIRST_VERSION, Numerics, checked_version
@@ -196,12 +196,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for old, new in _RENAMED.items():
             if isinstance(given, Mapping) and old in given:
                 raise ConfigError(f"config.{old}", f"is named {new!r} now")
+        _check_list(given.get("gpus") if isinstance(given, Mapping) else None)
         config = struct_of(cls, values, error=ConfigError, root="config")
         config.validate()
         return config
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field whose value is wrong."""
+        _check_list(self.gpus)
         struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
@@ -252,10 +254,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.gpus == "auto":
             return
         check_names(self.gpus)
-        count, ranks = len(self.gpus), self.tensor_parallel
         # several instances have a file in common, which names the GPUs of all
-        if not count or count % ranks:
-            raise ConfigError("config.gpus", f"names {count} GPUs, and config.tensor_parallel is {ranks}", limit=ranks)
+        check_count(len(self.gpus), self.tensor_parallel)
         if self.process == "inline":
             raise ConfigError(
                 "config.gpus",
@@ -376,6 +376,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             speculation=0 if self.speculation is None else self.speculation.max_tokens,
             tensor_parallel=self.tensor_parallel,
         )
+
+
+def _check_list(gpus: object) -> None:
+    """Raise ConfigError for a text that is no list of GPUs; other values have their checks."""
+    if isinstance(gpus, str) and gpus != "auto":
+        raise ConfigError("config.gpus", f"is {gpus!r}, and no list", limit='"auto", or such as [0, 1] or ["GPU-..."]')
 
 
 def host_blocks(config: EngineConfig, capacity: Capacity) -> int:

@@ -165,7 +165,8 @@ class Runtime:
         config = self._config
         if runner is not None:
             if config.gpus != "auto":
-                raise ConfigError("config.gpus", "is set, and a runner object was given: it runs in this process")
+                problem = "is set, and a runner object was given: it runs in this process"
+                raise ConfigError("config.gpus", problem, hint="leave gpus out, or name the runner in config.runner")
             return None
         if not config.places_gpus:
             return None
