@@ -64,6 +64,10 @@ class Director:
             (1, "stop transfer long", lambda node: self._stop_child(node, TRANSFER, 2.0, 0.9 * TRANSFER_STOP_S)),
             (1, "stop worker short", lambda node: self._stop_child(node, WORKER, 0.1, STEP_LIMIT_S / 2)),
             (1, "stop worker for good", self._stick_worker),
+            # of a group: one of its workers
+            (2, "kill rank", partial(self._kill_child, module=WORKER)),
+            (1, "stop rank short", lambda node: self._stop_child(node, WORKER, 0.1, STEP_LIMIT_S / 2)),
+            (1, "stop rank for good", self._stick_worker),
             (2, "kill store", self._kill_store),
             (1, "stop store short", lambda node: self._stop_child(node, STORE, 0.1, 1.0)),
             (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
@@ -106,13 +110,15 @@ class Director:
 
     @staticmethod
     def _fits(kind: str, node: Node) -> bool:
-        modules = {"worker": WORKER, "store": STORE, "transfer": TRANSFER}
-        module = next((module for word, module in modules.items() if word in kind), "")
         if kind == "join or drain":
             return node.role == "decode"
         if "data" in kind:
             # blocks are read from there
             return node.role == "prefill" and node.data is not None
+        if "worker" in kind or "rank" in kind:
+            workers = len(node.children().get(WORKER, ()))
+            return workers > 1 if "rank" in kind else workers == 1
+        module = STORE if "store" in kind else TRANSFER if "transfer" in kind else ""
         return not module or module in node.children()
 
     async def _do(self, kind: str, node: Node, work: Callable[[Node], Awaitable[None]]) -> None:
@@ -145,27 +151,32 @@ class Director:
         node.kill_now(signal.SIGCONT)
 
     async def _stop_child(self, node: Node, module: str, least_s: float, most_s: float) -> None:
-        if node.signal_child(module, signal.SIGSTOP):
+        which = self._one_of(node, module)
+        if node.signal_child(module, signal.SIGSTOP, which):
             await asyncio.sleep(self._rng.uniform(least_s, most_s))
-            node.signal_child(module, signal.SIGCONT)
+            node.signal_child(module, signal.SIGCONT, which)
+
+    def _one_of(self, node: Node, module: str) -> int:
+        return self._rng.randrange(max(len(node.children().get(module, ())), 1))
 
     async def _kill_child(self, node: Node, module: str) -> None:
         """Of a child without which the instance fails."""
         node.expected, starts = {_FAILED}, node.starts
-        if node.signal_child(module, signal.SIGKILL):
+        if node.signal_child(module, signal.SIGKILL, self._one_of(node, module)):
             await self._again(node, starts)
 
     async def _stick_worker(self, node: Node) -> None:
         """Stop a worker until its engine fails: it notices an overdue step, and needs work for that."""
         node.expected, starts = {_FAILED}, node.starts
-        if node.signal_child(WORKER, signal.SIGSTOP):
+        which = self._one_of(node, WORKER)
+        if node.signal_child(WORKER, signal.SIGSTOP, which):
             loop = asyncio.get_running_loop()
             until = loop.time() + 2.5 * STEP_LIMIT_S
             while node.starts == starts and node.ready.is_set() and loop.time() < until:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.05)
             if node.starts == starts and node.ready.is_set():
                 # the engine had no work, or only just got some: then it may still end
-                node.signal_child(WORKER, signal.SIGCONT)
+                node.signal_child(WORKER, signal.SIGCONT, which)
                 await asyncio.sleep(2 * STEP_LIMIT_S)
             if node.starts != starts or not node.ready.is_set():
                 await self._again(node, starts)
@@ -219,7 +230,7 @@ class Director:
         if not self._spare:
             name = self._spare = f"j{self._joined}"
             self._joined += 1
-            guest = fleet.make(name, "decode", worker=False, store=False)
+            guest = fleet.make(name, "decode", workers=0, store=False)
             guest.faulted = True
             await guest.open()
             await asyncio.wait_for(guest.ready.wait(), _START_LIMIT_S)

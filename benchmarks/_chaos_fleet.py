@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from benchmarks._chaos_child import Probe
 
 VOCAB = 100
+RANKS = 2
 TTL_S, LOST_S, STEP_LIMIT_S = 1.5, 3.0, 4.0
 RULES = LeaseRules(silent_s=1.0, queue_s=2.0, find_s=10.0, total_s=30.0, ttl_s=TTL_S, receive_s=3.0, age_s=1.0)
 LINKS = LinkConfig(beat_s=0.25, lost_s=LOST_S)
 QUIET_S = 25.0
 END_S = 40.0
+# processes of an instance that compute; the others compute in their own
+_WORKERS = {"p0": RANKS, "d0": 1, "d2": RANKS}
 # connections come and go with the processes at their other ends
 _LOOSE = {"socket": 2, "anon_inode": 1, "pipe": 0}
 
@@ -58,20 +61,23 @@ class Sizes(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
 
-def config_of(role: str, folder: Path | None, sizes: Sizes, *, worker: bool) -> EngineConfig:
+def config_of(role: str, folder: Path | None, sizes: Sizes, *, workers: int) -> EngineConfig:
+    """`workers`: processes that compute a step; 0: the instance's own does."""
     own = {
         "vocab_size": VOCAB, "block_tokens": 4, "num_blocks": sizes.blocks, "max_context_tokens": 256,
         "values_spec": True, "pass_stamp": True, "step_s": 0.008, "token_s": 5e-5, "copy_s": 0.002, "jitter": 0.5,
+        "kv_shares": RANKS,
     }  # fmt: skip
     store: dict[str, Any] = {}
     if folder is not None:
         where = {"path": str(folder), "max_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
         store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "store_kill_s": 4.0}
     return EngineConfig(
-        runner="synthetic", runner_config=own, process="worker" if worker else "inline", role=role,  # type: ignore[arg-type]
+        runner="synthetic", runner_config=own, process="worker" if workers else "inline", role=role,  # type: ignore[arg-type]
         tokenizer="none", host_blocks=sizes.host_blocks, max_running=sizes.running, max_step_tokens=64,
         pipeline_depth=sizes.depth, leases=msgspec.structs.replace(RULES, staging_blocks=sizes.staging),
-        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=60.0, **store,
+        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=60.0, update_deadline_s=STEP_LIMIT_S,
+        tensor_parallel=max(workers, 1), **store,
     )  # fmt: skip
 
 
@@ -79,7 +85,8 @@ class Fleet:
     """See the module.
 
     Args:
-        prefill, decode: number of instances. The first of each role has a worker process, the second one a file store.
+        prefill, decode: number of instances. The first decode instance has a worker process, the second of each role a
+            file store; the first prefill and the third decode instance are groups of ranks.
 
     Attributes:
         nodes: present instances by name.
@@ -102,8 +109,8 @@ class Fleet:
         self._known: set[int] = set()
         self._counts = {"prefill": prefill, "decode": decode}
 
-    def make(self, name: str, role: str, *, worker: bool, store: bool) -> Node:
-        config = config_of(role, self._folder / f"store-{name}" if store else None, self._sizes, worker=worker)
+    def make(self, name: str, role: str, *, workers: int, store: bool) -> Node:
+        config = config_of(role, self._folder / f"store-{name}" if store else None, self._sizes, workers=workers)
         self._baseline.pop(name, None)
         node = self.nodes[name] = Node(name, config, LINKS, self._transport, self._folder, drain_s=20.0)
         return node
@@ -111,7 +118,8 @@ class Fleet:
     async def open(self) -> None:
         for role, count in self._counts.items():
             for number in range(count):
-                node = self.make(f"{role[0]}{number}", role, worker=number == 0, store=number == 1)
+                name = f"{role[0]}{number}"
+                node = self.make(name, role, workers=_WORKERS.get(name, 0), store=number == 1)
                 await node.open()
         await self.until_up(60.0)
 
@@ -139,7 +147,7 @@ class Fleet:
         """End every fault."""
         for node in self.nodes.values():
             node.kill_now(signal.SIGCONT)
-            for pid in node.children().values():
+            for pid in node.pids():
                 os.kill(pid, signal.SIGCONT)
             for proxy in node.proxies:
                 proxy.refuses = False
@@ -191,9 +199,17 @@ class Fleet:
         return grown
 
     async def remember(self) -> None:
-        """Remember what idle instances hold that have met all others."""
+        """Remember what idle instances hold that have met all others, with all of their processes."""
+        until = asyncio.get_running_loop().time() + QUIET_S
         for name, node in self.nodes.items():
             probe = await node.probe()
+            # a slow machine's store may be starting anew
+            while probe is not None and len(probe.children) < node.num_children:
+                if asyncio.get_running_loop().time() > until:
+                    self.wrong.append(f"{name}: {len(probe.children)} child processes, not {node.num_children}")
+                    break
+                await asyncio.sleep(0.3)
+                probe = await node.probe()
             if probe is not None:
                 self._baseline.setdefault(name, probe)
 
@@ -211,7 +227,7 @@ class Fleet:
         await self.heal()
         for role in ("prefill", "decode"):
             nodes = self.role(role)
-            orphans = [pid for node in nodes for pid in (*node.orphans, *node.children().values())]
+            orphans = [pid for node in nodes for pid in (*node.orphans, *node.pids())]
             await asyncio.gather(*[node.aclose(END_S) for node in nodes])
             for node in nodes:
                 self.wrong += node.surprises

@@ -47,8 +47,8 @@ class Late(msgspec.Struct):
 class _SlowFleet(Fleet):
     """Steps that take long enough to be met half-way, and few blocks on the decode instance."""
 
-    def make(self, name: str, role: str, *, worker: bool, store: bool) -> Node:  # noqa: ARG002 - as any fleet
-        node = super().make(name, role, worker=False, store=False)
+    def make(self, name: str, role: str, *, workers: int, store: bool) -> Node:  # noqa: ARG002 - as any fleet
+        node = super().make(name, role, workers=0, store=False)
         config = node.config
         runner = config.runner_config
         if role == "prefill":

@@ -89,6 +89,12 @@ class Node:
         return self.config.role
 
     @property
+    def num_children(self) -> int:
+        """Processes that it has when all goes well."""
+        workers = self.config.tensor_parallel if self.config.process == "worker" else 0
+        return workers + bool(self.config.store)
+
+    @property
     def is_up(self) -> bool:
         return self.ready.is_set() and not self.faulted
 
@@ -192,7 +198,7 @@ class Node:
     def destroy(self) -> None:
         """Kill every process of the instance, at the end of everything."""
         self._closing = True
-        for pid in [*self.children().values()]:
+        for pid in self.pids():
             _signal(pid, signal.SIGKILL)
         self.kill_now(signal.SIGKILL)
 
@@ -201,26 +207,32 @@ class Node:
     def kill_now(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             if number == signal.SIGKILL:
-                self.orphans |= set(self.children().values())
+                self.orphans |= set(self.pids())
             self.process.send_signal(number)
 
-    def signal_child(self, module: str, number: int) -> bool:
-        """Send a signal to its worker, or its store's or transfer process; False: there is none."""
-        pid = self.children().get(module)
-        if pid is not None:
-            _signal(pid, number)
-        return pid is not None
+    def signal_child(self, module: str, number: int, which: int = 0) -> bool:
+        """Send a signal to its store's or transfer process, its worker, or a rank of its group; False: there is none."""
+        pids = self.children().get(module, [])
+        if which < len(pids):
+            _signal(pids[which], number)
+        return which < len(pids)
 
-    def children(self) -> dict[str, int]:
-        """Pids of its worker, its store's process and its transfer process, by module."""
+    def pids(self) -> list[int]:
+        """Of all of `children`."""
+        return [pid for pids in self.children().values() for pid in pids]
+
+    def children(self) -> dict[str, list[int]]:
+        """Pids of its workers, as they were started, of its store's and of its transfer process, by module."""
         if self.process is None or self.process.poll() is not None:
             return {}
-        found = {}
+        found: dict[str, list[int]] = {}
         pid = self.process.pid
         try:
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 line = Path(f"/proc/{child}/cmdline").read_text()
-                found |= {module: int(child) for module in (WORKER, STORE, TRANSFER) if module in line}
+                for module in (WORKER, STORE, TRANSFER):
+                    if module in line:
+                        found.setdefault(module, []).append(int(child))
         except OSError:
             return found
         return found

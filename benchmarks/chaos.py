@@ -2,10 +2,10 @@
 
     python -m benchmarks.chaos --minutes 10 --seed 7 --transport tcp
 
-Processes are killed and stopped (instances, workers, stores), links cut, stalled and refused, instances join and
-drain, all drawn from a seed, which is printed. Every request must end once, in time, right by the oracle or with an
-error that allows another try. Every round ends in quiet, when each instance must have everything back. The program ends
-with 1 if a rule was broken, and names it.
+Processes are killed and stopped (instances, workers, single ranks of groups, stores), links cut, stalled and refused,
+instances join and drain, all drawn from a seed, which is printed. Every request must end once, in time, right by the
+oracle or with an error that allows another try. Every round ends in quiet, when each instance must have everything
+back. The program ends with 1 if a rule was broken, and names it.
 """
 
 from __future__ import annotations

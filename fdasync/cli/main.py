@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from fdasync.cli.common.options import POLICY_HELP, STORE_HELP, engine_config, engine_options
+from fdasync.cli.common.options import POLICY_HELP, STORE_HELP, as_typed, engine_config, engine_options
 from fdasync.cli.common.stdout import print_json
 from fdasync.cli.keys import keys
 from fdasync.cli.serve import serve, up
@@ -265,5 +265,5 @@ def main() -> None:
     except FdasyncError as error:
         kind = "bad input" if isinstance(error, BadInput) else type(error).__name__
         shown = error.cause if isinstance(error, EngineFailed) else error
-        click.echo(f"fdasync: {kind}: {shown}", err=True)
+        click.echo(f"fdasync: {kind}: {as_typed(shown, sys.argv[1:])}", err=True)
         sys.exit(EXIT_ERROR)

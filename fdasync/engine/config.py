@@ -15,7 +15,7 @@ import msgspec
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.drafting import Speculation
 from fdasync.errors import BadInput, ConfigError, PluginError
-from fdasync.ipc.gpus import check_names
+from fdasync.ipc.gpus import check_count, check_names
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.request import FIRST_VERSION, Numerics, checked_version
@@ -40,6 +40,8 @@ _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
 # of a runner's key `device`: the first GPU that its process sees
 _OWN_GPU = ("auto", "cuda", "cuda:0")
+# of an update: its weights may come from a slower place than those of the start did
+_UPDATE_S, _UPDATE_STARTS = 120.0, 3.0
 # keys of `leases` for which 0 has a meaning
 _FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
 # keys that had another name: an old name is refused, and the error gives the new one
@@ -116,6 +118,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
+        update_deadline_s: loading new weights, and comparing or hashing them, each; a worker that takes longer fails
+            the engine. "auto": two minutes and three times what the runner's own start took, at most
+            `start_deadline_s`.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
             up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
@@ -170,6 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_version: str | int = FIRST_VERSION
     inline_tokenise_chars: int = 8000
     start_deadline_s: float = 900.0
+    update_deadline_s: float | Auto = "auto"
     step_deadline_s: float = 120.0
     request_deadline_s: float = 3600.0
     prepare_deadline_s: float = 60.0
@@ -190,12 +196,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for old, new in _RENAMED.items():
             if isinstance(given, Mapping) and old in given:
                 raise ConfigError(f"config.{old}", f"is named {new!r} now")
+        _check_list(given.get("gpus") if isinstance(given, Mapping) else None)
         config = struct_of(cls, values, error=ConfigError, root="config")
         config.validate()
         return config
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field whose value is wrong."""
+        _check_list(self.gpus)
         struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
@@ -229,7 +237,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
         _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
         for name in self.__struct_fields__:
-            if name.endswith("_deadline_s"):
+            if name.endswith("_deadline_s") and getattr(self, name) != "auto":
                 _bounds(name, getattr(self, name), 1e-3, 1e9)
         if self.max_step_tokens < self.max_running:
             raise ConfigError(
@@ -246,10 +254,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.gpus == "auto":
             return
         check_names(self.gpus)
-        count, ranks = len(self.gpus), self.tensor_parallel
         # several instances have a file in common, which names the GPUs of all
-        if not count or count % ranks:
-            raise ConfigError("config.gpus", f"names {count} GPUs, and config.tensor_parallel is {ranks}", limit=ranks)
+        check_count(len(self.gpus), self.tensor_parallel)
         if self.process == "inline":
             raise ConfigError(
                 "config.gpus",
@@ -271,6 +277,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return True
         chooses = self.runner != "transformers" or self.runner_config.get("device", "auto") not in _OWN_GPU
         return self.tensor_parallel > 1 and not chooses
+
+    def update_limit_s(self, start_s: float) -> float:
+        """The deadline of updates.
+
+        Args:
+            start_s: how long the runner took to open, which loaded as many weights as an update brings.
+        """
+        if self.update_deadline_s != "auto":
+            return self.update_deadline_s
+        return min(_UPDATE_S + _UPDATE_STARTS * start_s, self.start_deadline_s)
 
     def _validate_group(self) -> None:
         _bounds("tensor_parallel", self.tensor_parallel, 1, MOST_RANKS)
@@ -360,6 +376,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             speculation=0 if self.speculation is None else self.speculation.max_tokens,
             tensor_parallel=self.tensor_parallel,
         )
+
+
+def _check_list(gpus: object) -> None:
+    """Raise ConfigError for a text that is no list of GPUs; other values have their checks."""
+    if isinstance(gpus, str) and gpus != "auto":
+        raise ConfigError("config.gpus", f"is {gpus!r}, and no list", limit='"auto", or such as [0, 1] or ["GPU-..."]')
 
 
 def host_blocks(config: EngineConfig, capacity: Capacity) -> int:

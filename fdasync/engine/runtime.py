@@ -78,6 +78,7 @@ class Runtime:
 
     Attributes:
         capacity: of the runner, with the weights in use; set by `open`.
+        update_limit_s: deadline of an update; set by `open`.
         bus, processor, driver: set by `open`.
         trace: set by `open` where the configuration asks for one.
         namespace: of the weights in use.
@@ -90,6 +91,7 @@ class Runtime:
     """
 
     capacity: Capacity
+    update_limit_s: float
     namespace: bytes
     bus: EventBus
     processor: OutputProcessor
@@ -163,7 +165,8 @@ class Runtime:
         config = self._config
         if runner is not None:
             if config.gpus != "auto":
-                raise ConfigError("config.gpus", "is set, and a runner object was given: it runs in this process")
+                problem = "is set, and a runner object was given: it runs in this process"
+                raise ConfigError("config.gpus", problem, hint="leave gpus out, or name the runner in config.runner")
             return None
         if not config.places_gpus:
             return None
@@ -205,7 +208,8 @@ class Runtime:
                     limits,
                     close_deadline_s=config.close_deadline_s,
                     # the engine's own deadlines come first: they say which rank is behind
-                    exchange_deadline_s=2 * max(config.start_deadline_s, config.step_deadline_s),
+                    exchange_deadline_s=2
+                    * max(config.start_deadline_s, config.step_deadline_s, config.update_limit_s(0.0)),
                 )
             return WorkerRunner(config.runner, config.runner_config, limits, close_deadline_s=config.close_deadline_s)
         return make_runner(config.runner, config.runner_config, limits)
@@ -217,9 +221,11 @@ class Runtime:
         # before the store, which reports how it opens; the events wait for the driver
         self.bus = EventBus(loop.time, self._standing)
         self._place()
+        began = loop.time()
         try:
             async with Within(config.start_deadline_s):
                 self.capacity = capacity = await self.runner.open()
+                self.update_limit_s = config.update_limit_s(loop.time() - began)
                 _check_answer(config, capacity)
                 self.namespace = namespace_of(capacity)
                 scheduler = Scheduler(resolve(config, capacity, self.namespace), self.policy, self._drafter)

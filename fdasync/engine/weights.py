@@ -299,8 +299,8 @@ class Weights:
             raise BadInput("version", problem, hint="give them a version of their own")
 
     async def _in_time(self, what: str, work: Awaitable[T]) -> T:
-        """Wait for work of the runner; fails the engine where it takes longer than loading may."""
-        limit_s = self._config.start_deadline_s
+        """Wait for work of the runner; fails the engine where it takes longer than an update may."""
+        limit_s = self._runtime.update_limit_s
         try:
             async with Within(limit_s):
                 return await work

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.gpus import Gpu
 
 _LOCKS = Path("/proc/locks")
+_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own"
 
 
 class GpuLocks:
@@ -40,7 +41,8 @@ class GpuLocks:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # blocking: once, at start
         except OSError as error:
-            raise ConfigError("config.gpus", f"{path} cannot be opened, to lock {gpu}: {error.strerror}") from None
+            problem = f"{path} cannot be opened, to lock {gpu}: {error.strerror}"
+            raise ConfigError("config.gpus", problem, hint=_FOLDER) from None
         try:
             fcntl.flock(fd, self._mode | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,7 +75,9 @@ def held_by(gpu: Gpu) -> str:
     pids = holders(gpu)
     if not pids:
         return "another process"
-    told = ", ".join("this one" if pid == os.getpid() else f"{pid}" for pid in pids)
+    if pids == [os.getpid()]:
+        return f"this process ({pids[0]})"
+    told = ", ".join(f"{pid} (this one)" if pid == os.getpid() else f"{pid}" for pid in pids)
     return f"process{'es' if len(pids) > 1 else ''} {told}"
 
 
@@ -92,7 +96,8 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)  # blocking: once, at start
         status = folder.lstat()
     except OSError as error:
-        raise ConfigError("config.gpus", f"{folder}, for locks, cannot be made: {error.strerror}") from None
+        problem = f"{folder}, for locks, cannot be made: {error.strerror}"
+        raise ConfigError("config.gpus", problem, hint=_FOLDER) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError("config.gpus", f"{folder}, for locks, is another user's", hint="set XDG_RUNTIME_DIR")
+        raise ConfigError("config.gpus", f"{folder}, for locks, is another user's", hint=_FOLDER)
     return folder

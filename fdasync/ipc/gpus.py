@@ -45,7 +45,26 @@ def check_names(gpus: Sequence[int | str]) -> None:
     """Raise ConfigError naming the first that can be no name of a GPU."""
     for gpu in gpus:
         if gpu < 0 if isinstance(gpu, int) else not _NAME.fullmatch(gpu) or "," in gpu:
-            raise ConfigError("config.gpus", f"{gpu!r} names no GPU", limit='an index from 0, "GPU-..." or "MIG-..."')
+            index = re.fullmatch(r"(?:cuda:)?0*(\d{1,9})", f"{gpu}", re.ASCII)
+            hint = f"an index is a plain number: {index[1]}" if index else "`nvidia-smi -L` lists indices and UUIDs"
+            limit = 'an index from 0, "GPU-..." or "MIG-..."'
+            raise ConfigError("config.gpus", f"{gpu!r} names no GPU", limit=limit, hint=hint)
+
+
+def check_count(count: int, ranks: int) -> None:
+    """Raise ConfigError unless so many GPUs are those of an instance of so many ranks, or of several such instances."""
+    if not count or count % ranks:
+        raise ConfigError(
+            "config.gpus",
+            f"names {counted(count)}, and config.tensor_parallel is {ranks}",
+            limit=f"{ranks}, one for each rank",
+            hint="name as many, leave gpus (--gpus) out to take free ones, or change tensor_parallel (--tp)",
+        )
+
+
+def counted(count: int) -> str:
+    """So many GPUs, in words."""
+    return "no GPU" if not count else "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def installed() -> list[Gpu] | None:
@@ -88,7 +107,10 @@ def find(names: Sequence[int | str]) -> list[Gpu]:
     for name in names:
         gpu = _of_name(name, seen)
         if gpu.key in found:
-            raise ConfigError("config.gpus", f"names {found[gpu.key]} twice, as {name!r} too", hint="each rank has one")
+            first = found[gpu.key]
+            also = "" if first.name == f"{name}" else f", as {name!r} too"
+            hint = "each rank takes a GPU of its own: name another, or lower tensor_parallel (--tp)"
+            raise ConfigError("config.gpus", f"names {first} twice{also}", hint=hint)
         found[gpu.key] = gpu
     return list(found.values())
 
@@ -156,7 +178,15 @@ def _of_name(name: int | str, seen: list[Gpu] | None) -> Gpu:
         gpu = _of_uuid(name, seen)
     if gpu is not None:
         return gpu
-    shown = f", by {_VARIABLE}={os.environ[_VARIABLE]}" if _VARIABLE in os.environ else ""
+    hidden = _VARIABLE in os.environ
+    shown = f", by {_VARIABLE}={os.environ[_VARIABLE]!r}" if hidden else ""
     count = len(seen or ())
-    problem = f"{name!r} is no GPU that this process sees: it sees {count}{shown}"
-    raise ConfigError("config.gpus", problem, limit=f"0 to {count - 1}" if count else "no GPU")
+    problem = f"{name!r} is no GPU that this process sees: it sees {count or 'none'}{shown}"
+    if hidden:
+        hint = f"name those by their places in {_VARIABLE}, or change it"
+    elif count:
+        hint = "`nvidia-smi -L` lists indices and UUIDs"
+    else:
+        hint = "leave gpus (--gpus) out and compute on the CPU (--device cpu), or see what `fdasync doctor` finds"
+    limit = "no GPU" if not count else "0" if count == 1 else f"0 to {count - 1}"
+    raise ConfigError("config.gpus", problem, limit=limit, hint=hint)

@@ -214,3 +214,42 @@ async def test_a_step_that_never_ends_fails_the_engine_that_should_pause():
         assert isinstance(caught.value.cause, DeadlineExceeded)
         with pytest.raises(EngineFailed):
             await running
+
+
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_an_update_that_takes_too_long_fails_the_engine(way, folder):
+    async def work():
+        loop = asyncio.get_running_loop()
+        config = synthetic_config({"load_s": 10.0}, update_deadline_s=2.0)
+        with pytest.raises(EngineFailed) as caught:  # noqa: PT012 - it ends the engine
+            async with Engine(config) as engine:
+                began = loop.time()
+                with pytest.raises(EngineFailed):
+                    await engine.update_weights(1, folder(99) if way == "folder" else weights(99))
+                assert loop.time() - began == pytest.approx(2.0, abs=0.01)
+                await engine.complete(PROMPT, PARAMS)
+        cause = caught.value.cause
+        assert isinstance(cause, DeadlineExceeded)
+        assert (cause.what, cause.deadline_s) == ("loading weights", 2.0)
+
+    play(work)
+
+
+@pytest.mark.parametrize(
+    ("values", "opening_s", "limit_s"),
+    [({}, 10.0, 150.0), ({"start_deadline_s": 140.0}, 10.0, 140.0), ({"update_deadline_s": 2000.0}, 10.0, 2000.0)],
+)
+def test_the_deadline_of_updates_follows_from_the_start(values, opening_s, limit_s):
+    async def work():
+        engine, faults = held_engine(synthetic_config(**values))
+        opens = faults.inner.open
+
+        async def slowly():
+            await asyncio.sleep(opening_s)
+            return await opens()
+
+        faults.inner.open = slowly
+        async with engine:
+            assert engine._runtime.update_limit_s == pytest.approx(limit_s, abs=0.1)
+
+    play(work)

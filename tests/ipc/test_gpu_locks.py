@@ -39,7 +39,7 @@ def test_one_engine_holds_a_gpu_and_those_that_share_hold_it_together(gpu: Gpu) 
     assert alone.take(gpu)
     assert not other.take(gpu)
     assert not sharing[0].take(gpu)
-    assert (holders(gpu), held_by(gpu)) == ([os.getpid()], "process this one")
+    assert (holders(gpu), held_by(gpu)) == ([os.getpid()], f"this process ({os.getpid()})")
     alone.close()
     alone.close()
     assert holders(gpu) == []

@@ -63,7 +63,7 @@ def test_indices_count_among_those_that_this_process_sees(tmp_path: Path, monkey
     install_gpus(tmp_path, monkeypatch, 4, visible=f" 3, {uuid_of(1)[:8]}")
     assert [gpu.token for gpu in find([0, 1])] == [uuid_of(3), uuid_of(1)]
     assert [gpu.name for gpu in find([uuid_of(1)])] == ["1"]
-    with pytest.raises(ConfigError, match=r"2 is no GPU .*sees 2, by CUDA_VISIBLE_DEVICES= 3, GPU-.*limit: 0 to 1"):
+    with pytest.raises(ConfigError, match=r"2 is no GPU .*sees 2, by CUDA_VISIBLE_DEVICES=' 3, GPU-.*limit: 0 to 1"):
         find([2])
     with pytest.raises(ConfigError, match="is no GPU that this process sees"):
         find([uuid_of(0)])

@@ -6,12 +6,13 @@ Starts nothing. Called by `options.py` and `local/fleet.py`.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import BadInput, ConfigError
 from fdasync.ipc.gpu_locks import GpuLocks
-from fdasync.ipc.gpus import find, visible
+from fdasync.ipc.gpus import counted, find, visible
 from fdasync.runner.group.placement import too_few
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
 
 Gpus = tuple[int | str, ...] | Literal["auto"]
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def parse_gpus(texts: Sequence[str]) -> tuple[Gpus | None, int]:
@@ -37,7 +39,8 @@ def parse_gpus(texts: Sequence[str]) -> tuple[Gpus | None, int]:
             raise BadInput("--gpus", f"{text!r} is no list of GPUs", limit="auto, or such as 0,1 or GPU-8a3f,GPU-77c0")
         if len(names) != len(lists[0]):
             raise BadInput("--gpus", f"{texts[0]!r} and {text!r} differ in length", hint="say one list per instance")
-    return tuple([int(name) if name.isdecimal() else name for names in lists for name in names]), len(lists[0])
+    # any other spelling of a number is refused as a name
+    return tuple([int(name) if _INDEX.fullmatch(name) else name for names in lists for name in names]), len(lists[0])
 
 
 def gpus_of_instances(config: EngineConfig, names: Sequence[str]) -> list[Gpus]:
@@ -51,13 +54,16 @@ def gpus_of_instances(config: EngineConfig, names: Sequence[str]) -> list[Gpus]:
     needed = len(names) * config.tensor_parallel
     given = config.gpus
     if given == "auto":
-        chosen = _free(needed, config.tensor_parallel if config.share_gpus else needed, shares=config.share_gpus)
+        least = config.tensor_parallel if config.share_gpus else needed
+        who = _instances(1 if config.share_gpus else len(names), config.tensor_parallel)
+        chosen = _free(needed, least, who, shares=config.share_gpus)
         if chosen is None:
             return ["auto"] * len(names)
         given = chosen
     if len(given) != needed:
-        problem = f"names {len(given)} GPUs, and {len(names)} instances of {config.tensor_parallel} each take {needed}"
-        raise ConfigError("config.gpus", problem, limit=needed)
+        problem = f"names {counted(len(given))}, and {_instances(len(names), config.tensor_parallel)} {counted(needed)}"
+        hint = "name one for each rank of each instance, in their order, or leave gpus (--gpus) out to take free ones"
+        raise ConfigError("config.gpus", problem, limit=needed, hint=hint)
     places = [given[first : first + config.tensor_parallel] for first in range(0, needed, config.tensor_parallel)]
     if not config.share_gpus:
         _check_overlap(dict(zip(names, places, strict=True)))
@@ -70,6 +76,12 @@ def most_on_one(places: Sequence[Gpus]) -> int:
     return max(count.values(), default=1)
 
 
+def _instances(count: int, ranks: int) -> str:
+    if count == 1:
+        return f"an instance with tensor_parallel (--tp) {ranks} needs"
+    return f"{count} instances with tensor_parallel (--tp) {ranks} need"
+
+
 def _check_overlap(places: dict[str, tuple[int | str, ...]]) -> None:
     owners: dict[str, str] = {}
     for name, place in places.items():
@@ -80,9 +92,9 @@ def _check_overlap(places: dict[str, tuple[int | str, ...]]) -> None:
                 raise ConfigError("config.gpus", f"{other} and {name} both take {gpu}", hint=hint)
 
 
-def _free(needed: int, least: int, *, shares: bool) -> tuple[int, ...] | None:
+def _free(needed: int, least: int, who: str, *, shares: bool) -> tuple[int, ...] | None:
     """Indices of so many GPUs that no engine holds, then from the first again; None: no GPUs. Raises ConfigError
-    where fewer than `least` are free."""
+    where fewer than `least` are free, which `who` needs."""
     seen = visible()
     if not seen:
         return None
@@ -92,5 +104,5 @@ def _free(needed: int, least: int, *, shares: bool) -> tuple[int, ...] | None:
     finally:
         locks.close()
     if len(free) < least:
-        raise too_few(seen, [seen[index] for index in free], least)
+        raise too_few(seen, [seen[index] for index in free], least, who)
     return tuple(itertools.islice(itertools.cycle(free), needed))

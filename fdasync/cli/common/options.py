@@ -21,12 +21,13 @@ from fdasync.drafting import RUNNERS_OWN, drafter_class
 from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
+from fdasync.ipc.gpus import counted
 from fdasync.registry.registry import TAPS, Registry
 from fdasync.request import Numerics
 from fdasync.runner.shares import MOST_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 PLUGIN_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
 STORE_HELP = (
@@ -39,6 +40,8 @@ POLICY_HELP = (
 )
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _COUNT = click.IntRange(1)
+# in an error's words: the key that an option of the same name sets
+_CONFIG_KEY = re.compile(r"\bconfig\.(?:runner_config\.)?(\w+)")
 # of a click context: the mapping of its `--config` file
 _VALUES = "fdasync.config"
 
@@ -218,10 +221,29 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
         values["role"] = role or "mixed"
     config = EngineConfig.from_mapping(values)
     if gpus is not None and gpus != "auto" and each not in (config.tensor_parallel, len(gpus)):
-        raise BadInput("--gpus", f"has {each} GPUs in a list, and --tp is {config.tensor_parallel}")
+        problem = f"has {counted(each)} in a list, and --tp is {config.tensor_parallel}"
+        hint = "say one list per instance, with a GPU for each rank, or one list for all"
+        raise BadInput("--gpus", problem, limit=config.tensor_parallel, hint=hint)
     if config.runner == "transformers" and not config.model:
         raise BadInput("--model", "is missing", hint="name a checkpoint folder, or --runner synthetic to try without")
     return config
+
+
+def as_typed(error: BaseException, arguments: Sequence[str]) -> str:
+    """An error's words for whoever typed these arguments: options that were given stand in place of their keys."""
+    typed = {
+        str(option.name): option.opts[0]
+        for option in _options()
+        if any(argument == option.opts[0] or argument.startswith(f"{option.opts[0]}=") for argument in arguments)
+    }
+    return _CONFIG_KEY.sub(lambda found: typed.get(found[1], found[0]), str(error))
+
+
+def _options() -> list[click.Parameter]:
+    command = click.Command("any")
+    for option in _OPTIONS:
+        option(command)
+    return command.params
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import ConfigError
 from fdasync.ipc.gpu_locks import GpuLocks, held_by
-from fdasync.ipc.gpus import Gpu, environment_of, find, visible
+from fdasync.ipc.gpus import Gpu, counted, environment_of, find, visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_FEWER = "lower tensor_parallel (--tp), start fewer instances, or compute on the CPU (--device cpu)"
 _SHARE = "end that one, take other GPUs, or have both share them (share_gpus, --share-gpus)"
 
 
@@ -48,9 +49,9 @@ class Placement:
         self._sees_all = sees_all
         self._named = None if wanted == "auto" else find(wanted)
         if self._named is not None and len(self._named) != ranks:
-            raise ConfigError(
-                "config.gpus", f"names {len(self._named)} GPUs, and config.tensor_parallel is {ranks}", limit=ranks
-            )
+            # lists of several instances are divided by now
+            problem = f"names {counted(len(self._named))}, and config.tensor_parallel is {ranks}"
+            raise ConfigError("config.gpus", problem, limit=ranks, hint="name one for each rank")
         self._locks = GpuLocks(shares=shares)
 
     def take(self) -> None:
@@ -80,7 +81,7 @@ class Placement:
                 taken.append(gpu)
         if len(taken) == self._ranks:
             return tuple(taken)
-        raise too_few(seen, taken, self._ranks)
+        raise too_few(seen, taken, self._ranks, f"tensor_parallel (--tp) {self._ranks} needs")
 
     def environments(self) -> list[Mapping[str, str]]:
         """What each rank's environment says beside this process's own."""
@@ -94,12 +95,16 @@ class Placement:
         self.gpus = ()
 
 
-def too_few(seen: Sequence[Gpu], free: Sequence[Gpu], needed: int) -> ConfigError:
-    """The error where of the visible GPUs fewer are free than are needed."""
+def too_few(seen: Sequence[Gpu], free: Sequence[Gpu], needed: int, who: str) -> ConfigError:
+    """The error where of the visible GPUs fewer are free than are needed.
+
+    Args:
+        who: needs them, in words that end in "needs" or "need".
+    """
     held = [f"{gpu} is held by {held_by(gpu)}" for gpu in seen if gpu not in free]
-    problem = f"{needed} GPUs are needed, and this process sees {len(seen)}"
+    problem = f"{who} {counted(needed)}, and this process sees {len(seen)}"
     return ConfigError(
         "config.gpus",
         "; ".join([problem, *held]),
-        hint=_SHARE if held and len(seen) >= needed else "lower tensor_parallel (--tp), or set the device to the CPU",
+        hint=_SHARE if held and len(seen) >= needed else _FEWER,
     )

@@ -51,7 +51,7 @@ async def test_each_rank_starts_with_its_own_gpu_first() -> None:
         assert _MULTICAST.items() <= first.items() & second.items()
         assert [holders(gpu) for gpu in find([0, 1, 2])] == [[], [os.getpid()], [os.getpid()]]
         # another engine of this process, and of its own GPUs
-        with pytest.raises(ConfigError, match=r"GPU 1 \(0000:20:00.0\) is held by process this one.*--share-gpus"):
+        with pytest.raises(ConfigError, match=r"GPU 1 \(0000:20:00.0\) is held by this process \(\d+\).*--share-gpus"):
             await Engine(config_of(gpus=(1,))).start()
         async with Engine(config_of(gpus=(0,))) as other:
             (pid,) = other.worker_pids
@@ -96,7 +96,7 @@ def test_auto_takes_the_first_that_are_free(tmp_path: Path, monkeypatch: pytest.
     one.take()
     assert [gpu.name for gpu in one.gpus] == ["0", "2"]
     with pytest.raises(
-        ConfigError, match=r"2 GPUs are needed.* sees 4; GPU 0 .*held by process this one; GPU 1 .*GPU 2"
+        ConfigError, match=r"--tp\) 2 needs 2 GPUs.* sees 4; GPU 0 .*held by this process \(\d+\); GPU 1 .*GPU 2"
     ):
         third.take()
     # what it had taken by then is free again
@@ -106,7 +106,7 @@ def test_auto_takes_the_first_that_are_free(tmp_path: Path, monkeypatch: pytest.
     assert [gpu.name for gpu in third.gpus] == ["0", "2"]
     for placement in (other, third):
         placement.close()
-    with pytest.raises(ConfigError, match=r"5 GPUs are needed, and this process sees 4; lower tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"--tp\) 5 needs 5 GPUs, and this process sees 4; lower tensor_parallel"):
         Placement("auto", 5, shares=False).take()
 
 
@@ -115,7 +115,7 @@ def test_auto_takes_none_where_there_are_none(tmp_path: Path, monkeypatch: pytes
     placement = Placement("auto", 2, shares=False)
     placement.take()
     assert (placement.gpus, placement.environments()) == ((), [{}, {}])
-    with pytest.raises(ConfigError, match="0 is no GPU that this process sees: it sees 0"):
+    with pytest.raises(ConfigError, match=r"0 is no GPU that this process sees: it sees none .*--device cpu"):
         Engine(config_of(gpus=(0,)))
     (tmp_path / "dev" / "dxg").touch()
     with pytest.raises(ConfigError, match="which GPUs there are cannot be read here"):
@@ -137,8 +137,8 @@ def test_only_groups_of_the_transformers_runner_take_gpus_unasked() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"gpus": ()}, "names 0 GPUs, and config.tensor_parallel is 1"),
-        ({"gpus": (0,), "tensor_parallel": 2}, "names 1 GPUs, and config.tensor_parallel is 2"),
+        ({"gpus": ()}, "names no GPU, and config.tensor_parallel is 1"),
+        ({"gpus": (0,), "tensor_parallel": 2}, "names 1 GPU, and config.tensor_parallel is 2"),
         ({"gpus": (0, 1)}, "names 2 GPUs, and config.tensor_parallel is 1"),
         ({"gpus": (0, "GPU-00"), "tensor_parallel": 2}, r"names GPU 0 \(0000:10:00.0\) twice, as 'GPU-00' too"),
         ({"gpus": (2,)}, "2 is no GPU that this process sees: it sees 2"),

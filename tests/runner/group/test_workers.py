@@ -15,7 +15,6 @@ from fdasync.errors import WeightsBroken, WeightsRejected
 from fdasync.runner.base import RunnerLimits, TensorMeta
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
-from fdasync.testing.harness.engines import until
 from fdasync.testing.harness.leaks import children, no_leaks
 from fdasync.testing.harness.processes import stop_process
 from tests.support.plugins import install_runners
@@ -28,11 +27,6 @@ LIMITS = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=8, block_tok
 def config_of(runner=None, ranks=2, **values):
     own = {"kv_shares": 2, "step_s": 0.002, **(runner or {})}
     return synthetic_config(own, process="worker", tensor_parallel=ranks, **values)
-
-
-def pids_of(engine):
-    runner = engine._runtime.runner
-    return () if runner is None else runner.pids
 
 
 async def fails(config, strike):
@@ -82,43 +76,6 @@ async def test_a_group_answers_as_one_runner_does_through_swaps(ranks, shares):
         assert stats.preemptions > 0
         assert stats.swapped_in_blocks > 0
         check_idle(engine)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_killed_rank_fails_the_engine_by_name(rank):
-    cause, pids = await fails(config_of(), lambda pids: os.kill(pids[rank], signal.SIGKILL))
-    assert isinstance(cause, WorkerDied)
-    assert (cause.pid, cause.exit_status) == (pids[rank], -signal.SIGKILL)
-    assert f"synthetic worker (rank {rank} of 2) process" in str(cause)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_stopped_rank_is_named_at_the_step_deadline(rank):
-    # the other one waits for it in an exchange
-    config = config_of(step_deadline_s=0.5)
-    cause, pids = await fails(config, lambda pids: stop_process(pids[rank]))
-    assert isinstance(cause, WorkerStuck)
-    assert (cause.pid, cause.deadline_s) == (pids[rank], 0.5), str(cause)
-    assert f"rank {rank} of 2" in cause.name
-    assert "exchanges entered: " in cause.what
-    assert f"stopped: {rank})" in cause.what
-
-
-async def test_a_rank_that_is_stopped_at_the_start_is_named():
-    with no_leaks():
-        engine = Engine(config_of(start_deadline_s=3.0))
-        starting = asyncio.create_task(engine.start())
-        try:
-            await until(lambda: len(pids_of(engine)) == 2 and min(pids_of(engine)) > 0, 3.0, 0.001)
-            pids = pids_of(engine)
-            # neither has entered an exchange
-            stop_process(pids[1])
-            with pytest.raises(WorkerStuck, match=r"rank 1 of 2.*stopped: 1\)") as caught:
-                await starting
-            assert caught.value.pid == pids[1]
-        finally:
-            await engine.aclose()
-        assert children() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
