@@ -211,7 +211,7 @@ class Node:
             self.process.send_signal(number)
 
     def signal_child(self, module: str, number: int, which: int = 0) -> bool:
-        """Send a signal to its store's or transfer process, its worker, or a rank of its group; False: there is none."""
+        """Send a signal to its store's or transfer process, its worker, or a rank of its group; False: it has none."""
         pids = self.children().get(module, [])
         if which < len(pids):
             _signal(pids[which], number)
