@@ -40,6 +40,9 @@ class RoutedRequest:
         name: the current try's name among instances; "" while there is none.
         first: the instance that the try was sent to; None once that instance has no more work with it.
         decoders: instances to which `first` may hand it over.
+        missing: prompt tokens that `first` had to compute, as far as known.
+        beats: number of statuses of `first` when the try was sent.
+        expected: blocks of the prompt that `first` is expected to have because of this try.
         sessions: the session of each of `decoders` when the try was sent; in a later session it is another process.
         server: the instance that answers, once that is known.
         decoder: the instance in whose load it counts as a request that decodes.
@@ -71,6 +74,9 @@ class RoutedRequest:
         self.name = ""
         self.first: InstanceHandle | None = None
         self.decoders: tuple[InstanceHandle, ...] = ()
+        self.missing = 0
+        self.beats = 0
+        self.expected: tuple[bytes, ...] = ()
         self.sessions: dict[str, int] = {}
         self.server: InstanceHandle | None = None
         self.decoder: InstanceHandle | None = None
