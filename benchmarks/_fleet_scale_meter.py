@@ -68,11 +68,11 @@ class Meter:
             self.ns[kind] += spent
             self.calls[kind] += 1
 
-    def away(self, work: Callable[..., T], *args: Any) -> T:
+    def away(self, work: Callable[..., T], *args: Any, **fields: Any) -> T:
         """Do work that is not the router's."""
         began, busy, self._busy = thread_time_ns(), self._busy, False
         try:
-            return work(*args)
+            return work(*args, **fields)
         finally:
             self._outside += thread_time_ns() - began
             self._busy = busy
@@ -111,13 +111,13 @@ class MeteredLoop(SimLoop):
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         context = copy_context() if context is None else context
         if self._meter.wraps(context):
-            return super().call_soon(self._meter.run, callback, args, context=context)
+            return self._meter.away(super().call_soon, self._meter.run, callback, args, context=context)
         return super().call_soon(callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         context = copy_context() if context is None else context
         if self._meter.wraps(context):
-            return super().call_at(when, self._meter.run, callback, args, context=context)
+            return self._meter.away(super().call_at, when, self._meter.run, callback, args, context=context)
         return super().call_at(when, callback, *args, context=context)
 
     def metered_gc(self) -> None:

@@ -1,9 +1,9 @@
 """Chooses the instances that serve a request, by their load and by the prefixes that they have.
 
 No Python runs for each instance: the choice follows the prompt through the index of blocks once, and compares columns
-of numbers. A prefill or mixed instance costs the prompt tokens that it would compute until the prompt is done; a mixed
-one also a part of the tokens that it has in use, so that a prefix draws only as many requests as it is worth. A decode
-instance costs the share of its blocks that would be in use.
+of numbers. A prefill or mixed instance costs the prompt tokens that it would compute until the prompt is done, those of
+this prompt twice; a mixed one also a part of the tokens that it has in use, so that a prefix draws only as many requests
+as it is worth. A decode instance costs the share of its blocks that would be in use.
 
 Pure. Called by `dispatch.py`.
 """
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _MAX_DECODERS = 8
 # of a prompt token to compute, what a token in use on a mixed instance weighs
 _IN_USE = 1 / 16
+# what a prompt token weighs that the instance does not have: computing it delays this request, and others there, while
+# the same token in the line before this request delays this one alone
+_MISSING = 2
 # up to so many instances are taken from a bitset one by one
 _FEW = 8
 
@@ -74,8 +77,8 @@ class _Costs:
         return max(self._num_tokens - int(self.had[slot]) * self._size, 0)
 
     def prefill_cost(self, slot: int) -> int:
-        """Prompt tokens that the instance would compute until this request's prefill is done."""
-        return int(self._loads.work[slot]) + self.missing(slot)
+        """What the prefill of this request costs on an instance, in prompt tokens."""
+        return int(self._loads.work[slot]) + _MISSING * self.missing(slot)
 
     def best(self, role: Role, fits: Callable[[Room], bool], count: int, without: int = -1) -> list[InstanceHandle]:
         """Instances of a role that take work and can hold the request, the best first, at most so many.
@@ -91,16 +94,19 @@ class _Costs:
             return []
         rows = self._loads.slots(able)
         costs = self._decode_costs(rows) if role == "decode" else self._prefill_costs(rows, mixed=role == "mixed")
+        if count == 1:
+            rows = rows[costs == costs.min()]
+            return [self._table.at(int(rows[0] if len(rows) == 1 else rows[self._loads.live[rows].argmin()]))]
         if count < len(rows):
             # all with one of the lowest costs, then in order
-            near = costs <= (costs.min() if count == 1 else np.partition(costs, count - 1)[count - 1])
+            near = costs <= np.partition(costs, count - 1)[count - 1]
             rows, costs = rows[near], costs[near]
         order = np.lexsort((self._loads.live[rows], costs))[:count]
         return [self._table.at(slot) for slot in rows[order].tolist()]
 
     def _prefill_costs(self, rows: NDArray[np.intp], *, mixed: bool) -> NDArray[np.float64]:
         loads = self._loads
-        costs = loads.work[rows] + np.maximum(self._num_tokens - self.had[rows] * self._size, 0)
+        costs = loads.work[rows] + _MISSING * np.maximum(self._num_tokens - self.had[rows] * self._size, 0)
         if mixed:
             return costs + self._in_use(rows) * (self._size * _IN_USE)
         return costs.astype(np.float64)

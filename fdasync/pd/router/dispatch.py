@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.cache.aux import wanted_specs
-from fdasync.cache.identity import block_keys, root_key
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -36,6 +34,7 @@ from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
 from fdasync.pd.router.choice import choose
+from fdasync.pd.router.prompt_keys import PromptKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 #: a message of an instance about one request, but for new output
 RequestMessage = PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
 
-_HASH_SLICE_BLOCKS = 256
 _RETRY_S = 0.05
 
 
@@ -87,6 +85,7 @@ class Dispatch:
         self._live: dict[str, RoutedRequest] = {}
         self._by_name: dict[str, RoutedRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prompt_keys = PromptKeys()
 
     def hold(self) -> None:
         """Send no request to any instance until `release`."""
@@ -240,21 +239,12 @@ class Dispatch:
         self._count_on(request, decoders[0] if decoders else None)
         return True
 
-    async def _keys(self, request: RoutedRequest) -> tuple[bytes, ...]:
-        """Identities of a prompt's full blocks; none for a text, which the router does not tokenise. Yields to the
-        loop between slices of a long prompt."""
-        size = self._table.block_tokens
-        if not size or not request.submit.tokens:
+    async def _keys(self, request: RoutedRequest) -> Sequence[bytes]:
+        """Identities of a prompt's full blocks; none for a text, which the router does not tokenise."""
+        size, submit = self._table.block_tokens, request.submit
+        if not size or not submit.tokens:
             return ()
-        tokens = array("i", request.submit.tokens)
-        parent = root_key(self._table.namespace, request.submit.salt.encode())
-        keys: list[bytes] = []
-        step = size * _HASH_SLICE_BLOCKS
-        for first in range(0, len(tokens), step):
-            if first:
-                await asyncio.sleep(0)
-            keys += block_keys(keys[-1] if keys else parent, tokens[first : first + step], size)
-        return tuple(keys)
+        return await self._prompt_keys.of(self._table.namespace, submit.salt, submit.tokens, size)
 
     # -- messages of instances ------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Loads:
         self._known: dict[int, tuple[Role, Room]] = {}
         self._free: list[int] = []
         self._rows = 0
+        self._latest = 0
+        self._slots: NDArray[np.intp] = np.zeros(0, np.intp)
         self._resize(_FIRST_ROWS)
 
     def _resize(self, capacity: int) -> None:
@@ -109,7 +111,11 @@ class Loads:
         return able & fitting
 
     def slots(self, bits: int) -> NDArray[np.intp]:
-        """The slots of a bitset, in order."""
+        """The slots of a bitset, in order; do not change them. Those of the latest bitset are kept: one role is mostly
+        able as a whole."""
+        if bits == self._latest:
+            return self._slots
         nbytes = -(-self._rows // 8)
         mask = np.frombuffer(bits.to_bytes(nbytes, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        self._latest, self._slots = bits, np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        return self._slots

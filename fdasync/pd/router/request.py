@@ -6,6 +6,7 @@ Sends nothing. `router/dispatch.py` moves it from state to state, `router/stream
 from __future__ import annotations
 
 import asyncio
+from struct import unpack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -102,7 +103,7 @@ class RoutedRequest:
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the prompt; (): it is text, and no instance has sent them yet."""
         submit = self.submit
-        return self.prompt_of_text if submit.text is not None else tuple(memoryview(submit.tokens).cast("i"))
+        return self.prompt_of_text if submit.text is not None else unpack(f"{len(submit.tokens) // 4}i", submit.tokens)
 
     @property
     def prompt_is_known(self) -> bool:

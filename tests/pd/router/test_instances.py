@@ -89,13 +89,13 @@ def test_prefill_goes_where_least_stands_before_it():
     assert stage.choose()[0] == "p0"
 
 
-def test_a_prefix_is_worth_the_tokens_that_it_saves():
+def test_a_prefix_is_worth_twice_the_tokens_that_it_saves():
     stage = Stage("p0", "p1", "d0")
     stage.has("p1", 0, 1, 2)
     assert stage.choose()[0] == "p1"
-    stage.status("p1", queued=11)
+    stage.status("p1", queued=23)
     assert stage.choose()[0] == "p1"
-    stage.status("p1", queued=13)
+    stage.status("p1", queued=25)
     assert stage.choose()[0] == "p0"
     # a block without those before it is of no use
     stage.has("p0", 1, 2, 3)
