@@ -29,21 +29,21 @@ def slots_of(bits: int) -> list[int]:
 
 
 class BlockIndex:
-    """See the module. `blocks` of an instance is the set of identities that it is known to have; this index changes it,
-    and the instance owns it."""
+    """See the module. `blocks` of an instance is the set of identities that it has reported; this index changes it, and
+    the instance owns it."""
 
     def __init__(self) -> None:
+        # the instances that have a block, or are expected to
         self._holders: dict[bytes, int] = {}
-        self._expected: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Number of identities that some instance is known to have."""
+        """Number of identities that some instance has, or is expected to have."""
         return len(self._holders)
 
     def add(self, slot: int, blocks: set[bytes], keys: Iterable[bytes]) -> None:
         """An instance has these blocks from now on."""
         bit = 1 << slot
-        holders, expected = self._holders, self._expected
+        holders = self._holders
         # equal sets as one object; blocks of one prompt mostly have the same holders
         joined: dict[int, int] = {0: bit}
         for key in keys:
@@ -55,71 +55,52 @@ class BlockIndex:
             if both is None:
                 both = joined[held] = held | bit
             holders[key] = both
-            if expected and expected.get(key, 0) & bit:
-                self._unexpect(bit, key)
 
     def remove(self, slot: int, blocks: set[bytes], keys: Iterable[bytes]) -> None:
         """An instance has lost these blocks."""
-        bit = 1 << slot
-        holders = self._holders
-        left: dict[int, int] = {}
-        for key in keys:
-            if key not in blocks:
-                continue
-            blocks.discard(key)
-            held = holders[key]
-            rest = left.get(held)
-            if rest is None:
-                rest = left[held] = held ^ bit
-            if rest:
-                holders[key] = rest
-            else:
-                del holders[key]
+        self._drop(1 << slot, [key for key in keys if key in blocks])
+        blocks.difference_update(keys)
 
     def clear(self, slot: int, blocks: set[bytes]) -> None:
         """An instance has none of its blocks any more, as far as known."""
-        if blocks:
-            self.remove(slot, blocks, tuple(blocks))
-            # a set that was large stays large
-            blocks.clear()
+        self._drop(1 << slot, blocks)
+        blocks.clear()
 
-    def expect(self, slot: int, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    def expect(self, slot: int, blocks: set[bytes], keys: Sequence[bytes]) -> list[bytes]:
         """A prompt with these blocks was sent to an instance: it will have them soon. Returns the blocks that it neither
         has nor was expected to have; hand them to `unexpect` when news of them is there or will not come."""
         bit = 1 << slot
-        holders, expected = self._holders, self._expected
+        holders = self._holders
+        joined: dict[int, int] = {0: bit}
         new = []
         for key in reversed(keys):
-            before = expected.get(key, 0)
-            if (before | holders.get(key, 0)) & bit:
+            held = holders.get(key, 0)
+            if held & bit or key in blocks:
                 # those before it are there, too
                 break
-            expected[key] = before | bit
+            both = joined.get(held)
+            if both is None:
+                both = joined[held] = held | bit
+            holders[key] = both
             new.append(key)
-        return tuple(new)
+        return new
 
-    def unexpect(self, slot: int, keys: Iterable[bytes]) -> None:
-        bit = 1 << slot
+    def unexpect(self, slot: int, blocks: set[bytes], keys: Iterable[bytes]) -> None:
+        """No block is expected any more because of that prompt; what the instance has reported stays."""
+        self._drop(1 << slot, [key for key in keys if key not in blocks])
+
+    def _drop(self, bit: int, keys: Iterable[bytes]) -> None:
+        holders = self._holders
+        left: dict[int, int] = {}
         for key in keys:
-            if self._expected.get(key, 0) & bit:
-                self._unexpect(bit, key)
-
-    def _unexpect(self, bit: int, key: bytes) -> None:
-        rest = self._expected[key] ^ bit
-        if rest:
-            self._expected[key] = rest
-        else:
-            del self._expected[key]
-
-    def forget_expected(self, slot: int) -> None:
-        """An instance is used no more: nothing is expected of it."""
-        bit = 1 << slot
-        for key in [key for key, bits in self._expected.items() if bits & bit]:
-            self._unexpect(bit, key)
-
-    def prefix_blocks(self, slot: int, keys: Sequence[bytes]) -> int:
-        """Number of leading blocks of a prompt that an instance has, or is expected to have."""
-        return next((depth for depth, bits in self.prefixes(keys, 1 << slot) if bits), 0)
+            held = holders.get(key, 0)
+            rest = left.get(held)
+            if rest is None:
+                rest = left[held] = held & ~bit
+            if rest:
+                holders[key] = rest
+            else:
+                holders.pop(key, None)
 
     def prefixes(self, keys: Sequence[bytes], among: int) -> list[tuple[int, int]]:
         """How many leading blocks of a prompt each instance of a bitset has, or is expected to have: (number, bitset of
@@ -127,13 +108,11 @@ class BlockIndex:
         """
         if not among:
             return []
-        holders, expected = self._holders, self._expected
+        find = self._holders.get
         found = []
         last: int | None = None
         for depth, key in enumerate(keys):
-            held = holders.get(key, 0)
-            if expected and (more := expected.get(key, 0)):
-                held |= more
+            held = find(key, 0)
             # blocks behind each other mostly have one set
             if held is last:
                 continue

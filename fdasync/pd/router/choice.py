@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fdasync.pd.router.limits import Need, Room
 
 _MAX_DECODERS = 8
-# of a prompt token to compute, what a token in use on a mixed instance weighs
-_IN_USE = 1 / 16
 # what a prompt token weighs that the instance does not have: computing it delays this request, and others there, while
 # the same token in the line before this request delays this one alone
 _MISSING = 2
@@ -52,51 +50,67 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class _Costs:
-    """The costs of one request on each instance, by slot.
-
-    Attributes:
-        had: leading blocks of the prompt that each instance has, by slot.
-    """
+    """The costs of one request on each instance."""
 
     def __init__(self, table: InstanceTable, keys: Sequence[bytes], num_tokens: int, without: Sequence[str]) -> None:
         self._table = table
-        self._loads = loads = table.loads
+        self._loads = table.loads
         self._num_blocks = len(keys)
         self._num_tokens = num_tokens
         self._size = max(table.block_tokens, 1)
         failed = [table.find(address) for address in without]
         self._failed = sum({1 << instance.slot for instance in failed if instance is not None})
-        self.had: NDArray[np.int64] = np.zeros(len(loads.work), np.int64)
-        if keys:
-            for depth, bits in table.index.prefixes(keys, loads.working):
-                if depth:
-                    few = bits.bit_count() <= _FEW
-                    self.had[slots_of(bits) if few else loads.slots(bits)] = depth
+        # (blocks, bitset of those that have just so many), without those that have none
+        self._had = [each for each in table.index.prefixes(keys, self._loads.working) if each[0]]
 
-    def missing(self, slot: int) -> int:
-        return max(self._num_tokens - int(self.had[slot]) * self._size, 0)
+    def missing(self, instance: InstanceHandle) -> int:
+        """Prompt tokens that an instance would compute."""
+        had = next((depth for depth, bits in self._had if bits >> instance.slot & 1), 0)
+        return max(self._num_tokens - had * self._size, 0)
 
-    def prefill_cost(self, slot: int) -> int:
+    def prefill_cost(self, instance: InstanceHandle) -> int:
         """What the prefill of this request costs on an instance, in prompt tokens."""
-        return int(self._loads.work[slot]) + _MISSING * self.missing(slot)
+        return int(self._loads.work[instance.slot]) + _MISSING * self.missing(instance)
 
-    def best(self, role: Role, fits: Callable[[Room], bool], count: int, without: int = -1) -> list[InstanceHandle]:
-        """Instances of a role that take work and can hold the request, the best first, at most so many.
-
-        `without`: slot of an instance that is left out; negative: none is.
-        """
+    def _able(self, role: Role, fits: Callable[[Room], bool]) -> int:
         able = self._loads.able(role, fits)
-        if without >= 0:
-            able &= ~(1 << without)
         # an instance that failed the request before is used only where no other is left
-        able = able & ~self._failed or able
+        return able & ~self._failed or able
+
+    def best(self, role: Role, fits: Callable[[Room], bool]) -> InstanceHandle | None:
+        """The best instance of a role that takes work and can hold the request, where it prefills it."""
+        able = self._able(role, fits)
+        if not able:
+            return None
+        # those that have a part of the prompt are among those that have none at least; each counts by its own part
+        found = [self._lightest(able, 0, mixed=role == "mixed")]
+        found += [self._lightest(some, had, mixed=role == "mixed") for had, bits in self._had if (some := bits & able)]
+        return self._table.at(min(found)[-1])
+
+    def _lightest(self, bits: int, had: int, *, mixed: bool) -> tuple[float, int, int]:
+        """Cost, live requests and slot of the best of some instances, which have so many blocks of the prompt."""
+        loads = self._loads
+        costs = loads.burden if mixed else loads.work
+        missing = _MISSING * max(self._num_tokens - had * self._size, 0)
+        if bits.bit_count() <= _FEW:
+            cost, live, slot = min([(costs[slot], loads.live[slot], slot) for slot in slots_of(bits)])
+            return float(cost) + missing, int(live), slot
+        rows = loads.slots(bits)
+        here = costs[rows]
+        cost = here.min()
+        near = rows[here == cost]
+        slot = int(near[0] if len(near) == 1 else near[loads.live[near].argmin()])
+        return float(cost) + missing, int(loads.live[slot]), slot
+
+    def decoders(self, fits: Callable[[Room], bool], count: int, without: InstanceHandle | None) -> list[InstanceHandle]:
+        """The decode instances that take work and can take the request over, the best first, at most so many."""
+        able = self._able("decode", fits)
+        if without is not None:
+            able &= ~(1 << without.slot)
         if not able:
             return []
         rows = self._loads.slots(able)
-        costs = self._decode_costs(rows) if role == "decode" else self._prefill_costs(rows, mixed=role == "mixed")
-        if count == 1:
-            rows = rows[costs == costs.min()]
-            return [self._table.at(int(rows[0] if len(rows) == 1 else rows[self._loads.live[rows].argmin()]))]
+        costs = self._decode_costs(rows)
         if count < len(rows):
             # all with one of the lowest costs, then in order
             near = costs <= np.partition(costs, count - 1)[count - 1]
@@ -104,24 +118,17 @@ class _Costs:
         order = np.lexsort((self._loads.live[rows], costs))[:count]
         return [self._table.at(slot) for slot in rows[order].tolist()]
 
-    def _prefill_costs(self, rows: NDArray[np.intp], *, mixed: bool) -> NDArray[np.float64]:
-        loads = self._loads
-        costs = loads.work[rows] + _MISSING * np.maximum(self._num_tokens - self.had[rows] * self._size, 0)
-        if mixed:
-            return costs + self._in_use(rows) * (self._size * _IN_USE)
-        return costs.astype(np.float64)
-
     def _decode_costs(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """Fraction of their blocks that would be in use with this request (0 to 1 and beyond), less the blocks of the
         request's prefix that they have already."""
-        costs: NDArray[np.float64] = (self._in_use(rows) - self.had[rows]) / np.maximum(self._loads.total[rows], 1)
-        return costs
-
-    def _in_use(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Blocks in use, with those of requests that the latest status does not count yet."""
         loads = self._loads
+        # requests that the latest status does not count yet
         newer = np.maximum(loads.live[rows] - loads.counted[rows], 0)
-        return loads.used[rows] + newer * max(self._num_blocks, 256 // self._size, 1)
+        used = loads.used.copy()
+        for had, bits in self._had:
+            used[slots_of(bits) if bits.bit_count() <= _FEW else loads.slots(bits)] -= had
+        costs: NDArray[np.float64] = used[rows] + newer * max(self._num_blocks, 256 // self._size, 1)
+        return costs / np.maximum(loads.total[rows], 1)
 
 
 def choose(
@@ -155,28 +162,30 @@ def choose(
     costs = _Costs(table, keys, num_tokens, without)
 
     def route(instance: InstanceHandle, takers: Sequence[InstanceHandle] = ()) -> Route:
-        return Route(instance, tuple(takers), costs.missing(instance.slot))
+        return Route(instance, tuple(takers), costs.missing(instance))
 
     if named:
         # an instance does not hand over to itself
         takers = [instance for instance in named if instance.may(need.fits_decode) and instance is not first]
         takers = takers[:_MAX_DECODERS]
     else:
-        takers = costs.best("decode", need.fits_decode, _MAX_DECODERS, -1 if first is None else first.slot)
-    if first is not None:
-        givers = [first] if first.may(need.fits_prefill) else []
+        takers = costs.decoders(need.fits_decode, _MAX_DECODERS, first)
+    if first is None:
+        giver = costs.best("prefill", need.fits_prefill)
     else:
-        givers = costs.best("prefill", need.fits_prefill, 1)
+        giver = first if first.may(need.fits_prefill) else None
     # where the caller names instances, no other serves it whole
-    mixed = [] if named or first is not None else costs.best("mixed", need.fits_whole, 1)
-    direct = first is None and bool(takers) and costs.missing(takers[0].slot) < direct_below_tokens
-    if not whole and takers and givers and not direct:
-        if mixed and costs.prefill_cost(mixed[0].slot) < costs.prefill_cost(givers[0].slot):
-            return route(mixed[0])
-        return route(givers[0], takers)
+    mixed = None if named or first is not None else costs.best("mixed", need.fits_whole)
+    direct = first is None and bool(takers) and costs.missing(takers[0]) < direct_below_tokens
+    if not whole and takers and giver is not None and not direct:
+        if mixed is not None and costs.prefill_cost(mixed) < costs.prefill_cost(giver):
+            return route(mixed)
+        return route(giver, takers)
     # prefill or decode instances are missing or too small: one instance serves the request whole
     if named or first is not None:
         able = [one for one in table.able(prefill, decoders) if one.takes_work and one.may(need.fits_whole)]
-    else:
-        able = mixed or costs.best("decode", need.fits_whole, 1) or costs.best("prefill", need.fits_whole, 1)
-    return route(able[0]) if able else None
+        return route(able[0]) if able else None
+    if mixed is None:
+        alone = costs.decoders(need.fits_whole, 1, None)
+        mixed = alone[0] if alone else costs.best("prefill", need.fits_whole)
+    return None if mixed is None else route(mixed)

@@ -232,10 +232,8 @@ class Dispatch:
         request.incoming = Incoming(request.specs, submit.params.n, most, submit.start, scores)
         request.samples = [None] * submit.params.n
         self._by_name[name] = request
-        first.live += 1
-        first.tokens += route.missing
-        request.missing, request.beats = route.missing, first.beats
-        request.expected = first.expect(keys)
+        request.missing, request.num_blocks, request.beats = route.missing, len(keys), first.beats
+        request.expected = first.sent(route.missing, keys)
         self._count_on(request, decoders[0] if decoders else None)
         return True
 
@@ -347,14 +345,8 @@ class Dispatch:
     def _settle(self, request: RoutedRequest) -> None:
         """The instance that got the request has no more work with it."""
         if request.first is not None:
-            first = request.first
-            first.live -= 1
-            if request.beats == first.beats:
-                first.tokens -= request.missing
-            if request.expected:
-                first.unexpect(request.expected)
-                request.expected = ()
-            request.first = None
+            request.first.settled(request.missing, request.num_blocks, request.beats, request.expected)
+            request.first, request.expected = None, ()
 
     def _fail_try(self, request: RoutedRequest, instance: InstanceHandle, problem: str) -> None:
         """The current try failed: try again, unless output has reached the caller or no try is left."""
@@ -452,3 +444,5 @@ class Dispatch:
             serves = request.server is instance
             if serves or (request.server is None and request.first is instance):
                 self._fail_try(request, instance, problem)
+            elif request.first is instance:
+                self._settle(request)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import Facts, Hello, KvEventBatch, Shape, Status
 
+# of a prompt token to compute, what a token in use weighs on a mixed instance
+_IN_USE = 1 / 16
 # every instance can hold this
 LEAST = Need()
 
@@ -65,7 +67,10 @@ class InstanceHandle:
         self._status: Status | None = None
         # what it was told before its first status
         self._told_paused = False
-        self._tokens = self._live = 0
+        # of requests that were sent since the latest status
+        self._tokens = self._fresh = 0
+        self._live = 0
+        self._size = 0
         self._leaving = self._behind = False
         self._incarnation = b""
 
@@ -76,27 +81,17 @@ class InstanceHandle:
     @status.setter
     def status(self, status: Status | None) -> None:
         before, self._status = self._status, status
-        loads, slot = self._loads, self.slot
         self.beats += 1
         # what was sent before is part of what it reports
-        self._tokens = 0
-        if status is None:
-            loads.work[slot] = loads.counted[slot] = loads.used[slot] = 0
-        else:
-            loads.work[slot] = status.queued_tokens
-            loads.counted[slot] = status.running + status.leased
-            loads.used[slot] = status.num_blocks - status.free_blocks
+        self._tokens = self._fresh = 0
+        self._loads.counted[self.slot] = 0 if status is None else status.running + status.leased
+        self._weigh()
         if (before is None or before.state) != (status is None or status.state):
             self.refresh()
 
     @property
     def tokens(self) -> int:
         return self._tokens
-
-    @tokens.setter
-    def tokens(self, tokens: int) -> None:
-        self._loads.work[self.slot] += tokens - self._tokens
-        self._tokens = tokens
 
     @property
     def live(self) -> int:
@@ -196,7 +191,8 @@ class InstanceHandle:
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
         self.namespace = self.hello.namespace
         self.weight_version, self.weight_order = self.facts.weight_version, self.facts.weight_order
-        self._loads.set_room(self.slot, self.hello.role, Room(self.facts, self.shape.block_tokens))
+        self._size = self.shape.block_tokens
+        self._loads.set_room(self.slot, self.hello.role, Room(self.facts, self._size))
         self._loads.total[self.slot] = self.facts.num_blocks
         self.leaving = False
 
@@ -224,19 +220,41 @@ class InstanceHandle:
     def removed(self) -> None:
         """The router has forgotten it."""
         self._forget_blocks()
-        self._index.forget_expected(self.slot)
         self._loads.give_back(self.slot)
         # requests that it still has to do with count on columns of nobody
         self._loads, self._index = Loads(), BlockIndex()
         self.slot = self._loads.new_slot()
 
-    def expect(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """It was sent a prompt with these blocks; see `BlockIndex.expect`."""
-        return self._index.expect(self.slot, keys)
+    def sent(self, missing: int, keys: Sequence[bytes]) -> list[bytes]:
+        """It was sent a request: a prompt with these blocks, of which it has to compute so many tokens. Returns blocks
+        for `settled`."""
+        self.live += 1
+        self._tokens += missing
+        self._fresh += len(keys)
+        self._weigh()
+        return self._index.expect(self.slot, self.blocks, keys)
 
-    def unexpect(self, keys: Sequence[bytes]) -> None:
-        """It has reported blocks that `expect` returned, or will not have them."""
-        self._index.unexpect(self.slot, keys)
+    def settled(self, missing: int, num_blocks: int, beats: int, expected: Sequence[bytes]) -> None:
+        """It has no more work with a request that it was sent.
+
+        Args:
+            missing, num_blocks: of the prompt, as `sent` got them.
+            beats: number of statuses when the request was sent.
+            expected: what `sent` returned.
+        """
+        self.live -= 1
+        if beats == self.beats:
+            self._tokens -= missing
+            self._fresh -= num_blocks
+            self._weigh()
+        self._index.unexpect(self.slot, self.blocks, expected)
+
+    def _weigh(self) -> None:
+        status, loads, slot = self._status, self._loads, self.slot
+        queued, used = (0, 0) if status is None else (status.queued_tokens, status.num_blocks - status.free_blocks)
+        loads.work[slot] = work = queued + self._tokens
+        loads.burden[slot] = work + (used + self._fresh) * self._size * _IN_USE
+        loads.used[slot] = used
 
 
 class InstanceTable:

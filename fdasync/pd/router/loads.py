@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.limits import Room
 
 _FIRST_ROWS = 64
+_COLUMNS = ("work", "live", "counted", "burden", "used", "total")
 
 
 class Loads:
@@ -29,7 +30,8 @@ class Loads:
         work: prompt tokens that an instance has to compute: those that it reported, or that were sent to it if more.
         live: requests of this router.
         counted: requests that its latest status counts.
-        used, total: device blocks in use, and all.
+        burden: what a request finds on a mixed instance, in prompt tokens: `work`, and a part of the tokens in use.
+        used, total: device blocks in use by its latest status, and all.
         working: bitset of the instances that take work.
         roles: bitset of the instances of each role.
     """
@@ -38,6 +40,7 @@ class Loads:
         self.work: NDArray[np.int64]
         self.live: NDArray[np.int64]
         self.counted: NDArray[np.int64]
+        self.burden: NDArray[np.float64]
         self.used: NDArray[np.int64]
         self.total: NDArray[np.int64]
         self.working = 0
@@ -51,8 +54,8 @@ class Loads:
         self._resize(_FIRST_ROWS)
 
     def _resize(self, capacity: int) -> None:
-        for name in ("work", "live", "counted", "used", "total"):
-            column = np.zeros(capacity, np.int64)
+        for name in _COLUMNS:
+            column = np.zeros(capacity, np.float64 if name == "burden" else np.int64)
             if self._rows:
                 column[: self._rows] = getattr(self, name)[: self._rows]
             setattr(self, name, column)
@@ -72,8 +75,8 @@ class Loads:
         """The instance of this row is gone."""
         self.set_working(slot, works=False)
         self._forget_room(slot)
-        for column in (self.work, self.live, self.counted, self.used, self.total):
-            column[slot] = 0
+        for name in _COLUMNS:
+            getattr(self, name)[slot] = 0
         self._free.append(slot)
 
     def set_working(self, slot: int, *, works: bool) -> None:

@@ -17,6 +17,8 @@ from fdasync.pd.router.output import RoutedOutput
 from fdasync.result import CachedTokens, Result, Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.cache.aux import AuxSpec
     from fdasync.ipc.deadlines import DeadlineTimer
     from fdasync.pd.messages import Submit
@@ -41,7 +43,7 @@ class RoutedRequest:
         name: the current try's name among instances; "" while there is none.
         first: the instance that the try was sent to; None once that instance has no more work with it.
         decoders: instances to which `first` may hand it over.
-        missing: prompt tokens that `first` had to compute, as far as known.
+        missing, num_blocks: prompt tokens that `first` had to compute, and full blocks of the prompt, as far as known.
         beats: number of statuses of `first` when the try was sent.
         expected: blocks of the prompt that `first` is expected to have because of this try.
         sessions: the session of each of `decoders` when the try was sent; in a later session it is another process.
@@ -75,9 +77,9 @@ class RoutedRequest:
         self.name = ""
         self.first: InstanceHandle | None = None
         self.decoders: tuple[InstanceHandle, ...] = ()
-        self.missing = 0
+        self.missing = self.num_blocks = 0
         self.beats = 0
-        self.expected: tuple[bytes, ...] = ()
+        self.expected: Sequence[bytes] = ()
         self.sessions: dict[str, int] = {}
         self.server: InstanceHandle | None = None
         self.decoder: InstanceHandle | None = None

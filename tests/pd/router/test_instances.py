@@ -85,7 +85,7 @@ def test_prefill_goes_where_least_stands_before_it():
     stage.status("p0", queued=100)
     assert stage.choose()[0] == "p1"
     # what was sent since its last word counts too
-    stage["p1"].tokens = 200
+    stage["p1"].sent(200, ())
     assert stage.choose()[0] == "p0"
 
 
@@ -99,7 +99,7 @@ def test_a_prefix_is_worth_twice_the_tokens_that_it_saves():
     assert stage.choose()[0] == "p0"
     # a block without those before it is of no use
     stage.has("p0", 1, 2, 3)
-    assert stage.fleet.index.prefix_blocks(stage["p0"].slot, KEYS) == 0
+    assert stage.fleet.index.prefixes(KEYS, 1 << stage["p0"].slot) == [(0, 1)]
 
 
 def test_decoders_are_in_order_of_load_and_prefix():
