@@ -36,7 +36,6 @@ class InstanceHandle:
         slot: its row in `Loads`, and its bit in bitsets.
         status: its latest status; None before the first in this session.
         status_at: time of that status, by the loop's clock.
-        blocks: identities of the blocks that it has, under `namespace`.
         namespace, weight_version, weight_order: of its weights.
         tokens: prompt tokens that this router sent it since its latest status, and that it has to compute.
         live: requests of this router that it serves or prefills.
@@ -53,7 +52,6 @@ class InstanceHandle:
         self.peer = peer
         self.slot = loads.new_slot()
         self.status_at = 0.0
-        self.blocks: set[bytes] = set()
         self.namespace = b""
         self.weight_version = FIRST_VERSION
         self.weight_order = 0
@@ -64,6 +62,7 @@ class InstanceHandle:
         self.dropped = ""
         self._loads = loads
         self._index = index
+        index.open(self.slot)
         self._status: Status | None = None
         # what it was told before its first status
         self._told_paused = False
@@ -124,6 +123,16 @@ class InstanceHandle:
     def refresh(self) -> None:
         """Something changed that decides whether it takes work, such as its link."""
         self._loads.set_working(self.slot, works=self.takes_work)
+
+    @property
+    def blocks(self) -> set[bytes]:
+        """Identities of the blocks that it has, under `namespace`; takes a while."""
+        return self._index.blocks(self.slot)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that it has."""
+        return self._index.count(self.slot)
 
     @property
     def hello(self) -> Hello:
@@ -197,7 +206,7 @@ class InstanceHandle:
         self.leaving = False
 
     def _forget_blocks(self) -> None:
-        self._index.clear(self.slot, self.blocks)
+        self._index.clear(self.slot)
 
     def has(self, namespace: bytes, version: str, order: int) -> None:
         """It has the weights that it must have."""
@@ -214,16 +223,17 @@ class InstanceHandle:
             self.changed = self.changed or kv_events.namespace != self.namespace
             self.namespace = kv_events.namespace
         self.weight_version, self.weight_order = kv_events.weight_version, kv_events.weight_order
-        self._index.add(self.slot, self.blocks, kv_events.added)
-        self._index.remove(self.slot, self.blocks, kv_events.removed)
+        self._index.add(self.slot, kv_events.added)
+        self._index.remove(self.slot, kv_events.removed)
 
     def removed(self) -> None:
         """The router has forgotten it."""
-        self._forget_blocks()
+        self._index.close(self.slot)
         self._loads.give_back(self.slot)
         # requests that it still has to do with count on columns of nobody
         self._loads, self._index = Loads(), BlockIndex()
         self.slot = self._loads.new_slot()
+        self._index.open(self.slot)
 
     def sent(self, missing: int, keys: Sequence[bytes]) -> list[bytes]:
         """It was sent a request: a prompt with these blocks, of which it has to compute so many tokens. Returns blocks
@@ -232,7 +242,7 @@ class InstanceHandle:
         self._tokens += missing
         self._fresh += len(keys)
         self._weigh()
-        return self._index.expect(self.slot, self.blocks, keys)
+        return self._index.expect(self.slot, keys)
 
     def settled(self, missing: int, num_blocks: int, beats: int, expected: Sequence[bytes]) -> None:
         """It has no more work with a request that it was sent.
@@ -247,7 +257,7 @@ class InstanceHandle:
             self._tokens -= missing
             self._fresh -= num_blocks
             self._weigh()
-        self._index.unexpect(self.slot, self.blocks, expected)
+        self._index.unexpect(self.slot, expected)
 
     def _weigh(self) -> None:
         status, loads, slot = self._status, self._loads, self.slot
