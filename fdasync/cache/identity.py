@@ -53,6 +53,16 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: 
     return keys
 
 
+def packed_block_keys(root: bytes, tokens: bytes, block_tokens: int) -> list[bytes]:
+    """As `block_keys`, of tokens as they lie in memory (int32): it makes no integers of them."""
+    step = 4 * block_tokens
+    keys = []
+    for first in range(0, len(tokens) - step + 1, step):
+        root = hashlib.blake2b(root + tokens[first : first + step], digest_size=KEY_NBYTES).digest()
+        keys.append(root)
+    return keys
+
+
 def are_block_keys(keys: Sequence[bytes], parent: bytes, tokens: bytes, block_tokens: int, first: int = 0) -> bool:
     """Whether `keys` are the identities of the blocks of `tokens` (int32 as they lie in memory) from block number
     `first` on, behind `parent`."""

@@ -16,7 +16,7 @@ from fdasync.events.catalog import LeaseAsked
 from fdasync.ipc.shared_memory import Part
 from fdasync.pd.instance.context import InstanceContext
 from fdasync.pd.instance.decode_service import DecodeService
-from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.link.session import Counters, LinkConfig
 from fdasync.pd.messages import (
     PROTOCOL,
     BlockRef,
@@ -43,7 +43,8 @@ CALLER = b"c" * 16
 
 
 class FakePeer:
-    """Records what it is sent. `up_after`: comes up so long after it was dialed; None: never."""
+    """Records what it is sent. `up_after`: comes up so long after it was dialed; None: never. `unacked`: number of the
+    messages that it has not acknowledged."""
 
     def __init__(self, name: str, role: str = "decode", *, is_up: bool = True) -> None:
         self.name = self.address = name
@@ -55,6 +56,8 @@ class FakePeer:
         self.up_after: float | None = None
         self.sent: list[Any] = []
         self.payloads: list[Any] = []
+        self.counters = Counters()
+        self.unacked = 0
 
     def send(self, message: Any, payload: Any = None) -> None:
         if not self.is_up:
@@ -62,6 +65,7 @@ class FakePeer:
         if self.busy:
             raise PeerBusy(self.name, 1)
         encode(message)
+        self.counters.sent += 1
         self.sent.append(message)
         self.payloads.append(payload)
 

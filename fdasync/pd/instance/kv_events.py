@@ -1,8 +1,10 @@
 """Sends routers the identities of the blocks that an instance has, so that they can choose instances by prefix.
 
 Keeps the identities that the scheduler has reported, for routers that come later. Sends changes together, several times
-a second. A router whose link is full gets all identities anew once it has room. Knows no requests. Called by
-`instance.py`.
+a second. A router that comes is caught up page by page: the next page goes when the router's side of the link has
+acknowledged the last one, so that a router that hundreds of instances tell of all their blocks at once has a page of
+each before it, and not all. Changes go to it meanwhile. A router whose link is full is caught up anew once it has room.
+Knows no requests. Called by `instance.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,29 @@ if TYPE_CHECKING:
     from fdasync.pd.link.peer import Peer
 
 _EVERY_S = 0.05
-_MAX_KEYS = 16384
+# identities of one message; a router takes some 2 ms for them
+_PAGE_KEYS = 1024
+
+
+class _Reader:
+    """A router.
+
+    Attributes:
+        anew: it must be told all identities.
+        left: identities of which it has not been told, the next ones last; empty once it is caught up.
+        page: number of the message that had the last page, as the link counts them.
+    """
+
+    __slots__ = ("anew", "left", "page")
+
+    def __init__(self) -> None:
+        self.anew = True
+        self.left: list[bytes] = []
+        self.page = 0
+
+    @property
+    def is_behind(self) -> bool:
+        return self.anew or bool(self.left)
 
 
 class KvEvents:
@@ -38,12 +62,12 @@ class KvEvents:
         self._told = version()
         self._known: dict[bytes, None] = {}
         self._changes: dict[bytes, bool] = {}
-        self._peers: dict[Peer, bool] = {}
+        self._peers: dict[Peer, _Reader] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, peer: Peer) -> None:
         """A new router: it gets all identities."""
-        self._peers[peer] = True
+        self._peers[peer] = _Reader()
         self._arm()
 
     def remove(self, peer: Peer) -> None:
@@ -72,8 +96,8 @@ class KvEvents:
             self._namespace = namespace
             self._known.clear()
             self._changes.clear()
-            for peer in self._peers:
-                self._peers[peer] = True
+            for reader in self._peers.values():
+                reader.anew = True
 
     def _arm(self) -> None:
         if self._timer is None and self._peers:
@@ -86,31 +110,33 @@ class KvEvents:
         added = tuple([key for key, here in self._changes.items() if here])
         removed = tuple([key for key, here in self._changes.items() if not here])
         self._changes.clear()
-        again = False
         before, self._told = self._told, self._version()
         num_items = max(len(added), len(removed), int(before != self._told))
-        for peer, anew in list(self._peers.items()):
+        for peer, reader in list(self._peers.items()):
             try:
-                if anew:
-                    self._all(peer)
-                else:
-                    for first in range(0, num_items, _MAX_KEYS):
-                        last = first + _MAX_KEYS
+                if not reader.anew:
+                    for first in range(0, num_items, _PAGE_KEYS):
+                        last = first + _PAGE_KEYS
                         peer.send(self._batch(added[first:last], removed[first:last]))
-                self._peers[peer] = False
+                if reader.is_behind:
+                    self._catch_up(peer, reader)
             except PeerBusy:
-                self._peers[peer] = again = True
+                reader.anew = True
             except (PeerUnreachable, PeerRefused):
                 self.remove(peer)
-        if again:
+        if any(reader.is_behind for reader in self._peers.values()):
             self._arm()
+
+    def _catch_up(self, peer: Peer, reader: _Reader) -> None:
+        """Send the next page, if the last one has arrived."""
+        if peer.counters.sent - peer.unacked < reader.page:
+            return
+        reset, left = reader.anew, list(reversed(self._known)) if reader.anew else reader.left
+        # what has gone since is not told; the message that says so went before
+        page = tuple([key for key in reversed(left[-_PAGE_KEYS:]) if key in self._known])
+        peer.send(self._batch(page, reset=reset))
+        reader.anew, reader.left, reader.page = False, left[:-_PAGE_KEYS], peer.counters.sent
 
     def _batch(self, added: tuple[bytes, ...], removed: tuple[bytes, ...] = (), *, reset: bool = False) -> KvEventBatch:
         version, order = self._told
         return KvEventBatch(self._namespace, version, reset, added, removed, order)
-
-    def _all(self, peer: Peer) -> None:
-        keys = list(self._known)
-        for first in range(0, max(len(keys), 1), _MAX_KEYS):
-            some = tuple(keys[first : first + _MAX_KEYS])
-            peer.send(self._batch(some, reset=not first))

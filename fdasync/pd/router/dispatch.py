@@ -3,7 +3,7 @@
 Each try has a new name, so that late messages of an earlier try have no effect. A request is tried again as long as no
 output of it has reached its caller. Every caller gets exactly one end.
 
-Knows no sockets; `instances.py` chooses the instances, `router/request.py` is the request. Called by
+Knows no sockets; `choice.py` chooses the instances, `router/request.py` is the request. Called by
 `router/router.py`, which has the callers and the links.
 """
 
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.cache.aux import wanted_specs
-from fdasync.cache.identity import block_keys, root_key
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -35,12 +33,15 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
+from fdasync.pd.router.choice import choose
+from fdasync.pd.router.prompt_keys import PromptKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.pd.link.wire import Frame
     from fdasync.pd.messages import Piece
+    from fdasync.pd.router.choice import Route
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.request import RoutedRequest
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 #: a message of an instance about one request, but for new output
 RequestMessage = PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
 
-_HASH_SLICE_BLOCKS = 256
 _RETRY_S = 0.05
 
 
@@ -85,6 +85,7 @@ class Dispatch:
         self._live: dict[str, RoutedRequest] = {}
         self._by_name: dict[str, RoutedRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prompt_keys = PromptKeys()
 
     def hold(self) -> None:
         """Send no request to any instance until `release`."""
@@ -174,14 +175,14 @@ class Dispatch:
             if request.done.done():
                 return
             need = request.need
-            route = self._table.choose(
-                keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders,
-                need=need, whole=request.whole,
+            route = choose(
+                self._table, keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders,
+                need=need, whole=request.whole, direct_below_tokens=self._config.direct_below_tokens,
             )  # fmt: skip
             if route is None and (refusal := self._table.refusal(need, request.prefill, request.wanted_decoders)):
                 raise refusal
             left_s = request.ends_at - self._loop.time()
-            if route is not None and left_s > 0 and self._give(request, route.first, route.decoders, left_s):
+            if route is not None and left_s > 0 and self._give(request, route, keys, left_s):
                 return
             if left_s <= 0:
                 self.finish(request, request.so_far("deadline"), None)
@@ -202,13 +203,8 @@ class Dispatch:
             absent_s += min(self._loop.time() - before, pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
-    def _give(
-        self,
-        request: RoutedRequest,
-        first: InstanceHandle,
-        decoders: tuple[InstanceHandle, ...],
-        left_s: float,
-    ) -> bool:
+    def _give(self, request: RoutedRequest, route: Route, keys: Sequence[bytes], left_s: float) -> bool:
+        first, decoders = route.first, route.decoders
         self._count += 1
         name = f"{self._base}-{self._count}.{request.tries}"
         submit = msgspec.structs.replace(
@@ -236,27 +232,17 @@ class Dispatch:
         request.incoming = Incoming(request.specs, submit.params.n, most, submit.start, scores)
         request.samples = [None] * submit.params.n
         self._by_name[name] = request
-        first.live += 1
-        first.tokens += request.num_tokens
+        request.missing, request.num_blocks, request.beats = route.missing, len(keys), first.beats
+        request.expected = first.sent(route.missing, keys)
         self._count_on(request, decoders[0] if decoders else None)
         return True
 
-    async def _keys(self, request: RoutedRequest) -> tuple[bytes, ...]:
-        """Identities of a prompt's full blocks; none for a text, which the router does not tokenise. Yields to the
-        loop between slices of a long prompt."""
-        instance = next(iter(self._table.up()), None)
-        if instance is None or not request.submit.tokens:
+    async def _keys(self, request: RoutedRequest) -> Sequence[bytes]:
+        """Identities of a prompt's full blocks; none for a text, which the router does not tokenise."""
+        size, submit = self._table.block_tokens, request.submit
+        if not size or not submit.tokens:
             return ()
-        size = instance.shape.block_tokens
-        tokens = array("i", request.submit.tokens)
-        parent = root_key(self._table.namespace, request.submit.salt.encode())
-        keys: list[bytes] = []
-        step = size * _HASH_SLICE_BLOCKS
-        for first in range(0, len(tokens), step):
-            if first:
-                await asyncio.sleep(0)
-            keys += block_keys(keys[-1] if keys else parent, tokens[first : first + step], size)
-        return tuple(keys)
+        return await self._prompt_keys.of(self._table.namespace, submit.salt, submit.tokens, size)
 
     # -- messages of instances ------------------------------------------------------------------------
 
@@ -359,9 +345,8 @@ class Dispatch:
     def _settle(self, request: RoutedRequest) -> None:
         """The instance that got the request has no more work with it."""
         if request.first is not None:
-            request.first.live -= 1
-            request.first.tokens -= request.num_tokens
-            request.first = None
+            request.first.settled(request.missing, request.num_blocks, request.beats, request.expected)
+            request.first, request.expected = None, ()
 
     def _fail_try(self, request: RoutedRequest, instance: InstanceHandle, problem: str) -> None:
         """The current try failed: try again, unless output has reached the caller or no try is left."""
@@ -459,3 +444,5 @@ class Dispatch:
             serves = request.server is instance
             if serves or (request.server is None and request.first is instance):
                 self._fail_try(request, instance, problem)
+            elif request.first is instance:
+                self._settle(request)

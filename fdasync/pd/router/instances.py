@@ -1,7 +1,7 @@
-"""Keeps the load and the blocks of a router's instances, and chooses the instances that serve a request.
+"""Keeps the state, the load and the blocks of a router's instances.
 
 Pure, but it reads the state of each instance's peer. `router/router.py` passes on what instances report;
-`router/dispatch.py` asks for routes. Knows no requests but their keys and needs.
+`router/choice.py` reads the columns that are kept here. Knows no requests but their needs.
 """
 
 from __future__ import annotations
@@ -10,44 +10,36 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fdasync.pd.router.block_index import BlockIndex
 from fdasync.pd.router.limits import Need, Room
-from fdasync.request import FIRST_VERSION
+from fdasync.pd.router.loads import Loads
+from fdasync.request import FIRST_VERSION, MAX_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fdasync.errors import BadInput
     from fdasync.pd.link.peer import Peer
-    from fdasync.pd.messages import Facts, Hello, KvEventBatch, Role, Shape, Status
+    from fdasync.pd.messages import Facts, Hello, KvEventBatch, Shape, Status
 
-_MAX_DECODERS = 8
+# of a prompt token to compute, what a token in use weighs on a mixed instance
+_IN_USE = 1 / 16
 # every instance can hold this
-_LEAST = Need()
-
-
-class Route(msgspec.Struct, frozen=True):
-    """The instances that serve a request.
-
-    Attributes:
-        first: the instance that gets the request.
-        decoders: instances to which `first` may hand it over, in order; empty: `first` serves it whole.
-    """
-
-    first: InstanceHandle
-    decoders: tuple[InstanceHandle, ...]
+LEAST = Need()
 
 
 class InstanceHandle:
-    """One instance of a router.
+    """One instance of a router. What decides whether it gets requests goes to the columns of `Loads` as it changes.
 
     Attributes:
         peer: the link to it.
+        slot: its row in `Loads`, and its bit in bitsets.
         status: its latest status; None before the first in this session.
         status_at: time of that status, by the loop's clock.
-        blocks: identities of the blocks that it has, under `namespace`.
         namespace, weight_version, weight_order: of its weights.
-        tokens: prompt tokens that this router sent it and that it has not computed yet, as far as known.
+        tokens: prompt tokens that this router sent it since its latest status, and that it has to compute.
         live: requests of this router that it serves or prefills.
+        beats: number of statuses so far.
         leaving: this router sends it no more requests.
         sessions: how often it came up.
         behind: it has other weights than this router's instances must have, and gets no requests.
@@ -56,25 +48,91 @@ class InstanceHandle:
         dropped: why the router has stopped using it; "" while it uses it.
     """
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, loads: Loads, index: BlockIndex) -> None:
         self.peer = peer
-        self.status: Status | None = None
+        self.slot = loads.new_slot()
         self.status_at = 0.0
-        # what it was told before its first status
-        self._told_paused = False
-        self.blocks: set[bytes] = set()
         self.namespace = b""
         self.weight_version = FIRST_VERSION
         self.weight_order = 0
-        self.tokens = 0
-        self.live = 0
-        self.leaving = False
+        self.beats = 0
         self.sessions = 0
-        self.behind = False
         self.waits = ""
         self.changed = False
         self.dropped = ""
+        self._loads = loads
+        self._index = index
+        index.open(self.slot)
+        self._status: Status | None = None
+        # what it was told before its first status
+        self._told_paused = False
+        # of requests that were sent since the latest status
+        self._tokens = self._fresh = 0
+        self._live = 0
+        self._size = 0
+        self._leaving = self._behind = False
         self._incarnation = b""
+
+    @property
+    def status(self) -> Status | None:
+        return self._status
+
+    @status.setter
+    def status(self, status: Status | None) -> None:
+        before, self._status = self._status, status
+        self.beats += 1
+        # what was sent before is part of what it reports
+        self._tokens = self._fresh = 0
+        self._loads.counted[self.slot] = 0 if status is None else status.running + status.leased
+        self._weigh()
+        if (before is None or before.state) != (status is None or status.state):
+            self.refresh()
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def live(self) -> int:
+        return self._live
+
+    @live.setter
+    def live(self, live: int) -> None:
+        self._live = live
+        self._loads.live[self.slot] = live
+
+    @property
+    def leaving(self) -> bool:
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self.refresh()
+
+    @property
+    def behind(self) -> bool:
+        return self._behind
+
+    @behind.setter
+    def behind(self, behind: bool) -> None:
+        if behind != self._behind:
+            self._behind = behind
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Something changed that decides whether it takes work, such as its link."""
+        self._loads.set_working(self.slot, works=self.takes_work)
+
+    @property
+    def blocks(self) -> set[bytes]:
+        """Identities of the blocks that it has, under `namespace`; takes a while."""
+        return self._index.blocks(self.slot)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that it has."""
+        return self._index.count(self.slot)
 
     @property
     def hello(self) -> Hello:
@@ -124,8 +182,8 @@ class InstanceHandle:
     def was_told(self, *, paused: bool) -> None:
         """It has paused or resumed: its latest status is of before."""
         self._told_paused = paused
-        if self.status is not None and self.status.state != "draining":
-            self.status = msgspec.structs.replace(self.status, state="paused" if paused else "running")
+        if self._status is not None and self._status.state != "draining":
+            self._status = msgspec.structs.replace(self._status, state="paused" if paused else "running")
 
     @property
     def is_paused(self) -> bool:
@@ -137,17 +195,23 @@ class InstanceHandle:
         self.sessions += 1
         self.status = None
         self._told_paused = False
-        self.blocks.clear()
+        self._forget_blocks()
         before, self._incarnation = self._incarnation, self.peer.incarnation
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
         self.namespace = self.hello.namespace
         self.weight_version, self.weight_order = self.facts.weight_version, self.facts.weight_order
+        self._size = self.shape.block_tokens
+        self._loads.set_room(self.slot, self.hello.role, Room(self.facts, self._size))
+        self._loads.total[self.slot] = self.facts.num_blocks
         self.leaving = False
+
+    def _forget_blocks(self) -> None:
+        self._index.clear(self.slot)
 
     def has(self, namespace: bytes, version: str, order: int) -> None:
         """It has the weights that it must have."""
         if namespace != self.namespace:
-            self.blocks.clear()
+            self._forget_blocks()
         self.namespace, self.weight_version, self.weight_order = namespace, version, order
         self.behind = self.changed = False
         self.waits = ""
@@ -155,102 +219,131 @@ class InstanceHandle:
     def learn(self, kv_events: KvEventBatch) -> None:
         """It reports blocks that it gained and lost."""
         if kv_events.reset or kv_events.namespace != self.namespace:
-            self.blocks.clear()
+            self._forget_blocks()
             self.changed = self.changed or kv_events.namespace != self.namespace
             self.namespace = kv_events.namespace
         self.weight_version, self.weight_order = kv_events.weight_version, kv_events.weight_order
-        self.blocks.update(kv_events.added)
-        self.blocks.difference_update(kv_events.removed)
+        self._index.add(self.slot, kv_events.added)
+        self._index.remove(self.slot, kv_events.removed)
 
-    def prefix_blocks(self, keys: Sequence[bytes]) -> int:
-        """Number of leading blocks of a prompt that it has."""
-        for number, key in enumerate(keys):
-            if key not in self.blocks:
-                return number
-        return len(keys)
+    def removed(self) -> None:
+        """The router has forgotten it."""
+        self._index.close(self.slot)
+        self._loads.give_back(self.slot)
+        # requests that it still has to do with count on columns of nobody
+        self._loads, self._index = Loads(), BlockIndex()
+        self.slot = self._loads.new_slot()
+        self._index.open(self.slot)
 
-    def prefill_cost(self, keys: Sequence[bytes], num_tokens: int) -> float:
-        """Prompt tokens that the instance would compute until this request's prefill is done."""
-        queued = 0 if self.status is None else self.status.queued_tokens
-        had = self.prefix_blocks(keys) * self.shape.block_tokens
-        return max(queued, self.tokens) + max(num_tokens - had, 0)
+    def sent(self, missing: int, keys: Sequence[bytes]) -> list[bytes]:
+        """It was sent a request: a prompt with these blocks, of which it has to compute so many tokens. Returns blocks
+        for `settled`."""
+        self.live += 1
+        self._tokens += missing
+        self._fresh += len(keys)
+        self._weigh()
+        return self._index.expect(self.slot, keys)
 
-    def decode_cost(self, keys: Sequence[bytes]) -> float:
-        """Fraction of its blocks that would be in use with this request (0 to 1 and beyond), less the blocks of the
-        request's prefix that it has already."""
-        total = self.facts.num_blocks
-        used = 0 if self.status is None else self.status.num_blocks - self.status.free_blocks
-        running = 0 if self.status is None else self.status.running + self.status.leased
-        # requests that the latest status does not count yet
-        newer = max(self.live - running, 0)
-        return (used + newer * max(len(keys), 256 // self.shape.block_tokens, 1) - self.prefix_blocks(keys)) / max(
-            total, 1
-        )
+    def settled(self, missing: int, num_blocks: int, beats: int, expected: Sequence[bytes]) -> None:
+        """It has no more work with a request that it was sent.
 
+        Args:
+            missing, num_blocks: of the prompt, as `sent` got them.
+            beats: number of statuses when the request was sent.
+            expected: what `sent` returned.
+        """
+        self.live -= 1
+        if beats == self.beats:
+            self._tokens -= missing
+            self._fresh -= num_blocks
+            self._weigh()
+        self._index.unexpect(self.slot, expected)
 
-class _Costs:
-    """The costs of one request on each instance."""
-
-    def __init__(
-        self, instances: list[InstanceHandle], keys: Sequence[bytes], num_tokens: int, without: Sequence[str]
-    ) -> None:
-        self._instances = instances
-        self._keys = keys
-        self._num_tokens = num_tokens
-        self._without = without
-
-    def prefill_cost(self, instance: InstanceHandle) -> float:
-        return instance.prefill_cost(self._keys, self._num_tokens)
-
-    def best(self, role: Role, fits: Callable[[Room], bool]) -> list[InstanceHandle]:
-        """Instances of a role that take work and can hold the request, the best first."""
-        instances = [instance for instance in self._instances if instance.takes_work and instance.hello.role == role]
-        instances = [instance for instance in instances if instance.may(fits)]
-        # an instance that failed the request before is used only where no other is left
-        instances = [instance for instance in instances if instance.address not in self._without] or instances
-        if role == "decode":
-            return sorted(instances, key=lambda instance: (instance.decode_cost(self._keys), instance.live))
-        return sorted(instances, key=lambda instance: (self.prefill_cost(instance), instance.live))
+    def _weigh(self) -> None:
+        status, loads, slot = self._status, self._loads, self.slot
+        queued, used = (0, 0) if status is None else (status.queued_tokens, status.num_blocks - status.free_blocks)
+        loads.work[slot] = work = queued + self._tokens
+        loads.burden[slot] = work + (used + self._fresh) * self._size * _IN_USE
+        loads.used[slot] = used
 
 
 class InstanceTable:
     """See the module.
 
-    Args:
-        direct_below_tokens: a decode instance prefills a prompt itself if it lacks fewer tokens of it than this.
-
     Attributes:
+        loads: the load of all instances, by slot.
+        index: the blocks of all instances, by slot.
         namespace, weight_version, weight_order: of the weights that all instances must have; the namespace is empty
             before the first instance came up.
         instances: all instances, by peer, in the order in which they were added.
     """
 
-    def __init__(self, direct_below_tokens: int) -> None:
-        self._direct_below_tokens = direct_below_tokens
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.index = BlockIndex()
         self.namespace = b""
         self.weight_version = FIRST_VERSION
         self.weight_order = 0
         self.instances: dict[Peer, InstanceHandle] = {}
+        self._by_address: dict[str, InstanceHandle] = {}
+        self._by_slot: dict[int, InstanceHandle] = {}
+        self._model: tuple[int, int] | None = None
 
     def add(self, peer: Peer) -> InstanceHandle:
-        return self.instances.setdefault(peer, InstanceHandle(peer))
+        instance = self.instances.get(peer)
+        if instance is None:
+            instance = self.instances[peer] = InstanceHandle(peer, self.loads, self.index)
+            self._by_address[peer.address] = self._by_slot[instance.slot] = instance
+        return instance
+
+    def remove(self, instance: InstanceHandle) -> None:
+        """Forget an instance."""
+        del self.instances[instance.peer], self._by_address[instance.address], self._by_slot[instance.slot]
+        instance.removed()
+        self.links_changed()
 
     def find(self, address: str) -> InstanceHandle | None:
-        return next((instance for instance in self.instances.values() if instance.address == address), None)
+        return self._by_address.get(address)
+
+    def at(self, slot: int) -> InstanceHandle:
+        """The instance of a slot."""
+        return self._by_slot[slot]
+
+    def links_changed(self) -> None:
+        """An instance came up, was lost or was removed: what all have in common is computed anew when it is asked
+        for."""
+        self._model = None
+
+    def _common(self) -> tuple[int, int]:
+        if self._model is None:
+            up = self.up()
+            vocab_size = min((instance.facts.vocab_size for instance in up), default=MAX_VOCAB_SIZE)
+            self._model = vocab_size, up[0].shape.block_tokens if up else 0
+        return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        """The smallest vocabulary of the instances that are up."""
+        return self._common()[0]
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; 0 while no instance is up."""
+        return self._common()[1]
 
     def up(self) -> list[InstanceHandle]:
         """Instances with a link, whether they take work or not."""
         return [instance for instance in self.instances.values() if instance.peer.is_up]
 
-    def may_serve(self, prefill: str, decoders: Sequence[str], need: Need = _LEAST) -> bool:
+    def may_serve(self, prefill: str, decoders: Sequence[str], need: Need = LEAST) -> bool:
         """Whether some instance may take a request now or later, of the instances that its caller names if it does."""
         if prefill:
             first = self.find(prefill)
             if first is None or not first.peer.is_up or first.is_out:
                 return False
-        if decoders and not self._named(decoders):
+        if decoders and not self.named(decoders):
             return False
-        able = [instance for instance in self._able(prefill, decoders) if not instance.is_out]
+        able = [instance for instance in self.able(prefill, decoders) if not instance.is_out]
         # a named decode instance without a link to this router may have one to the prefill instance
         able = [instance for instance in able if (instance.peer.is_up or decoders) and instance.may(need.fits_whole)]
         return bool(able) and any(not instance.is_out for instance in self.up())
@@ -258,13 +351,13 @@ class InstanceTable:
     def refusal(self, need: Need, prefill: str, decoders: Sequence[str]) -> BadInput | None:
         """Why no instance (of those that its caller names, if it does) will ever serve a request; None: one may. An
         instance that is down may come back, and one that never answered may hold anything."""
-        able = self._able(prefill, decoders)
+        able = self.able(prefill, decoders)
         rooms = [room for instance in able if (room := instance.room) is not None]
         if not rooms or len(rooms) < len(able) or any(map(need.fits_whole, rooms)):
             return None
         return need.refusal(rooms)
 
-    def _able(self, prefill: str, decoders: Sequence[str]) -> list[InstanceHandle]:
+    def able(self, prefill: str, decoders: Sequence[str]) -> list[InstanceHandle]:
         """Instances of which one has to hold all of a request, whether it serves it whole or takes it over."""
         first = self.find(prefill) if prefill else None
         if decoders:
@@ -276,61 +369,7 @@ class InstanceTable:
             return [first, *[instance for instance in decodes if instance is not first]]
         return list(self.instances.values())
 
-    def _named(self, decoders: Sequence[str]) -> list[InstanceHandle]:
+    def named(self, decoders: Sequence[str]) -> list[InstanceHandle]:
+        """The instances at these addresses that may decode."""
         named = [instance for address in decoders if (instance := self.find(address)) is not None]
         return [instance for instance in named if not instance.is_out and instance.peer.role != "prefill"]
-
-    def choose(
-        self,
-        keys: Sequence[bytes],
-        num_tokens: int,
-        without: Sequence[str],
-        prefill: str,
-        decoders: Sequence[str],
-        *,
-        need: Need = _LEAST,
-        whole: bool = False,
-    ) -> Route | None:
-        """The route of a request; None: no instance that can hold it takes work now.
-
-        Args:
-            keys: identities of the prompt's full blocks, as far as known.
-            num_tokens: tokens of the prompt, as far as known.
-            without: addresses of instances that failed the request before.
-            prefill, decoders: addresses that the caller names; "" and empty: any instance.
-            need: how much the request needs.
-            whole: one instance must serve it whole, since no decode instance takes it over.
-        """
-        first = self.find(prefill) if prefill else None
-        # a named decode instance without a link to this router may have one to the prefill instance
-        named = [instance for instance in self._named(decoders) if instance.takes_work or not instance.peer.is_up]
-        if (prefill and (first is None or not first.takes_work)) or (decoders and not named):
-            return None
-        costs = _Costs(list(self.instances.values()), keys, num_tokens, without)
-        takers = [instance for instance in named if instance.may(need.fits_decode)]
-        if not named:
-            takers = costs.best("decode", need.fits_decode)
-        # an instance does not hand over to itself
-        takers = [instance for instance in takers if instance is not first]
-        givers = costs.best("prefill", need.fits_prefill)
-        mixed = costs.best("mixed", need.fits_whole)
-        if first is not None:
-            givers = [first] if first.may(need.fits_prefill) else []
-        if named or first is not None:
-            # the caller names instances: no other serves it whole
-            mixed = []
-        if not whole and takers and givers and (first is not None or not self._is_direct(takers[0], keys, num_tokens)):
-            if mixed and costs.prefill_cost(mixed[0]) < costs.prefill_cost(givers[0]):
-                return Route(mixed[0], ())
-            return Route(givers[0], tuple(takers[:_MAX_DECODERS]))
-        # prefill or decode instances are missing or too small: one instance serves the request whole
-        able = [*mixed, *costs.best("decode", need.fits_whole), *costs.best("prefill", need.fits_whole)]
-        if named or first is not None:
-            able = self._able(prefill, decoders)
-        able = [instance for instance in able if instance.takes_work and instance.may(need.fits_whole)]
-        return Route(able[0], ()) if able else None
-
-    def _is_direct(self, decode: InstanceHandle, keys: Sequence[bytes], num_tokens: int) -> bool:
-        # a decode instance that the caller names may not have answered yet
-        size = 1 if decode.room is None else decode.room.block_tokens
-        return num_tokens - decode.prefix_blocks(keys) * size < self._direct_below_tokens

@@ -6,6 +6,7 @@ Sends nothing. `router/dispatch.py` moves it from state to state, `router/stream
 from __future__ import annotations
 
 import asyncio
+from struct import unpack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,8 @@ from fdasync.pd.router.output import RoutedOutput
 from fdasync.result import CachedTokens, Result, Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.cache.aux import AuxSpec
     from fdasync.ipc.deadlines import DeadlineTimer
     from fdasync.pd.messages import Submit
@@ -40,6 +43,9 @@ class RoutedRequest:
         name: the current try's name among instances; "" while there is none.
         first: the instance that the try was sent to; None once that instance has no more work with it.
         decoders: instances to which `first` may hand it over.
+        missing, num_blocks: prompt tokens that `first` had to compute, and full blocks of the prompt, as far as known.
+        beats: number of statuses of `first` when the try was sent.
+        expected: blocks of the prompt that `first` is expected to have because of this try.
         sessions: the session of each of `decoders` when the try was sent; in a later session it is another process.
         server: the instance that answers, once that is known.
         decoder: the instance in whose load it counts as a request that decodes.
@@ -71,6 +77,9 @@ class RoutedRequest:
         self.name = ""
         self.first: InstanceHandle | None = None
         self.decoders: tuple[InstanceHandle, ...] = ()
+        self.missing = self.num_blocks = 0
+        self.beats = 0
+        self.expected: Sequence[bytes] = ()
         self.sessions: dict[str, int] = {}
         self.server: InstanceHandle | None = None
         self.decoder: InstanceHandle | None = None
@@ -96,7 +105,7 @@ class RoutedRequest:
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the prompt; (): it is text, and no instance has sent them yet."""
         submit = self.submit
-        return self.prompt_of_text if submit.text is not None else tuple(memoryview(submit.tokens).cast("i"))
+        return self.prompt_of_text if submit.text is not None else unpack(f"{len(submit.tokens) // 4}i", submit.tokens)
 
     @property
     def prompt_is_known(self) -> bool:

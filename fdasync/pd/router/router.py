@@ -57,7 +57,7 @@ from fdasync.pd.router.request import RoutedRequest
 from fdasync.pd.router.stats import RouterStats, facts_of, load_of, stats_of
 from fdasync.pd.router.stream import RoutedStream
 from fdasync.pd.router.validation import check_request_id, check_whole, folder_of, submit_of
-from fdasync.request import MAX_VOCAB_SIZE, SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.request import SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ class Router(Generator):
         self.config = config or RouterConfig()
         if self.config.require not in ("serving", "all"):
             raise BadInput("config.require", f"{self.config.require!r} is unknown", limit="'serving' or 'all'")
-        self.table = InstanceTable(self.config.direct_below_tokens)
+        self.table = InstanceTable()
         self.failure: Exception | None = None
         # two spellings of one address are one instance
         self._addresses = list(dict.fromkeys(map(absolute, addresses)))
@@ -151,6 +151,7 @@ class Router(Generator):
             await gather(instances, config.require, config.connect_s, config.settle_s)
             for instance, refused in misfits(instances, config.require):
                 self._links.turn_away(instance.peer, refused)
+                self._links_changed(instance)
             self._started = True
             self.commands.agreement.begin()
         except BaseException:
@@ -206,7 +207,7 @@ class Router(Generator):
         self.dispatch.gone(instance, "it was removed")
         self.commands.on_lost(instance, PeerUnreachable(address, "it was removed"))
         self._links.hang_up(instance.peer)
-        del self.table.instances[instance.peer]
+        self.table.remove(instance)
 
     def _drop(self, address: str) -> None:
         """Remove an instance that is not used any more; a failed router changes nothing."""
@@ -328,8 +329,7 @@ class Router(Generator):
         params: Any = asked.params
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
-        known = [instance.facts for instance in self.table.up()]
-        params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=MAX_VOCAB_SIZE))
+        params = params.validated(vocab_size=self.table.vocab_size)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
         return msgspec.structs.replace(asked, params=params)
@@ -367,6 +367,7 @@ class Router(Generator):
         instance = self.table.instances.get(peer)
         if instance is not None:
             instance.came_up()
+            self.table.links_changed()
             self.commands.agreement.judge(instance)
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
@@ -377,8 +378,13 @@ class Router(Generator):
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
         instance = self.table.instances.get(peer)
         if instance is not None:
+            self._links_changed(instance)
             self.dispatch.gone(instance, error.problem)
             self.commands.on_lost(instance, error)
+
+    def _links_changed(self, instance: InstanceHandle) -> None:
+        instance.refresh()
+        self.table.links_changed()
 
     def on_failure(self, error: Exception) -> None:
         self.failure = error

@@ -167,6 +167,6 @@ def _of(instance: InstanceHandle, now: float) -> InstanceStats:
         status_at=instance.status_at,
         status_age_s=now - instance.status_at if status is not None else 0.0,
         live=instance.live,
-        known_blocks=len(instance.blocks),
+        known_blocks=instance.num_blocks,
         weight_version=instance.weight_version,
     )

@@ -9,7 +9,11 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence, Sized
+from struct import error as StructError
+from struct import pack
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from fdasync.errors import BadInput, ProtocolError, SourceUnsupported
 from fdasync.pd.messages import Message, Submit, decode, encode
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 #: of `Tokens` and of the text of a Submit, as their types say
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_TEXT_CHARS = 4 << 20
+_INTS = list[int]
 _MAX_ID_CHARS = 200
 _MAX_PATH_CHARS = 4096
 
@@ -125,12 +130,20 @@ def _token_bytes(prompt: Any) -> bytes:
     if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1) == 1 and len(prompt) > MAX_PROMPT_TOKENS:
         # before the values are copied
         raise BadInput("prompt", f"{len(prompt)} tokens leave no room to answer", limit=MAX_PROMPT_TOKENS)
+    if isinstance(prompt, array) and prompt.typecode == "i" and prompt:
+        return prompt.tobytes()
     tolist = getattr(prompt, "tolist", None)
     values = tolist() if callable(tolist) else prompt
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
         raise BadInput("prompt", f"{type(prompt).__name__} is neither text nor a sequence of token ids")
     if not values:
         raise BadInput("prompt", "is empty", limit="at least one token")
+    try:
+        # at once for integers of Python; for others, such as those of numpy, and for what is wrong, one by one
+        msgspec.convert(values, _INTS)
+        return pack(f"{len(values)}i", *values)
+    except (msgspec.ValidationError, StructError, TypeError):
+        pass
     if bool in set(map(type, values)):
         raise BadInput("prompt", "holds a bool, which is no token id")
     try:

@@ -1,4 +1,4 @@
-"""What callers are told of their requests, and routers of an instance's blocks."""
+"""What callers are told of their requests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from array import array
 from types import SimpleNamespace
 
 from fdasync.errors import BadInput, EngineBusy
-from fdasync.events.actions import FinishRequest, TellBlocks
-from fdasync.pd.instance.kv_events import KvEvents
+from fdasync.events.actions import FinishRequest
 from fdasync.pd.instance.responses import Responses
 from fdasync.pd.messages import (
     Abort,
     Ended,
     Failed,
-    KvEventBatch,
     Moved,
     Outputs,
     Progress,
@@ -274,62 +272,3 @@ async def test_aborts_find_their_request_and_others_find_nothing(desk):
     stage.finish((), "abort")
     await desk.settle()
     assert desk.caller.take(Ended) == []
-
-
-# -- events of blocks
-
-
-def kv_events_of(peer):
-    return [(kv_events.reset, kv_events.added, kv_events.removed) for kv_events in peer.take(KvEventBatch)]
-
-
-def test_routers_are_told_of_blocks_together_and_late_comers_of_all():
-    async def main():
-        stage = Stage()
-        keys = [bytes([number]) * 16 for number in range(4)]
-        version = "3", 3
-        kv_events = KvEvents(stage.context, lambda: version)
-        early, late = FakePeer("one", "router"), FakePeer("two", "router")
-        kv_events.add(early)
-        await stage.settle(0.1)
-        assert kv_events_of(early) == [(True, (), ())]
-        kv_events.tell(TellBlocks((keys[0], keys[1]), ()))
-        kv_events.tell(TellBlocks((keys[2],), (keys[0],)))
-        await stage.settle(0.1)
-        assert kv_events_of(early)[1:] == [(False, (keys[1], keys[2]), (keys[0],))]
-        kv_events.add(late)
-        await stage.settle(0.1)
-        assert kv_events_of(late) == [(True, (keys[1], keys[2]), ())]
-        # who does not keep up is told everything anew when it does, and nobody waits for it
-        late.busy = True
-        kv_events.tell(TellBlocks((keys[3],), ()))
-        await stage.settle(0.2)
-        assert kv_events_of(early)[-1] == (False, (keys[3],), ())
-        late.busy = False
-        await stage.settle(0.2)
-        assert kv_events_of(late)[-1] == (True, (keys[1], keys[2], keys[3]), ())
-        # of new weights nothing is known
-        stage.context.namespace, version = lambda: b"o" * 16, ("4", 4)
-        kv_events.tell(TellBlocks((keys[0],), ()))
-        await stage.settle(0.2)
-        for peer in (early, late):
-            last = peer.take(KvEventBatch)[-1]
-            assert (last.namespace, last.reset, last.added) == (b"o" * 16, True, (keys[0],))
-            assert (last.weight_version, last.weight_order) == ("4", 4)
-        # of another label every router is told, though no block has changed
-        version = "again", 5
-        kv_events.announce()
-        kv_events.announce()
-        await stage.settle(0.2)
-        for peer in (early, late):
-            last = peer.take(KvEventBatch)[-1]
-            assert (last.weight_version, last.weight_order, last.reset, last.added) == ("again", 5, False, ())
-        early.is_up = False
-        kv_events.remove(late)
-        count = len(late.sent)
-        kv_events.tell(TellBlocks((keys[1],), ()))
-        await stage.settle(0.2)
-        assert len(late.sent) == count
-        await stage.close()
-
-    run_sim(main())

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from fdasync.pd.messages import PROTOCOL, Facts, Hello, Shape, Status
+from fdasync.pd.router.choice import choose
 from fdasync.pd.router.instances import InstanceTable
 from fdasync.pd.router.limits import Need
 from tests.support.router_scene import kv_batch
@@ -27,7 +28,8 @@ class Stage:
     """A fleet of instances with these names: p0 prefills, d0 decodes, m0 does both."""
 
     def __init__(self, *names, direct=0):
-        self.fleet = InstanceTable(direct)
+        self.fleet = InstanceTable()
+        self.direct = direct
         roles = {"p": "prefill", "d": "decode", "m": "mixed"}
         for name in names:
             self.fleet.add(FakePeer(name, roles[name[0]])).came_up()
@@ -42,7 +44,12 @@ class Stage:
         self[name].learn(kv_batch(b"n" * 16, 0, False, tuple([KEYS[number] for number in numbers]), ()))
 
     def choose(self, num_tokens=32, without=(), prefill="", decoders=(), keys=KEYS, **fields):
-        route = self.fleet.choose(keys, num_tokens, without, prefill, decoders, **fields)
+        for instance in self.fleet.instances.values():
+            # a fake peer tells nobody of its changes
+            instance.refresh()
+        self.fleet.links_changed()
+        fields["direct_below_tokens"] = self.direct
+        route = choose(self.fleet, keys, num_tokens, without, prefill, decoders, **fields)
         return None if route is None else (route.first.address, [member.address for member in route.decoders])
 
 
@@ -78,21 +85,21 @@ def test_prefill_goes_where_least_stands_before_it():
     stage.status("p0", queued=100)
     assert stage.choose()[0] == "p1"
     # what was sent since its last word counts too
-    stage["p1"].tokens = 200
+    stage["p1"].sent(200, ())
     assert stage.choose()[0] == "p0"
 
 
-def test_a_prefix_is_worth_the_tokens_that_it_saves():
+def test_a_prefix_is_worth_twice_the_tokens_that_it_saves():
     stage = Stage("p0", "p1", "d0")
     stage.has("p1", 0, 1, 2)
     assert stage.choose()[0] == "p1"
-    stage.status("p1", queued=11)
+    stage.status("p1", queued=23)
     assert stage.choose()[0] == "p1"
-    stage.status("p1", queued=13)
+    stage.status("p1", queued=25)
     assert stage.choose()[0] == "p0"
     # a block without those before it is of no use
     stage.has("p0", 1, 2, 3)
-    assert stage["p0"].prefix_blocks(KEYS) == 0
+    assert stage.fleet.index.prefixes(KEYS, 1 << stage["p0"].slot) == [(0, 1)]
 
 
 def test_decoders_are_in_order_of_load_and_prefix():
@@ -209,6 +216,9 @@ def with_limits(stage, name, *, blocks=100, context=100, requests=64):
         peer.hello.facts, num_blocks=blocks, max_context_tokens=context, max_requests=requests
     )
     peer.hello = msgspec.structs.replace(peer.hello, facts=facts)
+    status = stage[name].status
+    stage[name].came_up()
+    stage[name].status = status
 
 
 def test_an_instance_that_cannot_hold_a_request_is_left_out():
