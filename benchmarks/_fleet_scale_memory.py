@@ -1,5 +1,6 @@
-"""What a router's knowledge of blocks takes in memory, in a process of its own: `python -m benchmarks._fleet_scale_memory
-512 20000 0.0` prints the bytes and the CPU microseconds for each block of news.
+"""What a router's knowledge of blocks takes in memory, in a process of its own.
+
+`python -m benchmarks._fleet_scale_memory 512 20000 0.0` prints the bytes, and the CPU time for each block of news.
 
 The news are real messages, encoded and decoded, of instances that have that share of their blocks in common with all
 others; 0 is the worst case, in which no two instances have the same block.

@@ -1,7 +1,7 @@
 """The workload: groups of samples of one prompt, each of which goes on as a conversation; and the ideal hits.
 
-Prompts of a group begin with the system prompt of one of some tasks. Each turn adds the answer and a result of a tool to
-the prompt. All of it is drawn from a seed; what instances answer is part of the next turn's prompt.
+Prompts of a group begin with the system prompt of one of some tasks. Each turn adds the answer and a result of a tool
+to the prompt. All of it is drawn from a seed; what instances answer is part of the next turn's prompt.
 
 `Ideal` is an oracle: it knows at once every block that any instance was ever given to compute, and forgets none. Knows
 no router. Used by `_fleet_scale_world.py`.

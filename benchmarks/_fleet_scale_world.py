@@ -161,7 +161,9 @@ class World:
             if turn:
                 await asyncio.sleep(float(rng.uniform(*work.tool_s)))
                 tokens += self.source.tool(rng)
-            result = await self._ask(f"{group}.{number}.{turn}", group, tokens, between(rng, work.answer_tokens), streams)
+            result = await self._ask(
+                f"{group}.{number}.{turn}", group, tokens, between(rng, work.answer_tokens), streams
+            )
             if result is None:
                 return
             tokens += result.token_ids

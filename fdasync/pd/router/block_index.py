@@ -126,8 +126,10 @@ class BlockIndex:
             known.keys, known.count = bytearray(), 0
 
     def expect(self, slot: int, keys: Sequence[bytes]) -> list[bytes]:
-        """A prompt with these blocks was sent to an instance: it will have them soon. Returns the blocks that it neither
-        has nor was expected to have; hand them to `unexpect` when news of them is there or will not come."""
+        """A prompt with these blocks was sent to an instance: it will have them soon.
+
+        Returns the blocks that it neither has nor was expected to have; hand them to `unexpect` when news of them is
+        there or will not come."""
         bit, known = 1 << slot, self._known[slot]
         joined: dict[int, int] = {0: bit}
         new = []

@@ -2,8 +2,8 @@
 
 No Python runs for each instance: the choice follows the prompt through the index of blocks once, and compares columns
 of numbers. A prefill or mixed instance costs the prompt tokens that it would compute until the prompt is done, those of
-this prompt twice; a mixed one also a part of the tokens that it has in use, so that a prefix draws only as many requests
-as it is worth. A decode instance costs the share of its blocks that would be in use.
+this prompt twice; a mixed one also a part of the tokens that it has in use, so that a prefix draws only as many
+requests as it is worth. A decode instance costs the share of its blocks that would be in use.
 
 Pure. Called by `dispatch.py`.
 """
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fdasync.pd.router.block_index import slots_of
-from fdasync.pd.router.instances import LEAST
+from fdasync.pd.router.instances import LEAST, InstanceHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.pd.messages import Role
-    from fdasync.pd.router.instances import InstanceHandle, InstanceTable
+    from fdasync.pd.router.instances import InstanceTable
     from fdasync.pd.router.limits import Need, Room
 
 _MAX_DECODERS = 8
@@ -102,7 +102,9 @@ class _Costs:
         slot = int(near[0] if len(near) == 1 else near[loads.live[near].argmin()])
         return float(cost) + missing, int(loads.live[slot]), slot
 
-    def decoders(self, fits: Callable[[Room], bool], count: int, without: InstanceHandle | None) -> list[InstanceHandle]:
+    def decoders(
+        self, fits: Callable[[Room], bool], count: int, without: InstanceHandle | None
+    ) -> list[InstanceHandle]:
         """The decode instances that take work and can take the request over, the best first, at most so many."""
         able = self._able("decode", fits)
         if without is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence, Sized
-from struct import error as StructError
+from struct import error as StructError  # noqa: N812 - the name says nothing
 from struct import pack
 from typing import TYPE_CHECKING, Any
 

@@ -161,7 +161,9 @@ class SimLoop(asyncio.SelectorEventLoop):
 def run_sim(main: Coroutine[Any, Any, T], loop: SimLoop | None = None) -> T:
     """Run a coroutine to its end in virtual time, as `asyncio.run` would.
 
-    `loop`: a fresh loop of a derived class, which is closed at the end; None: a `SimLoop`. Raises the coroutine's error; `Deadlock` when it can never end; RuntimeError when it leaves tasks behind.
+    `loop`: a fresh loop of a derived class, which is closed at the end; None: a `SimLoop`.
+
+    Raises the coroutine's error; `Deadlock` when it can never end; RuntimeError when it leaves tasks behind.
     """
     loop = SimLoop() if loop is None else loop
     try:

@@ -1,0 +1,58 @@
+"""A small fleet in virtual time: every request ends, prefixes are found, and a seed decides everything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks._fleet_scale_work import Work
+from benchmarks._fleet_scale_world import Plan, World
+from benchmarks._report import Report
+from benchmarks.fleet_scale import full_at, measure_memory, play, request_us
+
+if TYPE_CHECKING:
+    from benchmarks._fleet_scale_meter import Meter
+
+WORK = Work(requests=120, per_s=80.0, question_tokens=(64, 128), answer_tokens=(16, 48), system_tokens=64, tasks=4)
+
+
+def played(**values: Any) -> tuple[World, Meter]:
+    return play(Report("a test"), "a run", Plan(work=WORK, **values))
+
+
+def test_requests_end_where_their_prefixes_are() -> None:
+    world, meter = played(instances=6)
+    assert world.requests == world.good == world.outcomes["length"] > 100
+    assert world.hit_tokens > 0.9 * world.ideal.hit_tokens > 0
+    assert world.faults.total() == 0
+    assert request_us(world, meter) > 0
+    # what is not the router's is not in it: a stand-in's step is the loop's
+    assert "_done" not in meter.ns
+
+
+@pytest.mark.parametrize("streams", [0.0, 1.0])
+def test_one_seed_is_one_run_whatever_fails(streams: float) -> None:
+    plan: dict[str, Any] = {"instances": 8, "rack": 4, "routers": 2, "failing": 0.05, "down_s": 0.5}
+    plan |= {"racks": 1, "switches": 1, "dead_routers": 1, "seed": 3}
+    work = Work(**{name: getattr(WORK, name) for name in WORK.__struct_fields__} | {"streams": streams})
+    runs = [play(Report("a test"), "a run", Plan(work=work, **plan))[0] for _ in range(2)]
+    assert runs[0].digest == runs[1].digest
+    assert runs[0].faults == runs[1].faults
+    assert {"rack", "switch", "router"} <= set(runs[0].faults)
+    # each request ended once, well or with a name
+    ends = runs[0].outcomes.total() - runs[0].outcomes["router died"]
+    assert ends == runs[0].requests
+    assert runs[0].good > 0.8 * runs[0].requests
+
+
+def test_memory_is_of_what_was_learned() -> None:
+    memory = measure_memory(4)
+    # 80,000 blocks, none of them the same
+    assert 80_000 * 16 < memory.nbytes < 80_000 * 1000
+    assert memory.block_us > 0
+
+
+def test_the_size_at_which_a_router_is_full_follows_from_its_cpu() -> None:
+    plan = Plan(instances=1)
+    assert full_at(100.0, plan.work, plan.pace) == pytest.approx(2 * full_at(200.0, plan.work, plan.pace))
