@@ -44,7 +44,9 @@ def join(
     names = [name.decode() for name in host.tell(_uuid(device).encode(), "names of GPUs")]
     if len(set(names)) < len(names) and not may_share:
         problem = f"{len(names)} ranks have {len(set(names))} GPUs: {', '.join(sorted(set(names)))}"
-        raise ConfigError("tensor_parallel", problem, hint="each rank takes a GPU of its own")
+        raise ConfigError(
+            "tensor_parallel", problem, hint="each rank takes a GPU of its own; tests set runner_config.ranks_share_gpu"
+        )
     without = "" if way == "nccl" else without_access(host, device, names)
     if without and way == "peers":
         raise ConfigError("runner_config.collectives", without, hint=_WAY_OUT)
