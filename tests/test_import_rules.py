@@ -137,7 +137,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.request",
         ),
         "fdasync_mooncake": (*_STORE, "fdasync.ipc.*"),
-        "fdasync_transformers.model": (*_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena"),
+        "fdasync_transformers.model": (
+            *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.runner.shares",
+        ),
         "fdasync_transformers.sampling": (
             "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
             "fdasync.runner.prompt_scores",

@@ -144,6 +144,8 @@ class Driver:
             status = self._entry("cuMemsetD8_v2", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t)(
                 found.value, filled, nbytes
             )
+            if status:
+                self._entry("cuMemFree_v2", ctypes.c_uint64)(found.value)
         if status:
             raise RunnerError(f"{nbytes} bytes of device memory cannot be had: {self.words(status)}")
         return found.value

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
 
 
+class OutOfReach(RunnerError):
+    """A rank cannot open the memory of another's device. Raised by all ranks alike."""
+
+
 class OpenedPeers:
     """The memory behind a `PeerMemory`, allocated and opened.
 
@@ -31,7 +35,8 @@ class OpenedPeers:
     Attributes:
         memory: what sums and messages take.
 
-    Raises RunnerError where the device has no memory, or does not reach a peer's.
+    Raises RunnerError where a device has no memory, OutOfReach where one does not reach a peer's: on every rank, and
+    nothing is left open.
     """
 
     def __init__(self, exchange: Exchange, device: torch.device, row_nbytes: int = 0) -> None:
@@ -42,27 +47,37 @@ class OpenedPeers:
         self._opened: list[int] = []
         # the driver works in the context that torch made current
         torch.cuda.current_stream(device)
-        self._own = self._driver.allocate(group.nbytes(), filled=0xFF)
+        self._own = 0
         try:
-            torch.cuda.synchronize(device)  # blocking: at start-up
-            handle = self._driver.share(self._own)
-            parts = exchange.gather(handle, "handles of device memory")
-            handles = [bytes(part) for part in parts]
-            addresses = []
-            for rank, other in enumerate(handles):
-                if len(other) != HANDLE_NBYTES:
-                    raise RunnerError(f"rank {rank} gave {len(other)} bytes for a handle of device memory")
-                if rank == exchange.rank:
-                    addresses.append(self._own)
-                else:
-                    self._opened.append(self._driver.open_shared(other))
-                    addresses.append(self._opened[-1])
-            self.memory = PeerMemory(exchange.rank, addresses, device, group)
+            handle, problem = b"", ""
+            try:
+                self._own = self._driver.allocate(group.nbytes(), filled=0xFF)
+                torch.cuda.synchronize(device)  # blocking: at start-up
+                handle = self._driver.share(self._own)
+            except RunnerError as error:
+                problem = error.problem
+            _agree(exchange, problem, "device memory is there", RunnerError)
+            handles = [bytes(part) for part in exchange.gather(handle, "handles of device memory")]
+            addresses: list[int] = []
+            try:
+                for rank, other in enumerate(handles):
+                    addresses.append(self._own if rank == exchange.rank else self._open(rank, other))
+            except RunnerError as error:
+                problem = error.problem
             # no rank launches before all have opened
-            exchange.gather(b"", "device memory is open")
+            _agree(exchange, problem, "device memory is open", OutOfReach)
+            self.memory = PeerMemory(exchange.rank, addresses, device, group)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, rank: int, handle: bytes) -> int:
+        """The address of a peer's memory. Raises RunnerError."""
+        if len(handle) != HANDLE_NBYTES:
+            raise RunnerError(f"rank {rank} gave {len(handle)} bytes for a handle of device memory")
+        address = self._driver.open_shared(handle)
+        self._opened.append(address)
+        return address
 
     def close(self) -> None:
         """Unmap the peers' memory and free this rank's; idempotent. No collective may be under way on any rank."""
@@ -72,3 +87,10 @@ class OpenedPeers:
         own, self._own = self._own, 0
         if own:
             self._driver.free(own)
+
+
+def _agree(exchange: Exchange, problem: str, label: str, error: type[RunnerError]) -> None:
+    """Raise the error on every rank where any has a problem: one that is alone with it would have the others wait."""
+    told = [bytes(part).decode(errors="replace") for part in exchange.gather(problem.encode()[:1000], label)]
+    if found := [f"rank {rank}: {said}" for rank, said in enumerate(told) if said]:
+        raise error("; ".join(found))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor  # threads: a rank each
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +65,46 @@ def test_ranks_join_by_the_identifier_of_rank_0_and_gather_bytes(monkeypatch: py
     assert torch.equal(into[0], own)
     name, source, target, nbytes, kind, comm, stream = library.calls[-1]
     assert (source, target, nbytes, kind, comm.value, stream) == (own.data_ptr(), into.data_ptr(), 12, 1, 99, 5)
+
+
+def test_two_ranks_join_by_the_identifier_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = [Library(), Library()]
+    meeting = Meeting(2)
+
+    def be(rank: int) -> NcclGroup:
+        exchange = Exchange(rank, 2, [os.dup(fd) for fd in meeting.fds(rank)], deadline_s=10.0)
+        try:
+            return NcclGroup(exchange, CPU, libraries[rank])
+        finally:
+            exchange.close()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(be, range(2)))
+    finally:
+        meeting.close()
+    # only rank 0 makes one
+    assert [[call[0] for call in library.calls] for library in libraries] == [
+        ["ncclGetUniqueId", "ncclCommInitRank"],
+        ["ncclCommInitRank"],
+    ]
+    for rank, (library, group) in enumerate(zip(libraries, groups, strict=True)):
+        _, comm, ranks, told, own = library.calls[-1]
+        assert (ranks, own, group.ranks, comm._obj.value) == (2, rank, 2, 99)
+        assert bytes(told) == b"\7" * 128
+        address, number = ctypes.c_void_p, ctypes.c_int
+        init = library.ncclCommInitRank.argtypes
+        assert (init[0], init[1], init[3]) == (address, number, number)
+        # by value, as NCCL takes it
+        assert issubclass(init[2], ctypes.Structure)
+        assert ctypes.sizeof(init[2]) == 128
+        assert library.ncclAllGather.argtypes == (address, address, ctypes.c_size_t, number, address, address)
+        assert library.ncclGetErrorString.restype is ctypes.c_char_p
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=5))
+    own, into = torch.arange(3, dtype=torch.int32), torch.zeros((2, 3), dtype=torch.int32)
+    groups[1].all_gather(own, into)
+    # what each rank gives, not what all give
+    assert libraries[1].calls[-1][3] == 12
 
 
 def test_what_cannot_be_gathered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

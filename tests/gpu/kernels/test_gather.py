@@ -74,5 +74,9 @@ def test_digests_differ_where_a_byte_does() -> None:
 def test_rows_that_have_no_digest_are_refused() -> None:
     with pytest.raises(BadInput, match="strides"):
         digest(torch.zeros(4, 4).t())
+    # offsets behind the last tile would have more than 31 bits
+    for nbytes in ((1 << 31) - 65536, (1 << 31) - 1, 1 << 31):
+        with pytest.raises(BadInput, match=r"limit: 2147418111\)"):
+            digest_rows(torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.zeros(PARTS, dtype=torch.int32), 0)
     with pytest.raises(BadInput, match=f"contiguous int32 .{PARTS}."):
         digest_rows(None, torch.zeros(3, dtype=torch.int32), 0)

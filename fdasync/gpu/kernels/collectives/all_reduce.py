@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
 
 # elements that are read at once, 16 bytes or more
-_VECTOR = 8
+VECTOR = 8
 # from so many bytes on two shots are faster, where they send less: with more than two ranks (four H100, 1 to 8,192 rows
 # of 4 KiB)
 _TWO_SHOTS_FROM_NBYTES = 256 << 10
@@ -130,15 +130,15 @@ def all_reduce(
             raise BadInput(name, problem, hint="contiguous and aligned bfloat16, float16 or float32")
     if out.shape != x.shape or out.dtype != x.dtype:
         raise BadInput("out", f"{out.dtype} {tuple(out.shape)} for a sum of {x.dtype} {tuple(x.shape)}")
-    if x.numel() % _VECTOR:
-        raise BadInput("x", f"{x.numel()} elements", limit=f"{_VECTOR} each")
-    vectors = x.numel() // _VECTOR
+    if x.numel() % VECTOR:
+        raise BadInput("x", f"{x.numel()} elements", limit=f"{VECTOR} each")
+    vectors = x.numel() // VECTOR
     if not vectors:
         return out
     ranks = peers.ranks
     if way == "auto":
         way = "two_shot" if ranks > 2 and x.nbytes >= _TWO_SHOTS_FROM_NBYTES else "one_shot"
-    count = (vectors if way == "one_shot" else triton.cdiv(vectors, ranks)) * _VECTOR
+    count = (vectors if way == "one_shot" else triton.cdiv(vectors, ranks)) * VECTOR
     kernel = _one_shot_kernel if way == "one_shot" else _two_shot_kernel
     area = peers.areas[way]
     if count * x.element_size() > area.way.tile_nbytes * area.way.programs:
@@ -146,7 +146,7 @@ def all_reduce(
     tile = area.way.tile_nbytes // x.element_size()
     grid: Any = (min(area.way.programs, triton.cdiv(count, tile)),)
     kernel[grid](
-        x, out, area.addresses, area.turns, vectors, VECTOR=_VECTOR, TILE=tile, RANK=peers.rank, RANKS=ranks,
+        x, out, area.addresses, area.turns, vectors, VECTOR=VECTOR, TILE=tile, RANK=peers.rank, RANKS=ranks,
         PLACES=peers.places,        num_warps=area.way.warps,
         **overlap(x.device),
     )  # fmt: skip

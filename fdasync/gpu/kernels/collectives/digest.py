@@ -12,10 +12,14 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 
-#: numbers of a digest: each is of its own tiles of the bytes
-PARTS = 32
+# programs, each of which has its own tiles of the bytes
+_PROGRAMS = 32
+#: numbers of a digest: the salt, and one of each program
+PARTS = 1 + _PROGRAMS
 # bytes that a program takes at a time
 _TILE = 2048
+# offsets have 31 bits, that behind a program's last tile included
+_MOST_NBYTES = (1 << 31) - 1 - _PROGRAMS * _TILE
 
 
 @triton.jit(do_not_specialize=["nbytes", "salt"])  # type: ignore[untyped-decorator]
@@ -31,25 +35,29 @@ def _digest_kernel(rows, out, nbytes, salt, TILE: tl.constexpr):  # type: ignore
         mixed = (mixed ^ (mixed >> 13)) * 0x27D4EB2F
         mixed = mixed ^ (mixed >> 16)
         total += tl.where(at < nbytes, mixed, 0)
-    summed = tl.sum(total, axis=0).to(tl.uint32) + salt.to(tl.uint32) * 0x9E3779B1
-    tl.store(out + program, summed.to(tl.int32, bitcast=True))
+    tl.store(out + 1 + program, tl.sum(total, axis=0).to(tl.uint32).to(tl.int32, bitcast=True))
+    if program == 0:
+        tl.store(out, salt)
 
 
 def digest_rows(rows: torch.Tensor | None, out: torch.Tensor, salt: int) -> None:
-    """Write the digest of the bytes of `rows`, and of `salt`; one launch on the current stream, no synchronising.
+    """Write `salt` and the digest of the bytes of `rows`; one launch on the current stream, no synchronising.
 
     Args:
-        rows: contiguous, less than 2 GiB, on the device of `out`; None: no bytes.
+        rows: contiguous, 64 KiB less than 2 GiB at most, on the device of `out`; None: no bytes.
         out: int32 [PARTS], contiguous. Written.
-        salt: digests of other salts differ; the lower 31 bits count.
+        salt: the first number; its lower 31 bits.
 
     Raises:
         BadInput: another shape or dtype, or rows that are not contiguous or too many.
     """
     if out.dtype is not torch.int32 or tuple(out.shape) != (PARTS,) or not out.is_contiguous():
         raise BadInput("out", f"{out.dtype} {tuple(out.shape)} where contiguous int32 [{PARTS}] was expected")
-    if rows is not None and (not rows.is_contiguous() or rows.nbytes >= 1 << 31):
-        raise BadInput("rows", f"{rows.nbytes} bytes with strides {rows.stride()}", hint="contiguous, less than 2 GiB")
+    if rows is not None and (not rows.is_contiguous() or rows.nbytes > _MOST_NBYTES):
+        problem = f"{rows.nbytes} bytes with strides {rows.stride()}"
+        raise BadInput("rows", problem, limit=_MOST_NBYTES, hint="contiguous rows, in parts where there are more")
     nbytes = 0 if rows is None else rows.nbytes
     given = out if rows is None or not nbytes else rows
-    _digest_kernel[(PARTS,)](given.view(-1).view(torch.uint8), out, nbytes, salt & 0x7FFFFFFF, TILE=_TILE, num_warps=4)
+    _digest_kernel[(_PROGRAMS,)](
+        given.view(-1).view(torch.uint8), out, nbytes, salt & 0x7FFFFFFF, TILE=_TILE, num_warps=4
+    )

@@ -175,7 +175,7 @@ class TransformersRunner(Runner):
             dtype = loading.choose_dtype(checkpoint, config.dtype)
             row = torch.empty(int(checkpoint.config.hidden_size), dtype=dtype, device="meta")
             self._collectives, note = join(
-                self._exchange, device, config.collectives, row, may_share=config.device != "auto"
+                self._exchange, device, config.collectives, row, may_share=config.ranks_share_gpu
             )
             joined.append(note)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)

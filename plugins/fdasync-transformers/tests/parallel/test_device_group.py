@@ -14,6 +14,7 @@ from ranks import as_ranks, returned
 
 from fdasync.errors import ConfigError
 from fdasync.gpu import nccl
+from fdasync.gpu.peers import OutOfReach
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
@@ -98,6 +99,29 @@ def test_a_group_sums_in_memory_that_all_reach_and_else_by_nccl(
     said = returned(as_ranks(2, work))
     assert said[0] == said[1]
     assert said[0].startswith(note)
+
+
+@pytest.mark.parametrize("way", ["auto", "peers"])
+def test_memory_that_cannot_be_opened_has_ranks_sum_by_nccl_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch, way: Any
+) -> None:
+    # GPUs of other containers, or parts of GPUs: no rank sees another's, so the driver cannot be asked before
+    def unopened(*_: Any, **__: Any) -> None:
+        raise OutOfReach("rank 1: memory of another device cannot be opened: error 217")
+
+    def work(exchange: Exchange) -> str:
+        as_gpus(monkeypatch, exchange, ("c", "d"), reaches=False)
+        monkeypatch.setattr(device_collectives, "DeviceCollectives", unopened)
+        if way == "auto":
+            return join(exchange, CPU, way, ROW)[1]
+        with pytest.raises(ConfigError) as caught:
+            join(exchange, CPU, way, ROW)
+        assert caught.value.hint
+        return str(caught.value)
+
+    start = "sums by NCCL: " if way == "auto" else "runner_config.collectives: "
+    for said in returned(as_ranks(2, work)):
+        assert said.startswith(f"{start}rank 1: memory of another device cannot be opened: error 217")
 
 
 def test_ranks_of_one_gpu_join_where_tests_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,14 +138,19 @@ def test_a_step_of_several_kinds_of_rows_is_read_back_as_it_was_told() -> None:
     assert StepEnds.read(told.numpy(), 3, 7).tolist() == [*range(7)]
     # of four ranks, two of the others differ in their rows, or one in its logits
     four = told.repeat(4, 1)
-    four[2, 0] += 1
-    four[3, PARTS] += 1
+    four[2, 1] += 1
+    four[3, PARTS + 1] += 1
     with pytest.raises(RunnerError, match="rank 2, 3 of 4 chose other experts than rank 0"):
         StepEnds.read(four.numpy(), 3, 7)
     four = told.repeat(4, 1)
     four[3, -8] += 1
     with pytest.raises(RunnerError, match="rank 3 of 4 computed other logits than rank 0"):
         StepEnds.read(four.numpy(), 3, 7)
+    # of another step: whatever rows it has
+    later = StepEnds(Alone(), torch.device("cpu")).queue(5, rows, torch.ones(7, 2000), tokens, 7)
+    for other in (later, StepEnds(Alone(), torch.device("cpu")).queue(5, rows, torch.zeros(7, 2000), tokens, 7)):
+        with pytest.raises(RunnerError, match="rank 1 was at step 5 of 2 ranks, and rank 0 at step 3"):
+            StepEnds.read(torch.cat([told, other]).numpy(), 3, 7)
 
 
 def test_padding_may_hold_what_it_likes() -> None:

@@ -162,3 +162,44 @@ def test_a_report_refuses_what_a_start_would(tmp_path: Path) -> None:
     assert "no plan for this family" in report("gpt_oss", sum_slices=2).reason
     with pytest.raises(ConfigError, match="2 ranks, and sums of 1 slices"):
         report("qwen3_moe", tensor_parallel=2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("held", [1, 2, 4])
+def test_columns_are_computed_in_the_shapes_that_ranks_have(
+    monkeypatch: pytest.MonkeyPatch, held: int, bias: bool
+) -> None:
+    # on CPUs a product of other columns may have the same bits: its shape is what is promised
+    module = torch.nn.Linear(6, 8, bias=bias)
+    asked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+    own = slices.linear
+
+    def linear(hidden: torch.Tensor, weight: torch.Tensor, one: torch.Tensor | None) -> torch.Tensor:
+        asked.append((hidden, weight, one))
+        return own(hidden, weight, one)
+
+    monkeypatch.setattr(slices, "linear", linear)
+    hidden = torch.randn(3, 6)
+    found = slices._Columns(module, held)(hidden)
+    assert [tuple(weight.shape) for _, weight, _ in asked] == [(8 // held, 6)] * held
+    assert all(given is hidden for given, _, _ in asked)
+    assert torch.equal(torch.cat([weight for _, weight, _ in asked]), module.weight)
+    if bias:
+        assert torch.equal(torch.cat([one for _, _, one in asked if one is not None]), module.bias)
+    assert torch.allclose(found, module(hidden))
+
+
+def test_a_model_gets_columns_where_ranks_would_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    own = slices._Columns.__init__
+
+    def init(self: Any, module: torch.nn.Linear, held: int) -> None:
+        made.append(held)
+        own(self, module, held)
+
+    monkeypatch.setattr(slices._Columns, "__init__", init)
+    for ranks, held in ((1, 4), (2, 2), (4, 1)):
+        made.clear()
+        sliced_logits("llama4_text", F32, SEQUENCES, ranks, 4)
+        # queries; keys and values of fewer heads are cut into fewer parts
+        assert max(made, default=1) == held, (ranks, made)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 ON_GPU = torch.cuda.is_available()
-DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1}
+DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1, "ranks_share_gpu": True}
 # what the interpreter is given is small: a kernel takes it a tenth of a second
 NEW = 12 if ON_GPU else 2
 

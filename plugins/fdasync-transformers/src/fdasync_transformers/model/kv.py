@@ -17,6 +17,7 @@ import torch
 
 from fdasync.cache.host_arena import HostPart
 from fdasync.errors import ConfigError
+from fdasync.runner.shares import Part, part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,19 +117,23 @@ class KVLayout:
         return max(1, self.ranks // self.shares)
 
     @property
+    def _part(self) -> Part:
+        return part_of(self.shares, self.ranks, self.rank)
+
+    @property
     def held_shares(self) -> int:
         """How many shares this rank holds."""
-        return max(1, self.shares // self.ranks)
+        return self._part.num_shares
 
     @property
     def first_share(self) -> int:
         """The first of the shares that this rank holds."""
-        return self.rank * self.shares // self.ranks
+        return self._part.first
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes its shares to the host; all read them."""
-        return self.rank % self.sharers == 0
+        return self._part.writes
 
     @property
     def token_nbytes(self) -> int:

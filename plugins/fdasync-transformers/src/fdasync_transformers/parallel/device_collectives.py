@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync.ipc.exchange import Exchange
 
-# elements that a sum takes are a multiple of it
-_VECTOR = 8
-
 
 class DeviceCollectives(HostCollectives):
     """See the module. The memory that peers map is the process's until it ends: a peer may still write to it.
@@ -35,13 +32,14 @@ class DeviceCollectives(HostCollectives):
 
     def __init__(self, exchange: Exchange, device: torch.device, *, row: torch.Tensor | None = None) -> None:
         """Raises RunnerError where there is no memory, or a GPU has no access to another's."""
-        from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
+        from fdasync.gpu.kernels.collectives.all_reduce import VECTOR, all_reduce
         from fdasync.gpu.kernels.collectives.gather import gather
         from fdasync.gpu.kernels.collectives.peer_memory import row_width
         from fdasync.gpu.peers import OpenedPeers
 
         super().__init__(exchange)
         self._width = row_width
+        self._vector = VECTOR
         row_nbytes = 0 if row is None else row_width(row.shape[-1]) * row.element_size()
         self._opened = OpenedPeers(exchange, device, row_nbytes)
         self._device = device
@@ -61,8 +59,8 @@ class DeviceCollectives(HostCollectives):
             raise InvariantBroken(f"{label}: a sum of tensors on {tensor.device} over {self._device}")
         total = tensor.contiguous()
         flat = total.view(-1)
-        if len(flat) % _VECTOR:
-            padded = torch.nn.functional.pad(flat, (0, -len(flat) % _VECTOR))
+        if len(flat) % self._vector:
+            padded = torch.nn.functional.pad(flat, (0, -len(flat) % self._vector))
             flat.copy_(self._all_reduce(padded, self._opened.memory, out=padded)[: len(flat)])
         else:
             self._all_reduce(flat, self._opened.memory, out=flat)

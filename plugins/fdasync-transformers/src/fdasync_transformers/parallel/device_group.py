@@ -1,5 +1,8 @@
 """How the ranks of a group reach each other's GPUs: by their memory where all have access to it, else by NCCL.
 
+The driver is asked first; of GPUs that a rank does not see (other containers' or parts of GPUs), opening the memory
+tells.
+
 Knows GPUs; knows no models. Called by `runner.py`.
 """
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 #: "auto": by peers' memory, else by NCCL
 Way = Literal["auto", "peers", "nccl"]
+_WAY_OUT = 'take whole GPUs that NVLink or one PCIe switch connects, or collectives="auto"'
 
 
 def join(
@@ -40,21 +44,29 @@ def join(
     names = [name.decode() for name in host.tell(_uuid(device).encode(), "names of GPUs")]
     if len(set(names)) < len(names) and not may_share:
         problem = f"{len(names)} ranks have {len(set(names))} GPUs: {', '.join(sorted(set(names)))}"
-        raise ConfigError("tensor_parallel", problem, hint="each rank takes a GPU of its own")
+        raise ConfigError(
+            "tensor_parallel", problem, hint="each rank takes a GPU of its own; tests set runner_config.ranks_share_gpu"
+        )
     without = "" if way == "nccl" else without_access(host, device, names)
     if without and way == "peers":
-        hint = 'take GPUs that NVLink or one PCIe switch connects, or collectives="auto"'
-        raise ConfigError("runner_config.collectives", without, hint=hint)
-    if without or way == "nccl":
-        from fdasync.gpu.nccl import NcclGroup
-        from fdasync_transformers.parallel.nccl_collectives import NcclCollectives
+        raise ConfigError("runner_config.collectives", without, hint=_WAY_OUT)
+    if not without and way != "nccl":
+        # a machine without CUDA may have no triton either
+        from fdasync.gpu.peers import OutOfReach
+        from fdasync_transformers.parallel.device_collectives import DeviceCollectives
 
-        group = NcclGroup(exchange, device)
-        return NcclCollectives(exchange, group), f"sums by NCCL: {without or 'as asked for'}"
-    # a machine without CUDA may have no triton either
-    from fdasync_transformers.parallel.device_collectives import DeviceCollectives
+        try:
+            return DeviceCollectives(exchange, device, row=row), "sums in peers' memory"
+        except OutOfReach as error:
+            # on all ranks alike
+            if way == "peers":
+                raise ConfigError("runner_config.collectives", error.problem, hint=_WAY_OUT) from error
+            without = error.problem
+    from fdasync.gpu.nccl import NcclGroup
+    from fdasync_transformers.parallel.nccl_collectives import NcclCollectives
 
-    return DeviceCollectives(exchange, device, row=row), "sums in peers' memory"
+    group = NcclGroup(exchange, device)
+    return NcclCollectives(exchange, group), f"sums by NCCL: {without or 'as asked for'}"
 
 
 def without_access(host: HostCollectives, device: torch.device, names: list[str]) -> str:

@@ -70,7 +70,7 @@ class StepEnds:
             if each is not None and padding is not None:
                 each = each.clone()
                 each[: len(padding)].masked_fill_(padding.view(-1, *[1] * (each.dim() - 1)), 0)
-            digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id + number)
+            digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id)
         if tokens is not None and count:
             message[PARTS * len(given) :].copy_(tokens)
         return self._collectives.share(message, f"end of step {step_id}")
@@ -84,9 +84,12 @@ class StepEnds:
     def read(told: NDArray[np.int32], step_id: int, count: int) -> NDArray[np.int32]:
         """Rank 0's tokens, a view.
 
-        Raises RunnerError naming the ranks whose rows, or else logits, differ from rank 0's.
+        Raises RunnerError naming the ranks whose steps, or else rows, or else logits, are others than rank 0's.
         """
         behind = told.shape[1] - count - PARTS
+        # the first number of each digest is the step's
+        if others := [f"rank {rank} was at step {at}" for rank, at in enumerate(told[:, 0]) if at != told[0, 0]]:
+            raise RunnerError(f"{', '.join(others)} of {len(told)} ranks, and rank 0 at step {told[0, 0]}", step_id)
         for digests, what in (
             (told[:, :behind], "chose other experts than rank 0: their rows differ"),
             (told[:, behind : behind + PARTS], "computed other logits than rank 0"),

@@ -67,6 +67,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         collectives: how ranks on GPUs sum. "peers": in each other's memory; "nccl": by NCCL, which needs no access to
             it, at more launches a sum; "auto": by NCCL where one GPU has no access to another's memory. The bits are
             the same. On CPUs ranks sum in shared memory, and the others are refused.
+        ranks_share_gpu: several ranks may have one GPU, which then gives each a while at a time: for tests.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
             without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with whole sums.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
@@ -86,6 +87,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
     collectives: Way = "auto"
+    ranks_share_gpu: bool = False
     mtp: bool = False
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
