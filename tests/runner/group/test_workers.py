@@ -185,7 +185,7 @@ def plugin(tmp_path, monkeypatch):
     ],
 )
 async def test_a_group_that_cannot_start_says_which_rank_and_why(plugin, runner, kind, words):
-    deadline_s = 2.0 if runner == "deaf" else 60.0
+    deadline_s = 4.0 if runner == "deaf" else 60.0
     config = msgspec.structs.replace(config_of(), runner=runner, start_deadline_s=deadline_s)
     with no_leaks():
         with pytest.raises(kind, match=words):
