@@ -1,0 +1,84 @@
+"""A wire between two network namespaces: each end is a TUN device, and this process carries packets from one to the
+other with a delay and a loss drawn from a seed, and with directions cut by command.
+It knows nothing of what they hold.
+
+`python forwarder.py PID_A PID_B ADDRESS_A ADDRESS_B DELAY_S LOSS SEED`, started by `hosts.Wire` as root. It prints
+`ready`, then `ok` after each line on its standard input: the directions that are cut from now on, of `ab` and `ba`,
+parted by spaces. It ends with its standard input, and its devices with it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import random
+import struct
+import subprocess
+import sys
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_MTU_NBYTES = 1500
+
+
+def open_tun(pid: int, address: str, peer: str) -> int:
+    """The descriptor of a new TUN device in the network namespace of process `pid`, up, with a route to `peer`.
+
+    Moves the calling process into that namespace. Raises OSError where the kernel refuses, or CalledProcessError."""
+    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.setns(namespace, _CLONE_NEWNET)
+    os.close(namespace)
+    if refused:
+        raise OSError(ctypes.get_errno(), f"setns to the network namespace of process {pid}")
+    tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TUN | _IFF_NO_PI))
+    subprocess.run(["ip", "addr", "add", address, "peer", peer, "dev", "wire"], check=True)
+    subprocess.run(["ip", "link", "set", "wire", "mtu", str(_MTU_NBYTES), "up"], check=True)
+    return tun
+
+
+async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, seed: int) -> None:
+    """Carries packets until standard input ends."""
+    loop = asyncio.get_running_loop()
+    draw = random.Random(seed)
+    cut: set[str] = set()
+    ended = loop.create_future()
+
+    def deliver(tun: int, packet: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full queue loses the packet, as a switch does
+            os.write(tun, packet)
+
+    def receive(source: int, target: int, direction: str) -> None:
+        packet = os.read(source, _MTU_NBYTES)
+        if direction not in cut and draw.random() >= loss:
+            loop.call_later(delay_s, deliver, target, packet)
+
+    def command() -> None:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            loop.remove_reader(sys.stdin.fileno())
+            ended.set_result(None)
+            return
+        cut.clear()
+        cut.update(line.decode().split())
+        print("ok", flush=True)
+
+    loop.add_reader(tun_a, receive, tun_a, tun_b, "ab")
+    loop.add_reader(tun_b, receive, tun_b, tun_a, "ba")
+    loop.add_reader(sys.stdin.fileno(), command)
+    print("ready", flush=True)
+    await ended
+
+
+def main() -> None:
+    pid_a, pid_b, address_a, address_b, delay_s, loss, seed = sys.argv[1:]
+    tun_a = open_tun(int(pid_a), address_a, address_b)
+    tun_b = open_tun(int(pid_b), address_b, address_a)
+    asyncio.run(carry(tun_a, tun_b, float(delay_s), float(loss), int(seed)))
+
+
+if __name__ == "__main__":
+    main()
