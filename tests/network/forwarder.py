@@ -2,9 +2,10 @@
 other with a delay and a loss drawn from a seed, and with directions cut by command.
 It knows nothing of what they hold.
 
-`python forwarder.py PID_A PID_B ADDRESS_A ADDRESS_B DELAY_S LOSS SEED`, started by `hosts.Wire` as root. It prints
-`ready`, then `ok` after each line on its standard input: the directions that are cut from now on, of `ab` and `ba`,
-parted by spaces. It ends with its standard input, and its devices with it.
+`python forwarder.py PID_A PID_B ADDRESS_A ADDRESS_B DELAY_S LOSS RATE_MBIT SEED`, started by `hosts.Wire` as root. A
+rate of 0 is none; else each direction has a queue of 50 ms, and loses what comes to a full one. It prints `ready`,
+then `ok` after each line on its standard input: the directions that are cut from now on, of `ab` and `ba`, parted by
+spaces. It ends with its standard input, and its devices with it.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _MTU_NBYTES = 1500
+_QUEUE_S = 0.05
 
 
 def open_tun(pid: int, address: str, peer: str) -> int:
@@ -40,11 +42,13 @@ def open_tun(pid: int, address: str, peer: str) -> int:
     return tun
 
 
-async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, seed: int) -> None:
+async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, rate_mbit: float, seed: int) -> None:
     """Carries packets until standard input ends."""
     loop = asyncio.get_running_loop()
     draw = random.Random(seed)
     cut: set[str] = set()
+    # when each direction has sent what it has
+    free_at = {"ab": 0.0, "ba": 0.0}
     ended = loop.create_future()
 
     def deliver(tun: int, packet: bytes) -> None:
@@ -53,8 +57,16 @@ async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, seed: int) 
 
     def receive(source: int, target: int, direction: str) -> None:
         packet = os.read(source, _MTU_NBYTES)
-        if direction not in cut and draw.random() >= loss:
-            loop.call_later(delay_s, deliver, target, packet)
+        if direction in cut or draw.random() < loss:
+            return
+        now = loop.time()
+        sent_at = max(free_at[direction], now)
+        if rate_mbit:
+            if sent_at - now > _QUEUE_S:
+                return
+            sent_at += len(packet) * 8 / (rate_mbit * 1e6)
+            free_at[direction] = sent_at
+        loop.call_at(sent_at + delay_s, deliver, target, packet)
 
     def command() -> None:
         line = sys.stdin.buffer.readline()
@@ -74,10 +86,10 @@ async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, seed: int) 
 
 
 def main() -> None:
-    pid_a, pid_b, address_a, address_b, delay_s, loss, seed = sys.argv[1:]
+    pid_a, pid_b, address_a, address_b, delay_s, loss, rate_mbit, seed = sys.argv[1:]
     tun_a = open_tun(int(pid_a), address_a, address_b)
     tun_b = open_tun(int(pid_b), address_b, address_a)
-    asyncio.run(carry(tun_a, tun_b, float(delay_s), float(loss), int(seed)))
+    asyncio.run(carry(tun_a, tun_b, float(delay_s), float(loss), float(rate_mbit), int(seed)))
 
 
 if __name__ == "__main__":

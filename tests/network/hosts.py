@@ -59,14 +59,24 @@ class Host(_Child):
 
 
 class Wire(_Child):
-    """Joins two hosts: `delay_s` each way, a share `loss` of packets dropped as `seed` draws."""
+    """Joins two hosts: `delay_s` each way, a share `loss` of packets dropped as `seed` draws, `rate_mbit` in each
+    direction, 0: as fast as the process between them."""
 
     def __init__(
-        self, a: Host, b: Host, address_a: str, address_b: str, *, delay_s: float = 0, loss: float = 0, seed: int = 0
+        self,
+        a: Host,
+        b: Host,
+        address_a: str,
+        address_b: str,
+        *,
+        delay_s: float = 0,
+        loss: float = 0,
+        rate_mbit: float = 0,
+        seed: int = 0,
     ) -> None:
         forwarder = Path(__file__).with_name("forwarder.py")
         ends = [str(a.pid), str(b.pid), address_a, address_b]
-        super().__init__([sys.executable, str(forwarder), *ends, str(delay_s), str(loss), str(seed)])
+        super().__init__([sys.executable, str(forwarder), *ends, str(delay_s), str(loss), str(rate_mbit), str(seed)])
 
     def __enter__(self) -> "Wire":
         self._expect("ready")

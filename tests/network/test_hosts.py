@@ -69,6 +69,13 @@ def test_a_packet_takes_the_delay_each_way() -> None:
     assert 0.04 <= float(took_s) < 0.3
 
 
+def test_a_rate_takes_its_time_for_each_byte() -> None:
+    with Host() as a, Host() as b, Wire(a, b, A, B, rate_mbit=0.1), echo(b):
+        [[_, _, took_s]] = ask(a, "x" * 90)
+    # 118 bytes there and 120 back
+    assert 0.019 <= float(took_s) < 0.3
+
+
 def test_a_cut_in_one_direction_lets_the_other_through_and_heals() -> None:
     with Host() as a, Host() as b, Wire(a, b, A, B) as wire, echo(b):
         wire.cut("ba")
