@@ -79,6 +79,8 @@ bench-pd: $(STAMP)
 	$(BIN)/python -m benchmarks.pd_isolation
 	$(BIN)/python -m benchmarks.pd_headline
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.fleet_scale
+	-$(BIN)/python -m benchmarks.network  # needs root
 
 # needs a CUDA GPU with 100 GB and more, and torch's CUDA build in the environment that PYTHON names
 bench-gpu:
