@@ -1,6 +1,6 @@
 """Hand-overs between two hosts: blocks over the tcp transport against a plain socket, on wires that delay and lose.
 
-Two network namespaces are the hosts, and a process between two TUN devices is the wire (`tests/network`); it takes
+Two network namespaces are the hosts, and a process between two TUN devices is the wire (`tests/system/network`); it takes
 root. On each wire both arms bring the same blocks in turn, over connections that stay: `ours` is
 `TcpTransport.receive`, asked for and checked block by block; `raw` is a plain socket whose other end sends the same
 bytes at once. A figure of `goodput` is the ratio of the medians; `p99` is that of ours over the slowest of the raw
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from benchmarks._report import Report, calibrate_us
-from tests.network.hosts import Host, Wire, why_not
+from tests.system.network.hosts import Host, Wire, why_not
 
 A, B = "10.9.0.1", "10.9.0.2"
 #: name, delay each way in ms, loss, Mbit/s

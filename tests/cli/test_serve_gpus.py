@@ -63,7 +63,7 @@ def test_two_instances_do_not_take_one_gpu(machine: Path) -> None:
         ]  # fmt: skip
         with serve(machine, "m1", config, "--gpus", "0") as second:
             assert second.wait() == 2
-        assert f"config.gpus: GPU 0 (0000:10:00.0) is held by process {first.process.pid}" in second.text
+        assert f"--gpus: GPU 0 (0000:10:00.0) is held by process {first.process.pid}" in second.text
         assert len(second.text.splitlines()) == 1, second.text
         with serve(machine, "m2", config, "--gpus", "0", "--share-gpus") as third:
             # both must share
@@ -106,4 +106,5 @@ def test_instances_of_up_that_overlap_are_refused_by_name(machine: Path) -> None
     table.write_text(json.dumps({**json.loads(config.read_text()), "gpus": [0]}))
     with command(machine, "up", "--config", str(table), "--mixed", "2") as running:
         assert running.wait() == 2
-    assert "names 1 GPUs, and 2 instances of 1 each take 2" in running.text
+    assert "names 1 GPU, and 2 instances " in running.text
+    assert "need 2 GPUs (limit: 2)" in running.text

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fdasync.pd.router.block_index import slots_of
+from fdasync.pd.router.blocks.index import slots_of
 from fdasync.pd.router.instances import LEAST, InstanceHandle
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
+from fdasync.pd.router.blocks.prompt_keys import PromptKeys
 from fdasync.pd.router.choice import choose
-from fdasync.pd.router.prompt_keys import PromptKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.pd.router.block_index import BlockIndex
+from fdasync.pd.router.blocks.index import BlockIndex
 from fdasync.pd.router.limits import Need, Room
 from fdasync.pd.router.loads import Loads
 from fdasync.request import FIRST_VERSION, MAX_VOCAB_SIZE

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from fdasync.cache.identity import block_keys, root_key
-from fdasync.pd.router import prompt_keys as room
-from fdasync.pd.router.prompt_keys import PromptKeys
+from fdasync.pd.router.blocks import prompt_keys as room
+from fdasync.pd.router.blocks.prompt_keys import PromptKeys
 from fdasync.testing.sim.loop import run_sim
 
 NAMESPACE = b"n" * 16

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from fdasync.pd.router import block_index as room
-from fdasync.pd.router.block_index import BlockIndex, slots_of
+from fdasync.pd.router.blocks import index as room
+from fdasync.pd.router.blocks.index import BlockIndex, slots_of
 
 SLOTS = (0, 1, 5, 64, 511)
 KEYS = [bytes([number % 3]) + number.to_bytes(15, "big") for number in range(40)]

@@ -1,4 +1,4 @@
-"""A router on one of the hosts, and its callers: `python -m tests.network._load CONFIG KEYS WEIGHTS ADDRESS...`.
+"""A router on one of the hosts, and its callers: `python -m tests.system.network._load CONFIG KEYS WEIGHTS ADDRESS...`.
 
 It says `going` after the first right answer, asks on until its standard input ends, then asks until an answer is right
 once more, updates the weights where a folder is given, and prints one object: how the requests ended. Started by

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.network.hosts import Host, Wire, why_not
 from tests.support.commands import config_file
+from tests.system.network.hosts import Host, Wire, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def fleet(folder: Path, weights: str = "", **conditions: Any) -> Iterator[tuple[
             out = start(host, _COMMAND, *serve).stdout
             assert out is not None
             assert "ready at" in out.readline()
-        load = start(b, sys.executable, "-m", "tests.network._load", str(config), keys, weights, *addresses)
+        load = start(b, sys.executable, "-m", "tests.system.network._load", str(config), keys, weights, *addresses)
         assert load.stdout is not None
         assert load.stdout.readline() == "going\n"
         yield wire, Load(load)

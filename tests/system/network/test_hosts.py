@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.hosts import Host, Wire, why_not
+from tests.system.network.hosts import Host, Wire, why_not
 
 _REASON = why_not()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
