@@ -1,7 +1,7 @@
 """Hand-overs between two hosts: blocks over the tcp transport against a plain socket, on wires that delay and lose.
 
-Two network namespaces are the hosts, and a process between two TUN devices is the wire (`tests/system/network`); it takes
-root. On each wire both arms bring the same blocks in turn, over connections that stay: `ours` is
+Two network namespaces are the hosts, and a process between two TUN devices is the wire (`tests/system/network`); it
+takes root. On each wire both arms bring the same blocks in turn, over connections that stay: `ours` is
 `TcpTransport.receive`, asked for and checked block by block; `raw` is a plain socket whose other end sends the same
 bytes at once. A figure of `goodput` is the ratio of the medians; `p99` is that of ours over the slowest of the raw
 arm.
