@@ -68,8 +68,8 @@ class PeerStates(Protocol):
     counters: Counters
     config: LinkConfig
 
-    def arm(self, due: float) -> None:
-        """Look at all peers at this time, by the loop's clock."""
+    def arm(self, when: float, peer: Peer | None = None) -> None:
+        """Look after a peer at this time, by the loop's clock; None: after none, but forget whom a Bye was sent."""
         ...
 
     def greet(self, pipe: Pipe, theirs: bytes, hello: Hello) -> None:

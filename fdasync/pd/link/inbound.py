@@ -74,7 +74,7 @@ class Inbound:
             self._states.up(peer, session)
         if number != session.expected:
             session.out_of_turn(number, frames, now)
-            self._states.arm(session.ack_due)
+            self._states.arm(session.ack_due, peer)
             return
         self._deliver(peer, session, frames, now)
         # the owner may have hung up
@@ -94,7 +94,7 @@ class Inbound:
         if session.took(now):
             peer.send_aside()
         elif session.owed == 1:
-            self._states.arm(session.ack_due)
+            self._states.arm(session.ack_due, peer)
         self._owner.on_message(peer, message, frames[1] if len(frames) == 2 else None)
 
     def _take_aside(self, peer: Peer, session: Session, head: Frame) -> None:

@@ -150,7 +150,7 @@ class Links:
         peer.state, peer.refusal = "calling", None
         peer.session = self._new_session(peer, now)
         peer.hello_due, peer.hello_wait_s = now + wait_s, self.config.retry_s
-        self.arm(peer.hello_due)
+        self.arm(peer.hello_due, peer)
 
     def _new_session(self, peer: Peer, now: float) -> Session:
         self._sessions += 1
@@ -166,7 +166,7 @@ class Links:
         peer.session = self._new_session(peer, now)
         peer.session.bind(theirs)
         self.say_hello(peer)
-        self.arm(now + self.config.lost_s)
+        self.arm(now + self.config.lost_s, peer)
 
     def say_hello(self, peer: Peer) -> None:
         peer.send_aside(encode(self._owner.hello()))
@@ -182,7 +182,7 @@ class Links:
                 if other.address == peer.address and other.incarnation != peer.incarnation:
                     self.lose(other, "another process is at its address")
         self._by_incarnation[peer.incarnation] = peer
-        self.arm(peer.beat_due)
+        self.arm(peer.beat_due, peer)
         peer.wake()
         self._owner.on_up(peer)
 
@@ -261,13 +261,15 @@ class Links:
         peer.session.wire_full = False
         if peer.state == "calling":
             peer.hello_due = self.time()
-            self.arm(peer.hello_due)
+            self.arm(peer.hello_due, peer)
         elif peer.session.owed:
             peer.send_aside()
         peer.pump()
 
-    def arm(self, when: float) -> None:
-        """Have `_tick` called by then."""
+    def arm(self, when: float, peer: Peer | None = None) -> None:
+        """Have `_tick` called by then, and look after this peer."""
+        if peer is not None and when < peer.look_due:
+            peer.look_due = when
         if when < self._due and not self._finished:
             self._due = when
             if self._timer is not None:
@@ -285,12 +287,21 @@ class Links:
                 # this loop stood still, and has not read the frames that came meanwhile
                 peer.session.heard += late
                 peer.session.cut_at = NEVER
-            try:
-                due = min(due, self._look_after(peer, now))
-            except Exception as error:
-                due = min(due, now + self.config.beat_s)
-                self._owner.on_failure(error)
+            if peer.look_due <= now:
+                # a router has hundreds of peers, of which few have anything due
+                self._look(peer, now)
+            if peer.look_due < due:
+                due = peer.look_due
         self.arm(max(due, now + _MIN_TICK_S))
+
+    def _look(self, peer: Peer, now: float) -> None:
+        peer.look_due = NEVER
+        try:
+            due = self._look_after(peer, now)
+        except Exception as error:
+            due = now + self.config.beat_s
+            self._owner.on_failure(error)
+        peer.look_due = min(peer.look_due, due)
 
     def _look_after(self, peer: Peer, now: float) -> float:
         """Do what is due for a peer; returns the time of the next look."""

@@ -43,9 +43,12 @@ class Peer:
         problem: why it is not up.
         hello_due, hello_wait_s: time of the next Hello, and the pause after it.
         beat_due: time of the next heartbeat.
+        look_due: time at which `Links` looks after it, at the latest.
     """
 
-    def __init__(self, wire: Wire, pipe: Pipe, loop: asyncio.AbstractEventLoop, arm: Callable[[float], None]) -> None:
+    def __init__(
+        self, wire: Wire, pipe: Pipe, loop: asyncio.AbstractEventLoop, arm: Callable[[float, Peer], None]
+    ) -> None:
         self.address = pipe.address
         self.was_dialed = bool(pipe.address)
         self.hello: Hello | None = None
@@ -66,6 +69,7 @@ class Peer:
         self.hello_due = NEVER
         self.hello_wait_s = 0.0
         self.beat_due = NEVER
+        self.look_due = NEVER
 
     @property
     def name(self) -> str:
@@ -112,7 +116,7 @@ class Peer:
         if session.add(body, payload, self._time()):
             self.pump()
         if session.unacked == 1:
-            self._arm(session.retry_due)
+            self._arm(session.retry_due, self)
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until the peer is up.
