@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import STORE, TRANSFER, WORKER
 from fdasync.errors import BadInput, RemoteError, TransientError
+from fdasync.pd.transfer.process.proxy import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 # of a failed engine: `fdasync serve` ends with 1
 _FAILED = 1
 _KILLED = -signal.SIGKILL
-# how long a receive that is over waits for its process (`pd/transfer/process/proxy.py`)
-TRANSFER_STOP_S = 5.0
 _GAP_S = 1.2
 _START_LIMIT_S = 60.0
 _DRAIN_S = 30.0
@@ -61,7 +60,7 @@ class Director:
             (2, "kill worker", partial(self._kill_child, module=WORKER)),
             (1, "kill transfer", partial(self._kill_child, module=TRANSFER)),
             (1, "stop transfer short", lambda node: self._stop_child(node, TRANSFER, 0.1, 1.0)),
-            (1, "stop transfer long", lambda node: self._stop_child(node, TRANSFER, 2.0, 0.9 * TRANSFER_STOP_S)),
+            (1, "stop transfer long", lambda node: self._stop_child(node, TRANSFER, 2.0, 0.9 * STOP_S)),
             (1, "stop worker short", lambda node: self._stop_child(node, WORKER, 0.1, STEP_LIMIT_S / 2)),
             (1, "stop worker for good", self._stick_worker),
             # of a group: one of its workers

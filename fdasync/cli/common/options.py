@@ -230,7 +230,8 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
 
 
 def as_typed(error: BaseException, arguments: Sequence[str]) -> str:
-    """An error's words for whoever typed these arguments: options that were given stand in place of their keys."""
+    """The text of an error with the name of the option, such as `--gpus`, in place of each configuration key whose
+    option is among these arguments."""
     typed = {
         str(option.name): option.opts[0]
         for option in _options()

@@ -117,6 +117,7 @@ class _Costs:
             # all with one of the lowest costs, then in order
             near = costs <= np.partition(costs, count - 1)[count - 1]
             rows, costs = rows[near], costs[near]
+        # columns of numpy, at most `count` of them
         order = np.lexsort((self._loads.live[rows], costs))[:count]
         return [self._table.at(slot) for slot in rows[order].tolist()]
 

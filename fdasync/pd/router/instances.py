@@ -230,7 +230,7 @@ class InstanceHandle:
         """The router has forgotten it."""
         self._index.close(self.slot)
         self._loads.give_back(self.slot)
-        # requests that it still has to do with count on columns of nobody
+        # requests that were sent to it settle later: from now on they change tables that the router does not read
         self._loads, self._index = Loads(), BlockIndex()
         self.slot = self._loads.new_slot()
         self._index.open(self.slot)

@@ -7,10 +7,9 @@ checked here, and then the whole message. Knows no instances. Called by `router/
 from __future__ import annotations
 
 import os
+import struct
 from array import array
 from collections.abc import Sequence, Sized
-from struct import error as StructError  # noqa: N812 - the name says nothing
-from struct import pack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -141,8 +140,8 @@ def _token_bytes(prompt: Any) -> bytes:
     try:
         # at once for integers of Python; for others, such as those of numpy, and for what is wrong, one by one
         msgspec.convert(values, _INTS)
-        return pack(f"{len(values)}i", *values)
-    except (msgspec.ValidationError, StructError, TypeError):
+        return struct.pack(f"{len(values)}i", *values)
+    except (msgspec.ValidationError, struct.error, TypeError):
         pass
     if bool in set(map(type, values)):
         raise BadInput("prompt", "holds a bool, which is no token id")

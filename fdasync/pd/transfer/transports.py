@@ -72,8 +72,8 @@ class Transports:
         return tuple([(name, transport.source()) for name, transport in every])
 
     async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:
-        """XXH3-64 of parts of shared memory, which nobody may write to meanwhile. Parts that were put on offer before
-        this call can be read by others when it returns.
+        """XXH3-64 of parts of shared memory. The caller sees to it that no process writes to the parts until this
+        returns. Other instances can then read all parts that `offer` put on offer before this call.
 
         Raises InvariantBroken for a part outside of the regions, and as `TransferProcess.checksums`.
         """

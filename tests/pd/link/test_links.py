@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -11,7 +12,7 @@ from fdasync.pd.link.links import Links
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Bye, Heartbeat
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.sim.network import NetworkConditions
-from tests.pd.link.link_world import ADDRESS, World, note, send_all, settle
+from tests.pd.link.link_world import ADDRESS, Owner, World, note, send_all, settle
 
 STORMS = {
     "calm": NetworkConditions(),
@@ -140,6 +141,33 @@ def test_two_that_dialed_each_other_have_two_ways_and_find_the_other_when_one_en
         assert world.a.log == ["up b", "up b", "lost b"]
         peer.send(note(1))
         await peer.acknowledged(1.0)
+        await world.aclose()
+
+    run_sim(main())
+
+
+def test_a_busy_peer_costs_the_others_nothing(monkeypatch):
+    looks = Counter()
+    look = Links._look
+    monkeypatch.setattr(Links, "_look", lambda links, peer, now: (looks.update([peer.name]), look(links, peer, now)))
+
+    async def main():
+        world = World(NetworkConditions(delay_s=(0.001, 0.001)))
+        busy = await world.connect()
+        owner = Owner("idle")
+        _, idle = world.process(owner, 3)
+        await idle.dial(ADDRESS).ready(5.0)
+        await settle()
+        looks.clear()
+        # each is acknowledged alone, by a timer of its own
+        for number in range(200):
+            busy.send(note(number))
+            await busy.acknowledged(1.0)
+        assert world.b.got == list(range(200))
+        assert looks["a"] >= 200
+        # heartbeats, in the ten seconds that this took
+        assert looks["idle"] <= 50
+        await idle.aclose(0.0)
         await world.aclose()
 
     run_sim(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 
 import msgspec
 import pytest
@@ -82,6 +83,31 @@ async def test_checksums_are_those_of_the_loop_and_follow_offers():
             await hooks.processes[0].checksums(parts)
 
 
+async def test_outcomes_stand_in_their_places_and_what_is_withdrawn_is_not_read():
+    hooks = Hooks("tcp")
+    async with hooks.sides() as (sender, receiver):
+        wanted = [receiver.wanted(sender, number, 1000) for number in range(3)]
+        sender.transport.withdraw(wanted[0].ref_parts)
+        # answered behind the withdrawal
+        await hooks.processes[0].checksums(wanted[1].ref_parts)
+        assert await receiver.take(sender.source, wanted) == ["failed", "done", "done"]
+
+
+async def test_at_its_deadline_a_receive_ends_and_the_process_goes_on():
+    hooks = Hooks("tcp")
+    with no_leaks(), socket.create_server(("127.0.0.1", 0)) as silent:
+        async with hooks.sides() as (sender, receiver):
+            pid, copy_spec = hooks.processes[1].pid, receiver.wanted(sender, "a", 1000)
+            source = msgspec.structs.replace(sender.source, address=f"127.0.0.1:{silent.getsockname()[1]}")
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            (outcome,) = await receiver.transport.receive(source, [copy_spec], began + 0.3)
+            assert (outcome.status, outcome.transient) == ("failed", True)
+            assert 0.25 < loop.time() - began < 3.0
+            assert await receiver.take(sender.source, [copy_spec]) == ["done"]
+            assert hooks.processes[1].pid == pid
+
+
 async def test_several_transports_share_one_process(tmp_path):
     process = TransferProcess([TransportSpec("shm"), TransportSpec("tcp")])
     shm, tcp = process.transports
@@ -157,7 +183,7 @@ async def test_a_process_that_dies_is_told_once_and_fails_what_runs():
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "forgotten", "checksums"])
 async def test_a_process_that_stands_still_is_killed_before_the_parts_are_the_callers(monkeypatch, how):
-    monkeypatch.setattr(proxy, "_STOP_S", 0.2)
+    monkeypatch.setattr(proxy, "STOP_S", 0.2)
     monkeypatch.setattr(proxy, "_CHECKSUMS_S", 0.2)
     hooks = Hooks()
     with no_leaks():

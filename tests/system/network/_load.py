@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,15 +24,41 @@ from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
 from fdasync.testing import check_sample, oracle_of
 
+if TYPE_CHECKING:
+    from fdasync.pd.router.router import Router
+
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
 _EVERY_S = 0.05
 _LIMIT_S = 30.0
+_QUIET_S = 10.0
+
+
+def _held(router: Router) -> list[str]:
+    """What instances still have of requests, by their latest heartbeats."""
+    return [
+        f"{one.address}: {count} {name}"
+        for one in router.stats().instances
+        if one.status is not None
+        for name, count in (
+            ("waiting", one.status.waiting),
+            ("running", one.status.running),
+            ("leased", one.status.leased),
+            ("blocks in use", one.status.num_blocks - one.status.free_blocks),
+        )
+        if count
+    ]
 
 
 async def main(config: EngineConfig, keys: str, weights: str, addresses: list[str]) -> None:
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
-    loop.add_reader(0, lambda: ended.done() or os.read(0, 1) or ended.set_result(None))
+
+    def end() -> None:
+        loop.remove_reader(0)
+        ended.set_result(None)
+
+    # nothing is written to it: it is readable at its end
+    loop.add_reader(0, end)
     ends: Counter[str] = Counter()
     oracle = oracle_of(config)
     async with fdasync.connect(addresses, RouterConfig(require="all"), keys=keys, links=LinkConfig()) as router:
@@ -62,18 +88,25 @@ async def main(config: EngineConfig, keys: str, weights: str, addresses: list[st
             # raises what a check found
             await asyncio.gather(*tasks)
             healed_at = loop.time()
-            while not await ask(len(tasks)):  # noqa: ASYNC110 - whether a wire has healed is to be tried
+            asked = len(tasks) + 2
+            while not await ask(len(tasks)):
+                asked += 1
                 await asyncio.sleep(_EVERY_S)
             healed_s = loop.time() - healed_at
         if weights:
             await router.update_weights("new", weights)
+        # heartbeats say what instances hold
+        until = loop.time() + _QUIET_S
+        while (held := _held(router)) and loop.time() < until:  # noqa: ASYNC110 - no event tells of heartbeats
+            await asyncio.sleep(_EVERY_S)
         told = {
             "ends": dict(ends),
-            "asked": len(tasks) + 1,
+            "asked": asked,
             "healed_s": healed_s,
             "weights": sorted({one.weight_version for one in router.stats().instances}),
             "received_blocks": sum(one.status.totals.received_blocks for one in router.stats().instances if one.status),
             "live": router.stats().live,
+            "held": held,
         }
     print(json.dumps(told), flush=True)
 

@@ -1,1 +1,1 @@
-"""What a router knows of blocks: who has which, and the identities of prompts."""
+"""What a router knows of blocks: which instances have them, and the identities of the blocks of prompts."""

@@ -54,8 +54,8 @@ _MODULE = "fdasync.pd.transfer.process.main"
 _OPEN_S = 60.0
 # checksums of a few hundred MB take a tenth of a second
 _CHECKSUMS_S = 30.0
-# how long the process may take to end a receive that is over
-_STOP_S = 5.0
+#: how long the process may take to end a call that is over, before it is killed
+STOP_S = 5.0
 _SOURCES = msgspec.msgpack.Decoder(tuple[Source, ...])
 _SOURCE = msgspec.msgpack.Decoder(Source)
 _OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
@@ -133,8 +133,9 @@ class TransferProcess:
             await wait_within([opened], _OPEN_S)
             if not opened.done():
                 await self._kill("opening its transports", _OPEN_S)
-            self._sources = opened.result()
+            self._sources = opened.result()  # of a future that is done
         except BaseException as error:
+            # raised again, once the process is gone
             self._closed = True
             await client.kill(error if isinstance(error, FdasyncError) else RunnerError("it was not opened"))
             raise
@@ -156,21 +157,22 @@ class TransferProcess:
     async def stop(self, call: asyncio.Task[T], *, answers: bool = False) -> None:
         """Have a call end: when this returns, or is cancelled, the process works on it no more.
 
-        `answers`: the process ends it of its own accord soon; else it is asked to stop.
+        `answers`: the process ends it of its own accord soon; else it is asked to stop. Raises DeadlineExceeded where
+        the kernel does not let go of a process that was killed for not answering: then the call goes on.
         """
         if call.done():
             return
         if not answers:
             call.cancel()
         cancelled: asyncio.CancelledError | None = None
-        until = asyncio.get_running_loop().time() + _STOP_S
+        until = asyncio.get_running_loop().time() + STOP_S
         while not call.done():
             try:
                 left_s = until - asyncio.get_running_loop().time()
                 if left_s > 0:
                     await wait_within([call], left_s)
                 else:
-                    await self._kill("a receive that is over", _STOP_S)
+                    await self._kill("a call that is over", STOP_S)
             except asyncio.CancelledError as error:
                 if not cancelled:
                     call.cancel()
@@ -186,7 +188,7 @@ class TransferProcess:
         self._users.discard(place)
         if self._client is not None and not self._users:
             self._closed = True
-            await self._client.close(RunnerError("the transports are closed"), _STOP_S)
+            await self._client.close(RunnerError("the transports are closed"), STOP_S)
 
     async def _kill(self, what: str, limit_s: float) -> None:
         assert self._client is not None
@@ -198,7 +200,10 @@ class TransferProcess:
 
 
 class ProcessTransport(Endpoint):
-    """A transport in a `TransferProcess`, which makes it. Offers are checked here and kept there.
+    """A transport in a `TransferProcess`, which makes it.
+
+    Offers are checked here and kept there. The process learns of a withdrawal a moment later: a copy that is under way
+    may read what the part holds by then, and ends "damaged", as the contract says.
 
     Attributes:
         name: of the transport in the process.

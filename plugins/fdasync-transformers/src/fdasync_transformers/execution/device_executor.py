@@ -499,6 +499,7 @@ class DeviceExecutor(Executor):
         output = StepOutput(batch.step_id, ())
         if self._ends is not None and RANKS in fetched:
             told: Any = fetched[RANKS]
+            # in host memory, as all that was fetched
             tokens = self._ends.read(told, batch.step_id, len(batch.sampled))
             output = StepOutput(batch.step_id, tuple((tokens if chosen is None else tokens[chosen]).tolist()))
         if aux is not None and arena is not None and len(batch.positions):
@@ -510,7 +511,7 @@ class DeviceExecutor(Executor):
         if begun.plan is not None:
             output = read_samples(begun.plan, own(fetched, SAMPLER), chosen).step_output(batch.step_id)
         if begun.matchers is not None:
-            # a sequence under a grammar has one row or none
+            # a sequence under a grammar has one row or none; in host memory
             sampled = fetched[SAMPLER + "tokens"].tolist()
             output = msgspec.structs.replace(output, problems=begun.matchers.accept(sampled))
         if settled is not None:
