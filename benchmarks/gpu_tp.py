@@ -1,7 +1,7 @@
 """One model over several GPUs: tokens a second of a group of ranks against one process of the same commit.
 
     python -m benchmarks.gpu_tp [--tp 2] [--json FILE] [--model NAME] [--only x,s,d,w] [--sizes 1,64,256,512]
-                                [--rounds 3] [--collectives auto] [--no-base | --base FILE] [--tiny]
+                                [--rounds 3] [--collectives auto] [--sum-slices N] [--no-base | --base FILE] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the devices, each rank's as slices of one seed; `--model
 glm-4.5-air` takes all 46 layers, which no single GPU holds (`--no-base` is then implied). Whole engines with workers,
@@ -19,8 +19,9 @@ w   `workload_s`, `workload_decode_tokens_per_s`: 64 requests of 1,024 in and 51
     as SGLang published for four H200 (4.34 s; 8,609 tokens/s).
 
 `--collectives nccl` lets the ranks of d and w sum by NCCL, as GPUs without access to each other's memory do.
-`--tp 1` measures one process alone; `--base FILE` takes its figures from that run, which is to be of
-the same commit and machine, so that several widths are compared with one run of it.
+`--sum-slices 4` gives d and w fixed numerics, whose sums are made of four parts at any width (1: whole sums, for one
+rank). `--tp 1` measures one process alone; `--base FILE` takes its figures from that run, which is to be of the same
+commit and machine, so that several widths are compared with one run of it.
 
 Figures are written to the JSON after every part; an error in one part is reported there (`errors`) and makes the exit
 status 1. Needs as many CUDA GPUs as ranks; `--tiny` rehearses all but s in Triton's interpreter.
@@ -89,10 +90,15 @@ def aims_of(scale: Scale, ranks: int, aims: Mapping[int, dict[str, float]]) -> d
 def engine_config(scale: Scale, folder: str, ranks: int, running: int, longest: int, **values: Any) -> EngineConfig:
     """One engine over so many ranks; KV takes the memory that is left, or a rehearsal's few blocks."""
     small = scale.device == "cpu"
+    runner = values.pop("runner_config", None)
+    if runner is None:
+        runner = scale.runner_config(tuple(size for size in scale.sizes if size <= running))
+    if values.get("numerics") == "fixed":
+        # which proves them
+        runner["self_check"] = True
     return EngineConfig(
         model=folder,
-        runner_config=values.pop("runner_config", None)
-        or scale.runner_config(tuple(size for size in scale.sizes if size <= running)),
+        runner_config=runner,
         process="worker",
         tensor_parallel=ranks,
         tokenizer="none",
@@ -154,15 +160,15 @@ def sums(run: Run, ranks: int, folder: str) -> None:
         run.report.add(name, [us])
 
 
-async def decode(run: Run, ranks: int, folder: str, rounds: int) -> None:
-    """Part d, of one width."""
+async def decode(run: Run, ranks: int, folder: str, rounds: int, numerics: Mapping[str, Any]) -> None:
+    """Part d, of one width. `numerics`: of the engine's config."""
     from benchmarks._gpu_engine import one_round
 
     scale, report = run.scale, run.report
     params = SamplingParams(max_tokens=scale.engine_tokens, temperature=0.0, ignore_eos=True)
     longest = scale.context + scale.engine_tokens + 1
     began = time.perf_counter()
-    async with Engine(engine_config(scale, folder, ranks, scale.sizes[-1], longest)) as engine:
+    async with Engine(engine_config(scale, folder, ranks, scale.sizes[-1], longest, **numerics)) as engine:
         report.add(f"start_s_tp{ranks}", [time.perf_counter() - began])
         report.conditions[f"num_blocks_tp{ranks}"] = engine.capacity.num_blocks
         report.conditions[f"notes_tp{ranks}"] = [*engine.capacity.notes]
@@ -194,7 +200,7 @@ def read_base(run: Run, file: str) -> None:
     base = json.loads(Path(file).read_text())
     if base["conditions"].get("tensor_parallel") != 1:
         raise SystemExit(f"--base {file}: it is of {base['conditions'].get('tensor_parallel')} ranks, not of one")
-    for key in ("gpu", "torch", "model", "layers", "dtype"):
+    for key in ("gpu", "torch", "model", "layers", "dtype", "sum_slices"):
         if base["conditions"].get(key) != run.report.conditions.get(key):
             raise SystemExit(f"--base {file}: {key} is {base['conditions'].get(key)!r} there")
     for name, value in base["figures"].items():
@@ -217,7 +223,7 @@ def compare(run: Run, ranks: int) -> None:
             run.report.add(f"sum_share_{size}", [each * us * rate / size / 1e6])
 
 
-async def workload(run: Run, ranks: int, folder: str, rounds: int) -> None:
+async def workload(run: Run, ranks: int, folder: str, rounds: int, numerics: Mapping[str, Any]) -> None:
     """Part w."""
     from benchmarks._gpu_engine import one_round
 
@@ -226,7 +232,8 @@ async def workload(run: Run, ranks: int, folder: str, rounds: int) -> None:
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     walls, rates = [], []
     own = dataclasses.replace(scale, sizes=(requests,))
-    async with Engine(engine_config(own, folder, ranks, requests, scale.context + new + 1)) as engine:
+    longest = scale.context + new + 1
+    async with Engine(engine_config(own, folder, ranks, requests, longest, **numerics)) as engine:
         for seed in range(rounds + 1):
             # new prompts in each round: prefill is a part of the run
             wall, rate = await one_round(engine, scale.prompts(requests, 500 + seed), params, routing=True, steady=True)
@@ -253,12 +260,13 @@ def memory_gb() -> list[float]:
 def measure(run: Run, args: argparse.Namespace, folder: str) -> None:
     """All parts that were asked for, one after the other."""
     ranks, rounds = args.tp, args.rounds
+    numerics = {"numerics": "fixed", "sum_slices": args.sum_slices} if args.sum_slices else {}
     stages: list[tuple[str, str, Callable[[], None]]] = [
         ("exactness", "x", lambda: uvloop.run(exact(run, ranks))),
         ("sums", "s", lambda: sums(run, ranks, folder)),
-        (f"{ranks} ranks", "d", lambda: uvloop.run(decode(run, ranks, folder, rounds))),
-        ("the published workload", "w", lambda: uvloop.run(workload(run, ranks, folder, rounds))),
-        ("one process", "d", lambda: uvloop.run(decode(run, 1, folder, rounds))),
+        (f"{ranks} ranks", "d", lambda: uvloop.run(decode(run, ranks, folder, rounds, numerics))),
+        ("the published workload", "w", lambda: uvloop.run(workload(run, ranks, folder, rounds, numerics))),
+        ("one process", "d", lambda: uvloop.run(decode(run, 1, folder, rounds, numerics))),
         ("ratios", "d", lambda: compare(run, ranks)),
     ]
     if args.base:
@@ -285,6 +293,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", metavar="N,N", default=",".join(map(str, _SIZES)), help="(default 1,64,256,512)")
     parser.add_argument("--rounds", type=int, default=3, help="of each figure (default 3)")
     parser.add_argument("--collectives", choices=("auto", "peers", "nccl"), default="auto", help="how ranks sum")
+    parser.add_argument("--sum-slices", type=int, choices=(1, 2, 4), help="fixed numerics in d and w, with such sums")
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--no-base", action="store_true", help="no engine of one process")
     base.add_argument("--base", metavar="FILE", help="the report of a run with --tp 1: its figures of one process")
@@ -322,6 +331,7 @@ def main() -> None:
         "layers": scale.config["num_hidden_layers"],
         "tensor_parallel": args.tp,
         "collectives": args.collectives,
+        "sum_slices": args.sum_slices,
         "parts": sorted(args.parts),
         "sizes": scale.sizes,
         "dtype": scale.dtype,

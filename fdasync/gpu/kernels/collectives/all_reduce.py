@@ -3,7 +3,8 @@
 Every device launches the same kernel; its programs exchange tiles with the same programs of their peers
 (`channel.py`). One shot: a program sends its tile to all, and adds up what it gets. Two shots: a program gets the tiles
 of its device's part, adds them up, and sends the sum to all; with more than two devices that moves fewer bytes, and it
-waits twice. Both add in the order of ranks, in float32, and round once: all devices get the same bits, by either way.
+waits twice. Both add as one tree of neighbours, (0 + 1) + (2 + 3), in float32, and round once: all devices get the same
+bits, by either way.
 
 All programs of a launch must run at once, so a `Way` bounds their number. A device that waits for one that never comes
 spins until its process is killed. Knows no models and no processes; `gpu/peers.py` maps the memory. Runs on CUDA; under

@@ -77,13 +77,27 @@ def received(  # type: ignore[no-untyped-def]
 def summed(  # type: ignore[no-untyped-def]
     bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr
 ):
-    """The sum in the order of ranks, float32 [TILE], of what was received and this rank's own bits [TILE]."""
+    """The sum as a tree of neighbours, float32 [TILE], of what was received and this rank's own bits [TILE]:
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)); without those behind the last rank."""
     rank = tl.arange(0, PLACES)[:, None]
     parts = tl.where(rank == RANK, own[None, :], bits).to(dtype, bitcast=True).to(tl.float32)
-    total = tl.zeros(own.shape, dtype=tl.float32)
-    for one in tl.static_range(RANKS):
-        # of one number and zeros: the number
-        total += tl.sum(tl.where(rank == one, parts, 0.0), axis=0)
+    total = _pair(parts, rank, 0, RANKS)
+    if RANKS > 2:
+        total += _pair(parts, rank, 2, RANKS)
+    if RANKS > 4:
+        more = _pair(parts, rank, 4, RANKS)
+        if RANKS > 6:
+            more += _pair(parts, rank, 6, RANKS)
+        total += more
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(parts, rank, first: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # of one number and zeros: the number
+    total = tl.sum(tl.where(rank == first, parts, 0.0), axis=0)
+    if first + 1 < RANKS:
+        total += tl.sum(tl.where(rank == first + 1, parts, 0.0), axis=0)
     return total
 
 

@@ -51,6 +51,7 @@ def experts(
     interleaved: bool = False,
     live: torch.Tensor | None = None,
     parts: bool = False,
+    slices: int = 1,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Compute the chosen experts of every token: sum over slots of weight * down(activation(gate, up)).
@@ -76,24 +77,32 @@ def experts(
             None: all rows count.
         parts: return the weighted results of the slots, [T, k, H], instead of their sum. Slots that add nothing hold
             anything.
+        slices: 2 or 4: the inner dimension of the second product is cut into so many parts. Each is what these experts
+            are over that part of their width alone; the parts are added in float32 as a tree of neighbours.
         tiles: replaces the table's choice, for measurements.
 
     Returns:
-        [T, H] (or the parts) in the dtype of `hidden`, new, the caller's.
+        [T, H] (or the parts) in the dtype of `hidden`, new, the caller's; with slices float32 [T, H], not rounded.
 
     Raises:
         BadInput: shapes, strides or dtypes that the kernels do not take.
     """
     tokens, width = hidden.shape
     num_experts, inner = _check(hidden, ids, weights, up, down, gated, up_bias, down_bias, transposed, live)
+    _check_slices(slices, inner, biased=down_bias is not None, parts=parts)
     top_k = ids.shape[1]
     pairs = tokens * top_k
-    found = torch.empty((tokens, top_k, width), dtype=hidden.dtype, device=hidden.device)
+    found = torch.empty((slices, tokens, top_k, width), dtype=hidden.dtype, device=hidden.device)
+    summed = torch.float32 if slices > 1 else hidden.dtype
     if not tokens:
-        return found if parts else torch.empty_like(hidden)
+        return found[0] if parts else torch.empty_like(hidden, dtype=summed)
     if tiles is None:
         cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
         tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
+        if _crosses(tiles, inner, slices):
+            tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **{**cut, "bulk": False})
+    elif _crosses(tiles, inner, slices):
+        raise BadInput("tiles", f"take {tiles.down.depth} at once of slices of {inner // slices}")
     held = torch.empty((pairs, inner), dtype=hidden.dtype, device=hidden.device)
     order, table, capacity = (ids, ids, pairs) if tiles.single else group(ids, live, num_experts, tiles)
     # without a mask any pointer does: that kernel has no instruction for it
@@ -121,19 +130,20 @@ def experts(
     if tiles.down.many:
         down_many(held, down, down_bias, weights, found, order, table, rows=tiles.rows, tile=tiles.down)
     else:
-        experts_down[(capacity * triton.cdiv(width, tiles.down.columns),)](
+        experts_down[(capacity * triton.cdiv(width, tiles.down.columns), slices)](
             held, _operand(down, tiles.down), down if down_bias is None else down_bias, weights, found, order, table,
             ids, alive, down.stride(0), *_strides(down, transposed), 0 if down_bias is None else down_bias.stride(0),
-            K=inner, N=width, COLUMNS=triton.cdiv(width, tiles.down.columns), **_launch(tiles.down), **shared,
+            found.stride(0), K=inner // slices, N=width, SLICES=slices, COLUMNS=triton.cdiv(width, tiles.down.columns),
+            **_launch(tiles.down), **shared,
         )  # fmt: skip
     if parts:
-        return found
-    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        return found[0]
+    out = torch.empty_like(hidden, dtype=summed, memory_format=torch.contiguous_format)
     columns = 256 if tokens <= 64 else 1024
     experts_combine[(tokens, triton.cdiv(width, columns))](
-        found, ids, alive, out,
-        TOPK=top_k, E=num_experts, N=width, MASKED=masked, BN=columns, num_warps=2 if tokens <= 64 else 4,
-        **overlap(hidden.device),
+        found, ids, alive, out, found.stride(0),
+        TOPK=top_k, E=num_experts, N=width, SLICES=slices, MASKED=masked, BN=columns,
+        num_warps=2 if tokens <= 64 else 4, **overlap(hidden.device),
     )  # fmt: skip
     return out
 
@@ -166,6 +176,18 @@ def _launch(tile: Tile) -> dict[str, Any]:
         "BN": tile.columns, "BK": tile.depth, "SWAP": tile.swap, "TMA": tile.tma,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
+
+
+def _crosses(tiles: Tiles, inner: int, slices: int) -> bool:
+    """Whether the bulk copy engine would read on into the next slice."""
+    return slices > 1 and tiles.down.tma and inner // slices % tiles.down.depth > 0
+
+
+def _check_slices(slices: int, inner: int, *, biased: bool, parts: bool) -> None:
+    if slices not in (1, 2, 4) or inner % slices:
+        raise BadInput("slices", f"{slices} of a width of {inner}", limit="1, 2 or 4 that divide it")
+    if slices > 1 and (biased or parts):
+        raise BadInput("slices", "experts with a bias, or whose parts are asked for, have one slice", limit=1)
 
 
 def _check(

@@ -143,12 +143,13 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def experts_down(  # type: ignore[no-untyped-def]
     x, w, bias, weights, out, order, tiles, ids, live,
-    w_expert, wn, wk, bias_expert,
-    TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BIASED: tl.constexpr,
+    w_expert, wn, wk, bias_expert, out_slice,
+    TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BN columns of the down product of a tile; rows times their weights go to their pairs' places."""
+    """A program takes BN columns of the down product of a tile; rows times their weights go to their pairs' places.
+    With SLICES it takes one of so many parts of the inner dimension, of K places each; parts are `out_slice` apart."""
     wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
     e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
@@ -157,22 +158,24 @@ def experts_down(  # type: ignore[no-untyped-def]
     place, pair, real = _rows_of(tiles, order, tile, BM, SINGLE)
     first = tl.program_id(0) % COLUMNS * BN
     column = first + tl.arange(0, BN)
-    base = e.to(tl.int64) * w_expert
+    begin = tl.program_id(1) * K
+    base = e.to(tl.int64) * w_expert + begin * wk
+    ROW: tl.constexpr = K * SLICES
     EVEN_N: tl.constexpr = N % BN == 0
     EVEN_K: tl.constexpr = K % BK == 0
     sums = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         if SWAP:
-            at = x + place[None, :].to(tl.int64) * K + k[:, None]
+            at = x + begin + place[None, :].to(tl.int64) * ROW + k[:, None]
             # of a single pair's tile one row is read, and not as often as there are rows
             wanted = (k < K)[:, None] & real[None, :] if SINGLE else (k < K)[:, None]
             rows = tl.load(at) if EVEN_K and not SINGLE else tl.load(at, mask=wanted, other=0.0)
         else:
-            at = x + place[:, None].to(tl.int64) * K + k[None, :]
+            at = x + begin + place[:, None].to(tl.int64) * ROW + k[None, :]
             rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
         if TMA:
-            downs = w.load([e * N + first, start])
+            downs = w.load([e * N + first, begin + start])
             downs = downs if SWAP else downs.T
         else:
             downs = _weights(w, base, column, k, wn, wk, N, K, EVEN_N, EVEN_K, SWAP)
@@ -186,29 +189,42 @@ def experts_down(  # type: ignore[no-untyped-def]
         own = bias + e.to(tl.int64) * bias_expert + column
         sums = plus_bias(sums, tl.load(own, mask=inside, other=0.0)[None, :])
     sums *= tl.load(weights + pair).to(tl.float32)[:, None]
-    at = out + pair[:, None].to(tl.int64) * N + column[None, :]
+    at = out + tl.program_id(1).to(tl.int64) * out_slice + pair[:, None].to(tl.int64) * N + column[None, :]
     tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_combine(  # type: ignore[no-untyped-def]
-    parts, ids, live, out,
-    TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A program sums BN columns of one token's parts, in float32, in the order of the slots."""
-    wait_for_inputs(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = column < N
-    owned = 0
-    if MASKED:
-        owned = tl.load(live + token)
-    sums = tl.zeros((BN,), tl.float32)
+@triton.jit  # type: ignore[untyped-decorator]
+def _slots(  # type: ignore[no-untyped-def]
+    parts, ids, token, column, owned, TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr
+):
+    """The sum of one token's parts, in float32, in the order of the slots, rounded to their dtype."""
+    sums = tl.zeros(column.shape, tl.float32)
     for slot in tl.static_range(TOPK):
         found = tl.load(ids + token * TOPK + slot)
         # what is not computed is not written either: it may hold NaN
         end = tl.where((found >= 0) & (found < E) & (owned >= 0), N, 0)
         at = parts + (token * TOPK + slot) * N + column
         sums += tl.load(at, mask=column < end, other=0.0).to(tl.float32)
-    tl.store(out + token * N + column, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+    return rounded(sums, parts.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
+def experts_combine(  # type: ignore[no-untyped-def]
+    parts, ids, live, out, part_slice,
+    TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, MASKED: tl.constexpr,
+    BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program sums BN columns of one token's parts. Slices, `part_slice` apart, are added as a tree of neighbours."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    owned = 0
+    if MASKED:
+        owned = tl.load(live + token)
+    total = _slots(parts, ids, token, column, owned, TOPK, E, N)
+    if SLICES >= 2:
+        total += _slots(parts + part_slice, ids, token, column, owned, TOPK, E, N)
+    if SLICES == 4:
+        third = _slots(parts + 2 * part_slice, ids, token, column, owned, TOPK, E, N)
+        total += third + _slots(parts + 3 * part_slice, ids, token, column, owned, TOPK, E, N)
+    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=column < N)

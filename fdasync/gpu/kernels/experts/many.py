@@ -78,13 +78,16 @@ def down_many(
     rows: int,
     tile: Tile,
 ) -> None:
-    """The second product of `held` [T * k, I] times the routing weights into `out` [T, k, H], at the pairs' places."""
-    inner, width = held.shape[1], out.shape[-1]
+    """The second product of `held` [T * k, I] times the routing weights into `out` [slices, T, k, H], at the pairs'
+    places. The depth of the tile divides I / slices, where slices are more than one."""
+    slices, width = out.shape[0], out.shape[-1]
     columns = triton.cdiv(width, tile.columns)
-    experts_down_many[(min(len(table) // 4 * columns, processors_of(held.device)),)](
+    experts_down_many[(min(len(table) // 4 * columns * slices, processors_of(held.device)),)](
         _descriptor(held, rows, tile.depth), _descriptor(down, 1, tile.columns, tile.depth),
-        down if bias is None else bias, weights, out, order, table, 0 if bias is None else bias.stride(0),
-        K=inner, N=width, BIASED=bias is not None, COLUMNS=columns, **_options(held.device, rows, tile),
+        down if bias is None else bias, weights, out, order, table,
+        0 if bias is None else bias.stride(0), out.stride(0),
+        K=held.shape[1] // slices, N=width, SLICES=slices, BIASED=bias is not None,
+        COLUMNS=columns, **_options(held.device, rows, tile),
     )  # fmt: skip
 
 
@@ -163,22 +166,26 @@ def experts_gate_up_many(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def experts_down_many(  # type: ignore[no-untyped-def]
-    x, w, bias, weights, out, order, tiles, bias_expert,
-    K: tl.constexpr, N: tl.constexpr, BIASED: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
+    x, w, bias, weights, out, order, tiles, bias_expert, out_slice,
+    K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr, COLUMNS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BN columns of one tile after another; rows times their weights go to their pairs' places."""
+    """A program takes BN columns of one tile after another; rows times their weights go to their pairs' places. SLICES:
+    as `experts_down` has them."""
     wait_for_inputs(OVERLAP)
     row = tl.arange(0, BM)
-    for number in tl.range(tl.program_id(0), tl.load(tiles + 3) * COLUMNS, tl.num_programs(0), flatten=True):
-        entry = tiles + number // COLUMNS * 4
+    count = tl.load(tiles + 3) * COLUMNS * SLICES
+    for number in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        entry = tiles + number // (COLUMNS * SLICES) * 4
+        part = number // COLUMNS % SLICES
         first = number % COLUMNS * BN
         e = tl.load(entry)
         begin = tl.load(entry + 1)
         sums = tl.zeros((BM, BN), tl.float32)
         for start in range(0, K, BK):
             # past the tile's last row there are others' rows, or none: their sums are not stored
-            sums = times(x.load([begin, start]), w.load([e, first, start]).reshape(BN, BK).T, sums, WIDEN)
+            rows = x.load([begin, part * K + start])
+            sums = times(rows, w.load([e, first, part * K + start]).reshape(BN, BK).T, sums, WIDEN)
         real = row < tl.load(entry + 2)
         pair = tl.load(order + begin + tl.where(real, row, 0))
         column = first + tl.arange(0, BN)
@@ -186,6 +193,6 @@ def experts_down_many(  # type: ignore[no-untyped-def]
             own = bias + e.to(tl.int64) * bias_expert + column
             sums = plus_bias(sums, tl.load(own, mask=column < N, other=0.0)[None, :])
         sums *= tl.load(weights + pair).to(tl.float32)[:, None]
-        at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
+        at = out + part.to(tl.int64) * out_slice + pair.to(tl.int64)[:, None] * N + column[None, :]
         value = rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty)
         tl.store(at, value, mask=real[:, None] & (column < N)[None, :])

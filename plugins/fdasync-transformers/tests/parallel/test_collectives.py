@@ -1,4 +1,4 @@
-"""Sums are added up in the order of ranks, and are the same bits on every rank."""
+"""Sums are added up as one tree of neighbours, and are the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ def given(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_is_that_of_the_ranks_in_order(dtype: torch.dtype) -> None:
-    ranks = 3
-
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_sum_is_a_tree_of_the_ranks(dtype: torch.dtype, ranks: int) -> None:
     def work(exchange: Exchange) -> bytes:
         total = HostCollectives(exchange).all_reduce(given(exchange.rank, dtype), "a sum")
         return total.contiguous().view(torch.uint8).numpy().tobytes()
 
     found = returned(as_ranks(ranks, work, slot_nbytes=1000))
     wide = torch.float32 if dtype.itemsize == 2 else dtype
-    want = given(0, dtype).to(wide)
-    for rank in range(1, ranks):
-        want = want + given(rank, dtype).to(wide)
+    parts = [given(rank, dtype).to(wide) for rank in range(ranks)]
+    want = (parts[0] + parts[1]) + (parts[2] + parts[3] if ranks == 4 else parts[2])
     assert found == [want.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()] * ranks
-    backwards = (given(2, dtype).to(wide) + given(1, dtype).to(wide)) + given(0, dtype).to(wide)
-    assert wide is not dtype or not torch.equal(want, backwards)
+    others = (parts[1] + parts[2]) + (parts[3] + parts[0] if ranks == 4 else parts[0])
+    assert wide is not dtype or not torch.equal(want, others)
 
 
 def test_tensors_and_messages_come_in_the_order_of_ranks() -> None:

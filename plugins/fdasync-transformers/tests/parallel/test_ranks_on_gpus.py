@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fdasync_transformers import make_random_checkpoint, named_tensors
+from fdasync_transformers import fixed_numerics, make_random_checkpoint, named_tensors
+from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_transformers.verification.reference import library_model
 from safetensors.torch import load_file
 
 from fdasync import Engine, EngineConfig, SamplingParams
@@ -109,6 +111,30 @@ async def test_drafts_change_nothing_on_ranks(tmp_path: Path, ranks: int) -> Non
         assert stats.accepted_tokens > 100
         assert stats.accepted_tokens < stats.drafted_tokens
         engine.check()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_sums_in_slices_have_the_bits_of_one_gpu_and_of_a_trainer(tmp_path: Path, ranks: int) -> None:
+    make_random_checkpoint(tmp_path, size="tiny")
+    own = {"dtype": "bfloat16", "device": "auto", "graph_sizes": [1, 4]}
+    scored = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs="raw", ignore_eos=True)
+    found = []
+    for width in (1, ranks):
+        sliced = config(tmp_path, width, numerics="fixed", sum_slices=4)
+        async with Engine(msgspec.structs.replace(sliced, runner_config=own)) as engine:
+            assert any("decoder layers" in note and "fused: 0" not in note for note in engine.capacity.notes)
+            assert "sums that ranks share have 4 slices" in engine.capacity.notes
+            many = await asyncio.gather(*[engine.complete(prompt(number), scored) for number in range(6)])
+            assert engine.stats().scheduler.preemptions > 0
+            samples = [one.samples[0] for one in many]
+        found.append([(list(sample.token_ids), list(sample.raw_logprobs or ())) for sample in samples])
+    assert found[0] == found[1]
+    model: Any = library_model(tmp_path, torch.bfloat16, alone=True).to("cuda")
+    with torch.no_grad(), fixed_numerics(model, sum_slices=4):
+        for number, (sampled, wanted) in enumerate(found[0]):
+            ids = torch.tensor([[*prompt(number), *sampled]], device="cuda")
+            logits = model(ids).logits[0, len(prompt(number)) - 1 : -1]
+            assert logprobs_of_logits(logits, ids[0, len(prompt(number)) :]).tolist() == wanted, number
 
 
 async def test_sums_by_nccl_have_the_bits_of_sums_in_the_memory_of_peers(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def _logits(
     sharded, collectives = None, None
     if exchange is not None:
         collectives = HostCollectives(exchange)
-        sharded = _cut(model, exchange)
+        sharded = cut_for(model, exchange)
     planned.attach(model, collectives)
     mends = families.mend(model)
     layers = probe.attention_layers(model, latent=True, query_scales=mends.query_scales)
@@ -49,7 +49,8 @@ def _logits(
     return played(StepModel(model, layout, fixed=True), sequences, 17)
 
 
-def _cut(model: Any, exchange: Exchange) -> Sharded:
+def cut_for(model: Any, exchange: Exchange) -> Sharded:
+    """Leave a whole model this rank's parts."""
     whole = dict(model.named_parameters())
     sharded = Sharded(model, exchange.rank, exchange.ranks, latent=True)
     for name, cut in sharded.cuts.items():

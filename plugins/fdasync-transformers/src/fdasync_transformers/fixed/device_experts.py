@@ -30,12 +30,18 @@ def register() -> None:
 
 
 def trainer_experts(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    slices: int = 1,
 ) -> torch.Tensor:
-    """The experts of one layer that was described, for the library's interface: [T, H], with gradients."""
+    """The experts of one layer that was described, for the library's interface: [T, H], with gradients. `slices`: that
+    the value is joined of; the gradient is that of the sum."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     with past_modes(), torch.no_grad():
-        value = run_experts(module, hidden_states, top_k_index, top_k_weights)
+        value = run_experts(module, hidden_states, top_k_index, top_k_weights, slices=slices)
+        value = value.to(hidden_states.dtype)
 
     def again(leaves: list[torch.Tensor], kept: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         hidden, weights, *others = leaves

@@ -105,7 +105,7 @@ def fixed_numerics(
             have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
             arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
             checkpointing that would recompute with other numerics; a recomputation after the end of the context;
-            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU;
+            numerics that are fixed already; slices of sums that are none of the numbers there are;
             kernels of another name; an attention layer that is called without its decoder (other parts that are called
             alone have the library's own numerics, but for the output head); copies within the context.
         UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
@@ -172,7 +172,8 @@ class TrainerNumerics:
             self._most_tokens = mends.max_context_tokens
             for undo in _own_configs(model):
                 stack.callback(undo)
-            for module, forward in () if self._slices is None else self._slices.forwards(model):
+            kernels = self._with_kernels or model.device.type == "cuda"
+            for module, forward in () if self._slices is None else self._slices.forwards(model, kernels=kernels):
                 stack.callback(_put(module, "forward", forward))
             for module, forward in plain_linears(model):
                 stack.callback(_put(module, "forward", forward))
@@ -204,9 +205,6 @@ class TrainerNumerics:
         return self
 
     def _find_slices(self) -> None:
-        device = self._model.device
-        if self._with_kernels or device.type != "cpu":
-            raise BadInput("sum_slices", f"kernels on {device} compute sums whole", limit=1)
         if self._slices is None:
             self._slices = Slices(served_layout(self._model, self._model.dtype), self._sum_slices, latent=True)
 

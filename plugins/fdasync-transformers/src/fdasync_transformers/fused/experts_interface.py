@@ -47,8 +47,10 @@ def fused_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     parts: bool = False,
+    slices: int = 1,
 ) -> torch.Tensor:
     """The experts of one layer, for the library's interface: [T, H], or with `parts` the weighted results [T, k, H].
+    With `slices` [T, H] in float32, not rounded.
 
     See `fdasync.gpu.kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
     gradient is asked for.
@@ -57,7 +59,7 @@ def fused_experts(
         raise RunnerError(f"{type(module).__name__} was never described: its model was not fused")
     if torch.is_grad_enabled():
         refuse_gradient(hidden_states, top_k_weights, *module.parameters())
-    return run_experts(module, hidden_states, top_k_index, top_k_weights, parts=parts)
+    return run_experts(module, hidden_states, top_k_index, top_k_weights, parts=parts, slices=slices)
 
 
 def run_experts(
@@ -67,6 +69,7 @@ def run_experts(
     weights: torch.Tensor,
     *,
     parts: bool = False,
+    slices: int = 1,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """As `fused_experts`, for a module that was described; `tiles`: None chooses them."""
@@ -87,6 +90,7 @@ def run_experts(
         interleaved=described.interleaved,
         live=described.live.slots,
         parts=parts,
+        slices=slices,
         tiles=tiles,
     )
 

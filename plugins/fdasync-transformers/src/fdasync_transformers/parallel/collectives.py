@@ -1,8 +1,9 @@
 """What the ranks of a group do together: sums, tensors and short messages of all, in the order of their ranks.
 
 `Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory, whose calls block the process
-until all ranks have made them (`device_group.py` chooses that for GPUs). A sum is added up in the order of ranks
-by every rank, so that all get the same bits. All ranks make the same calls in the same order: each has a label, and
+until all ranks have made them (`device_group.py` chooses that for GPUs). A sum is added up by every rank as one tree
+of neighbours, (0 + 1) + (2 + 3), so that all get the same bits; in the order of ranks the sums of a rank's own parts
+are a part of that tree. All ranks make the same calls in the same order: each has a label, and
 another label fails both. Knows tensors; knows no models. Made by `runner.py`.
 """
 
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the ranks' tensors in their order, in float32 where they are narrower; the first may be changed."""
-    total = parts[0].float() if parts[0].dtype in _NARROW else parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors as a tree of neighbours, in float32 where they are narrower; of one tensor itself."""
+    while len(parts) > 1:
+        wide = [part.float() if part.dtype in _NARROW else part for part in parts]
+        pairs = [left + right for left, right in zip(wide[::2], wide[1::2], strict=False)]
+        parts = pairs + wide[len(pairs) * 2 :]
+    return parts[0]
 
 
 class Collectives(ABC):
@@ -114,7 +116,7 @@ class HostCollectives(Collectives):
         count = self._exchange.slot_nbytes // tensor.element_size()
         for first in range(0, len(flat), count):
             piece = flat[first : first + count]
-            piece.copy_(in_order(self._gather(piece, label)))
+            piece.copy_(joined(self._gather(piece, label)))
         return total
 
     def share(self, message: torch.Tensor, label: str) -> torch.Tensor:

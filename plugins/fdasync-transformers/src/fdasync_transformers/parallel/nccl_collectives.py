@@ -1,6 +1,6 @@
 """What the ranks of a group do together on GPUs that have no access to each other's memory: all of it by NCCL.
 
-A sum is gathered and then added up in the order of ranks by every rank, so it has the bits of `DeviceCollectives`; it
+A sum is gathered and then added up as one tree by every rank, so it has the bits of `DeviceCollectives`; it
 moves more bytes on more than two ranks, and takes three launches or more. Queued on the current stream, and captured in
 graphs, as sums over peers' memory are. Knows tensors; knows no models. Made by `device_group.py`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fdasync_transformers.parallel.collectives import HostCollectives, in_order
+from fdasync_transformers.parallel.collectives import HostCollectives, joined
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class NcclCollectives(HostCollectives):
     def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         del label
         total = tensor.contiguous()
-        return total.copy_(in_order(list(self._gathered(total))))
+        return total.copy_(joined(list(self._gathered(total))))
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
         told = own.new_empty((self.ranks, *own.shape))

@@ -3,21 +3,27 @@
 What S ranks would sum is computed slice by slice by fewer ranks too, and by one process: row-parallel linear layers
 over parts of their inputs, experts over parts of their width, as the library's plan for S ranks cuts them. Each slice's
 output has the model's dtype, as a rank's own code gives it. Slices are added in float32 as a tree, (0 + 1) + (2 + 3):
-the slices of one rank are a subtree. Then the bias is added, and the total is rounded once. Column-parallel layers are
-computed in slices as well, since in bfloat16 bits of a column may depend on the number of columns: every product has
-the shape that it has on S ranks. Gradients are torch's. Knows modules of the library; knows no checkpoints. Used by
-`start/open_model.py`, and by trainers (`fixed/trainer.py`).
+the slices of one rank are a subtree. Then the bias is added, and the total is rounded once. On a CPU column-parallel
+layers are computed in slices as well, since in bfloat16 bits of a column may depend on the number of columns: every
+product has the shape that it has on S ranks. The kernels of GPUs give a column the same bits beside any others; there
+the slices of experts, and those of linear layers that need no gradient, are computed by one kernel. Gradients are
+torch's. Knows modules of the library; knows no checkpoints. Used by `start/open_model.py`, and by trainers
+(`fixed/trainer.py`).
 """
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.parallel.collectives import joined
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.replay.force import NotCopied
 
@@ -31,13 +37,6 @@ if TYPE_CHECKING:
 
 #: numbers of slices that there are
 COUNTS = (1, 2, 4)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a power of two of tensors as a tree of neighbours, in float32; of one tensor itself."""
-    while len(parts) > 1:
-        parts = [left.float() + right.float() for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 class Slices:
@@ -59,19 +58,20 @@ class Slices:
         except ConfigError as error:
             raise ConfigError("sum_slices", f"cut as for {count} ranks, {error.problem}", hint=error.hint) from error
 
-    def attach(self, model: PreTrainedModel, collectives: Collectives | None) -> None:
-        """Compute in slices in every forward pass from now on; errors as `forwards`."""
-        for module, forward in self.forwards(model, collectives):
+    def attach(self, model: PreTrainedModel, collectives: Collectives | None, *, kernels: bool = False) -> None:
+        """Compute in slices in every forward pass from now on; arguments and errors as of `forwards`."""
+        for module, forward in self.forwards(model, collectives, kernels=kernels):
             module.forward = forward
 
     def forwards(
-        self, model: PreTrainedModel, collectives: Collectives | None = None
+        self, model: PreTrainedModel, collectives: Collectives | None = None, *, kernels: bool = False
     ) -> Iterator[tuple[Any, Callable[..., torch.Tensor]]]:
         """Modules, and what their `forward` becomes.
 
         Args:
             model: whole, or one rank's parts of it.
             collectives: of the ranks, whose number divides S; None: one process.
+            kernels: whether products are those of `fdasync.gpu.kernels`.
 
         Raises UnsupportedModel for a model whose modules are not the library's own there (adapters).
         """
@@ -85,11 +85,12 @@ class Slices:
                 if cut.pieces > 1:
                     raise UnsupportedModel(self._kind, f"sum_slices: {name} packs several matrices")
                 # fewer KV heads than slices: several ranks compute the same columns
-                yield module, _Columns(module, cut.count // ranks)
+                if not kernels:
+                    yield module, _Columns(module, cut.count // ranks)
         for name in plan.rows:
             module = model.get_submodule(name)
             self._check_linear(name, module)
-            yield module, _Rows(module, held, _Sum(name, collectives))
+            yield module, _Rows(module, held, _Sum(name, collectives), kernels=kernels)
         for name in plan.summed:
             module = model.get_submodule(name)
             tensors = []
@@ -100,7 +101,7 @@ class Slices:
                     if last not in holder._parameters:
                         raise UnsupportedModel(self._kind, f"sum_slices: {full} is no parameter of its own")
                     tensors.append((holder, last, cut))
-            yield module, _Summed(module.forward, tensors, held, _Sum(name, collectives))
+            yield module, _Summed(module, tensors, held, _Sum(name, collectives))
         for name in plan.divided:
             module = model.get_submodule(name)
             yield module, _Divided(module.forward, self._count)
@@ -117,10 +118,14 @@ class _Sum:
         self._label = label
         self._collectives = collectives
 
-    def __call__(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
-        dtype, total = parts[0].dtype, joined(parts)
+    def __call__(
+        self, parts: Sequence[torch.Tensor], dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of this rank's slices, or of what they were joined to; rounded to `dtype`."""
+        total = joined(parts)
         if self._collectives is not None:
-            total = joined(self._collectives.gather(total, self._label))
+            # a slice by itself has that dtype, and its sum without a bias is rounded to it once
+            total = self._collectives.all_reduce(total if bias is None else total.float(), self._label)
         return (total if bias is None else total + bias.float()).to(dtype)
 
 
@@ -141,33 +146,47 @@ class _Columns(NotCopied):
 class _Rows(NotCopied):
     """The forward of a row-parallel linear layer."""
 
-    def __init__(self, module: torch.nn.Linear, held: int, total: _Sum) -> None:
+    def __init__(self, module: torch.nn.Linear, held: int, total: _Sum, *, kernels: bool) -> None:
         self._module = module
         self._held = held
         self._total = total
+        self._kernels = kernels
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._kernels and self._held > 1 and not torch.is_grad_enabled():
+            from fdasync.gpu.kernels.linear.slices import linear_slices
+
+            with past_modes():
+                rows = linear_slices(hidden.reshape(-1, hidden.shape[-1]), self._module.weight, self._held)
+            part = rows.view(*hidden.shape[:-1], rows.shape[-1])
+            return self._total([part], hidden.dtype, self._module.bias)
         # slices of the weight are views: measured with MKL and oneDNN, strides change no bit of a product
         pairs = zip(hidden.chunk(self._held, -1), self._module.weight.chunk(self._held, 1), strict=True)
-        return self._total([linear(part, weight) for part, weight in pairs], self._module.bias)
+        return self._total([linear(part, weight) for part, weight in pairs], hidden.dtype, self._module.bias)
 
 
 class _Summed(NotCopied):
-    """The forward of a module whose output is summed, such as experts: its own, once for each slice of its tensors."""
+    """The forward of a module whose output is summed, such as experts: its own, once for each slice of its tensors.
+    Experts whose implementation takes slices compute them at once."""
 
     def __init__(
         self,
-        own: Callable[..., torch.Tensor],
+        module: Any,
         tensors: list[tuple[torch.nn.Module, str, Cut]],
         held: int,
         total: _Sum,
     ) -> None:
-        self._own = own
+        self._module = module
+        self._own: Callable[..., torch.Tensor] = module.forward
         self._tensors = tensors
         self._held = held
         self._total = total
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        function = _taking_slices(self._module)
+        if function is not None:
+            part = function(self._module, *args, **kwargs, slices=self._held)
+            return self._total([part], args[0].dtype)
         slices = [
             (module, name, _sliced(getattr(module, name), cut, self._held)) for module, name, cut in self._tensors
         ]
@@ -177,7 +196,7 @@ class _Summed(NotCopied):
                 for module, name, tensors in slices:
                     stack.enter_context(_shadowed(module, name, tensors[number]))
                 parts.append(self._own(*args, **kwargs))
-        return self._total(parts)
+        return self._total(parts, parts[0].dtype)
 
 
 class _Divided(NotCopied):
@@ -189,6 +208,15 @@ class _Divided(NotCopied):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._own(hidden / self._count)
+
+
+def _taking_slices(module: Any) -> Callable[..., torch.Tensor] | None:
+    """What computes these experts in slices; None: their implementation does not, or they are no experts."""
+    if getattr(module, "fd_experts", None) is None:
+        return None
+    name = module.config._experts_implementation
+    function: Any = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
+    return function if function is not None and "slices" in inspect.signature(function).parameters else None
 
 
 def _sliced(tensor: torch.Tensor, cut: Cut, held: int) -> Sequence[torch.Tensor]:

@@ -21,9 +21,11 @@ from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
+from fdasync_transformers.parallel.sums import Sums
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
+from fdasync_transformers.start.runner_config import uses_kernels
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
@@ -120,7 +122,10 @@ def open_model(
             sums = sharded.attach(model, collectives)
         notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
     if limits.sum_slices > 1:
-        slices.attach(model, collectives)
+        slices.attach(model, collectives, kernels=uses_kernels(config, device))
+        if collectives is not None:
+            # what is fused finds nothing to sum, and the ranks agree on it
+            sums = Sums(collectives, {})
         notes.append(f"sums that ranks share have {limits.sum_slices} slices")
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)

@@ -166,7 +166,9 @@ def make_block(
 
 
 def _take_parts(experts: Any) -> bool:
-    """Whether the implementation of these experts gives their parts, by its signature."""
+    """Whether the implementation of experts gives their parts, by its signature. A forward put on them gives a sum."""
+    if "forward" in vars(experts):
+        return False
     name = experts.config._experts_implementation
     function = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
     return function is not None and "parts" in inspect.signature(function).parameters
