@@ -112,16 +112,16 @@ def test_a_rank_of_a_dense_model_that_sums_in_another_order_is_caught(
 
 
 def of_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The error of all ranks where rank 2 of 4 adds up backwards; without that they play to the end."""
+    """The error of all ranks where rank 2 of 4 adds up others first; without that they play to the end."""
     gather = HostCollectives._gather
 
-    def backwards(collectives: HostCollectives, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
+    def turned(collectives: HostCollectives, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
         parts = gather(collectives, flat, label)
-        return parts[::-1] if collectives.rank == 2 else parts
+        return [*parts[1:], parts[0]] if collectives.rank == 2 else parts
 
     settings: dict[str, Any] = {"config": {"dtype": "float32", "self_check": False}}
     assert len(play(folder, 4, **settings)) == 4
-    monkeypatch.setattr(HostCollectives, "_gather", backwards)
+    monkeypatch.setattr(HostCollectives, "_gather", turned)
     outcomes = as_ranks(4, lambda exchange: play_one(folder, exchange, **settings))
     assert [str(error) for error in outcomes] == [str(outcomes[0])] * 4
     assert isinstance(outcomes[0], RunnerError)

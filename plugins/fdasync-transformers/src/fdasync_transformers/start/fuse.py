@@ -61,8 +61,8 @@ def set_plain_experts(
 ) -> None:
     """The experts of the plain passes: the library's, by a way that takes no more memory. Raises ConfigError."""
     max_step_tokens = limits.max_step_tokens
-    if limits.numerics == "fixed" and model.device.type == "cpu":
-        # products that a mode can take one by one
+    if limits.sum_slices > 1 or (limits.numerics == "fixed" and model.device.type == "cpu"):
+        # of any width, that of a slice too, by products that a mode can take one by one
         set_experts(model, "eager", layers, max_step_tokens)
     elif not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
