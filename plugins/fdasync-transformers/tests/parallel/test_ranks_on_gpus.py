@@ -127,7 +127,7 @@ async def test_sums_in_slices_have_the_bits_of_one_gpu_and_of_a_trainer(tmp_path
             many = await asyncio.gather(*[engine.complete(prompt(number), scored) for number in range(6)])
             assert engine.stats().scheduler.preemptions > 0
             samples = [one.samples[0] for one in many]
-        found.append([(list(sample.token_ids), list(sample.raw_logprobs or ())) for sample in samples])
+        found.append([(list(sample.token_ids), np.asarray(sample.raw_logprobs).tolist()) for sample in samples])
     assert found[0] == found[1]
     model: Any = library_model(tmp_path, torch.bfloat16, alone=True).to("cuda")
     with torch.no_grad(), fixed_numerics(model, sum_slices=4):
