@@ -22,7 +22,6 @@ from torch.nn.functional import linear
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.errors import ConfigError, UnsupportedModel
-from fdasync_transformers.fused.replaced import past_modes
 from fdasync_transformers.parallel.collectives import joined
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.replay.force import NotCopied
@@ -156,8 +155,7 @@ class _Rows(NotCopied):
         if self._kernels and self._held > 1 and not torch.is_grad_enabled():
             from fdasync.gpu.kernels.linear.slices import linear_slices
 
-            with past_modes():
-                rows = linear_slices(hidden.reshape(-1, hidden.shape[-1]), self._module.weight, self._held)
+            rows = linear_slices(hidden.reshape(-1, hidden.shape[-1]), self._module.weight, self._held)
             part = rows.view(*hidden.shape[:-1], rows.shape[-1])
             return self._total([part], hidden.dtype, self._module.bias)
         # slices of the weight are views: measured with MKL and oneDNN, strides change no bit of a product
