@@ -151,8 +151,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.parallel": (
-            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.kernels.linear.*", "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange",
-            "fdasync.runner.shares",
+            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.kernels.linear.*",
+            "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange", "fdasync.runner.shares",
             "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },
