@@ -7,7 +7,8 @@ occurrence is entered once a whole path follows it, so every path that is found 
 All tokens lie in one array (`token_pages.py`). For each order, a table maps the hash of an n-gram to the position of
 its last token. An entry that another n-gram, or another prompt, has overwritten is found out by comparing the tokens
 themselves and the owner of their page. So the table needs no keys, entries need no removal, and a step of any number of
-sequences is some thirty array operations. Memory is fixed when the drafter is made; a table that is too full forgets
+sequences is some thirty array operations. New tokens are written at once; their n-grams are entered when a path is
+asked for next, those of many steps together. Memory is fixed when the drafter is made; a table that is too full forgets
 old n-grams, and pages that run out are taken from the oldest text.
 
 Called by `planning.py` through the contract in `base.py`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from itertools import repeat
 from typing import Annotated
 
 import msgspec
@@ -34,6 +36,8 @@ _BACK = np.arange(1 - _WINDOW, 1)
 _MULTIPLIERS = np.random.Generator(np.random.PCG64(20)).integers(1, 1 << 63, _WINDOW + 1, np.uint64) * 2 + 1
 
 
+# tokens whose n-grams wait to be entered, at most
+_MOST_LATE = 4096
 # bytes of a page besides its tokens: its entries in arrays and lists, and a prompt's and a sequence's own
 _PAGE_NBYTES = 1024
 _ROW_NBYTES = 256
@@ -61,11 +65,13 @@ class NgramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Prompt:
     """What the sequences of a prompt share: the number that owns their pages."""
 
-    __slots__ = ("digest", "live", "number", "over_at")
+    __slots__ = ("digest", "head", "live", "number", "over_at")
 
-    def __init__(self, digest: bytes, number: int) -> None:
+    def __init__(self, digest: bytes, number: int, head: Tokens) -> None:
         self.digest = digest
         self.number = number
+        # what the first page of each sequence repeats: the prompt's end
+        self.head = head
         self.live = 0
         self.over_at = 0.0
 
@@ -109,6 +115,11 @@ class NgramDrafter(Drafter):
         self._cached: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
         self._all_held = True
         self._now = 0.0
+        # n-grams that are not entered yet, from the oldest on: where they end, and the numbers of their prompts
+        self._late: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]] = []
+        self._num_late = 0
+        # samples of a group begin one after the other
+        self._last_asked: tuple[bytes, str, bytes] = (b"", "", b"")
         # by row: position of the next token, end of its page, number of its prompt
         self._tails = np.zeros(0, np.int64)
         self._stops = np.zeros(0, np.int64)
@@ -116,22 +127,17 @@ class NgramDrafter(Drafter):
 
     def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:  # noqa: ARG002
         self._expire(now)
-        marks = salt.encode()
-        digest = blake2b(len(marks).to_bytes(8, "little") + marks + prompt, digest_size=16).digest()
-        asked = np.frombuffer(prompt, "<i4")
+        digest = self._digest(prompt, salt)
         owner = self._prompts.get(digest)
         if owner is None:
-            owner = self._kept.pop(digest, None) or self._new_prompt(digest, asked)
+            owner = self._kept.pop(digest, None) or self._new_prompt(digest, np.frombuffer(prompt, "<i4"))
             self._prompts[digest] = owner
         owner.live += 1
         page = self._pages.take(owner.number)
         if page < 0:
             self._let_go(owner, now)
             return
-        head = np.full(self._overlap, BLANK, np.int32)
-        known = asked[-self._overlap :]
-        head[self._overlap - len(known) :] = known
-        tail, stop = self._write(owner.number, page, head, np.frombuffer(answer, "<i4"))
+        tail, stop = self._write(owner.number, page, owner.head, np.frombuffer(answer, "<i4"))
         if not tail:
             self._let_go(owner, now)
             return
@@ -162,7 +168,7 @@ class NgramDrafter(Drafter):
         self._pages.tokens[places] = tokens
         self._tails[rows] = tails + counts
         owners = self._owners[rows]
-        self._enter(places - self._path, owners if places is tails else np.repeat(owners, counts))
+        self._enter_late(places - self._path, owners if places is tails else np.repeat(owners, counts))
 
     def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
         rows = self._rows_of(keys)
@@ -173,6 +179,7 @@ class NgramDrafter(Drafter):
             rows, most = rows[wants], most[wants]
         if not len(rows):
             return lengths, np.zeros(0, np.int32)
+        self._settle()
         text, owners = self._pages.tokens, self._owners[rows]
         windows = text[(self._tails[rows] - 1)[:, None] + _BACK]
         found = self._table[self._slots(windows, owners)]
@@ -211,7 +218,10 @@ class NgramDrafter(Drafter):
 
     def _new_prompt(self, digest: bytes, asked: Tokens) -> _Prompt:
         self._numbers += 1
-        owner = _Prompt(digest, self._numbers)
+        head = np.full(self._overlap, BLANK, np.int32)
+        known = asked[-self._overlap :]
+        head[self._overlap - len(known) :] = known
+        owner = _Prompt(digest, self._numbers, head)
         page = self._pages.take(owner.number)
         if page >= 0:
             _, stop = self._write(owner.number, page, np.full(self._overlap, BLANK, np.int32), asked)
@@ -232,8 +242,7 @@ class NgramDrafter(Drafter):
             some = tokens[at : at + room]
             first = base + self._overlap
             text[first : first + len(some)] = some
-            # page by page: an entry of the next page must win
-            self._enter(np.arange(first, first + len(some)) - self._path, np.full(len(some), owner))
+            self._enter_late(np.arange(first - self._path, first - self._path + len(some)), owner)
             at += len(some)
             if at >= len(tokens):
                 return first + len(some), base + PAGE_TOKENS
@@ -269,11 +278,35 @@ class NgramDrafter(Drafter):
         sums >>= self._shift
         return sums.view(np.int64) + self._sections
 
-    def _enter(self, ends: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> None:
-        """Enter the n-grams that end at these positions; of equal ones, the last."""
-        if len(ends):
-            windows = self._pages.tokens[ends[:, None] + _BACK]
-            self._table[self._slots(windows, owners)] = ends[:, None]
+    def _enter_late(self, ends: npt.NDArray[np.int64], owners: npt.NDArray[np.int64] | int) -> None:
+        """Let the n-grams that end at these positions be entered before a path is looked for; of equal ones the last
+        wins."""
+        self._late.append((ends, owners))
+        self._num_late += len(ends)
+        if self._num_late > _MOST_LATE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Enter the n-grams that wait for it, in their order."""
+        if not self._num_late:
+            return
+        ends = np.concatenate([ends for ends, _ in self._late])
+        owners = np.concatenate([np.full(len(ends), own) if isinstance(own, int) else own for ends, own in self._late])
+        self._late.clear()
+        self._num_late = 0
+        # pages that were given back meanwhile are nobody's, or another prompt's
+        held = self._pages.owners[ends // PAGE_TOKENS] == owners
+        if not held.all():
+            ends, owners = ends[held], owners[held]
+        windows = self._pages.tokens[ends[:, None] + _BACK]
+        self._table[self._slots(windows, owners)] = ends[:, None]
+
+    def _digest(self, prompt: bytes, salt: str) -> bytes:
+        if (prompt, salt) != self._last_asked[:2]:
+            marks = salt.encode()
+            digest = blake2b(len(marks).to_bytes(8, "little") + marks + prompt, digest_size=16).digest()
+            self._last_asked = (prompt, salt, digest)
+        return self._last_asked[2]
 
     # -- sequences and prompts --------------------------------------------------------------------
 
@@ -283,7 +316,7 @@ class NgramDrafter(Drafter):
         if cached is not None and (cached[0] is keys or cached[0] == keys):
             return cached[1]
         find = self._rows.get
-        rows = np.array([find(key, -1) for key in keys], np.int64)
+        rows = np.fromiter(map(find, keys, repeat(-1)), np.int64, len(keys))
         self._cached = (keys, rows)
         self._all_held = bool((rows >= 0).all())
         return rows
@@ -327,7 +360,7 @@ class NgramDrafter(Drafter):
         self._free.extend(range(old + more - 1, old - 1, -1))
 
 
-_NOBODY = _Prompt(b"", 0)
+_NOBODY = _Prompt(b"", 0, np.zeros(0, np.int32))
 
 
 def _sizes(limit_nbytes: int, orders: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ Pure: the same calls give the same drafts. It knows no queue, no block and no st
 from __future__ import annotations
 
 from collections import deque
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -346,7 +347,7 @@ class DraftPlanner:
         if cached is not None and (cached[0] is keys or cached[0] == keys):
             return cached[1]
         find = self._rows.get
-        rows = np.array([find(key, -1) for key in keys], np.int64)
+        rows = np.fromiter(map(find, keys, repeat(-1)), np.int64, len(keys))
         self._keys_of_rows = (keys, rows)
         return rows
 

@@ -41,7 +41,7 @@ from fdasync.events.catalog import (
 from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.drafts import StepDrafts
-from fdasync.scheduler.runs import take_runs
+from fdasync.scheduler.runs import one_each, take_runs
 from fdasync.scheduler.state.pausing import Pausing
 from fdasync.scheduler.state.policy import Candidate, own_policy
 from fdasync.scheduler.state.queues import SequenceQueues
@@ -420,7 +420,7 @@ class Scheduler:
         samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
         # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
         attention: list[tuple[Sequence, int]] = []
-        if event.counts is not None:
+        if event.counts is not None and not one_each(plan.decodes, len(samplers), event, plan.full):
             runs = take_runs(plan.decodes, len(samplers), event, self.config, plan.full)
             attention += [(run.seq, run.length) for run in runs if run.is_due]
             rows = [(run.row + at, run.seq) for run in runs if run.seq.emits for at in range(run.length)]

@@ -97,7 +97,10 @@ class StepDrafts:
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
         if samplers:
             keys += tuple([seq.key for seq in samplers])
-        self._planner.done(keys, event.counts, event.tokens, seconds=seconds)
+        counts = event.counts
+        if counts is not None and counts.count(1) == len(counts) == len(event.tokens):
+            counts = None
+        self._planner.done(keys, counts, event.tokens, seconds=seconds)
 
     def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
         """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""

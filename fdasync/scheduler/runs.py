@@ -6,7 +6,7 @@ sealed. So are all tokens of a later step that was in flight: they follow on tok
 A run is empty where the block table that the step was planned with had no room left. This module knows no blocks'
 identities and no queues.
 
-Called by `core.py` for a `StepDone` with counts; a step of one token for each sequence has none.
+Called by `core.py` for a `StepDone` with counts; a step of one token for each sequence has none, or needs none.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ def take_runs(
         runs.append(Run(seq, row, kept, count if seq.state is State.ENDED else count - kept, is_due))
         row += count
     return runs
+
+
+def one_each(decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int]) -> bool:
+    """Whether a step with counts gave one token of each sequence, which all of them had room for and no cut before: the
+    same as a step without counts. Arguments as of `take_runs`."""
+    counts = event.counts or ()
+    if full or len(counts) != len(decodes) + num_samplers or counts.count(1) != len(counts):
+        return False
+    return len(event.tokens) == len(counts) and not any(s.is_cut or len(s.tokens) >= s.max_len for s in decodes)
 
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:

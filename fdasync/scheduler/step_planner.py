@@ -318,6 +318,11 @@ class StepPlanner:
         now = plan.planned_at
         queues, held_for = self._queues, self._queues.held_for
         waiting = queues.waiting
+        if not waiting:
+            queues.walled = False
+            return
+        # no sequence joins those that decode meanwhile, and none of these gets a block
+        reserve = queues.reserve(self._config.decode_reserve_blocks)
         position = 0
         while position < len(waiting):
             if queues.num_running >= self._config.max_running:
@@ -335,7 +340,7 @@ class StepPlanner:
                 position += 1
                 continue
             # no sequence passes a lease that has aged, or a sequence that found no room: those would starve
-            if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits):
+            if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, reserve):
                 queues.walled = True
                 return
             if self._store_planner.enabled:
@@ -357,14 +362,13 @@ class StepPlanner:
             return None
         return hits
 
-    def _reserve(self, seq: Sequence, hits: list[Block]) -> bool:
+    def _reserve(self, seq: Sequence, hits: list[Block], reserve: int) -> bool:
         """Pin the hits, take blocks for the rest, and order copies of the hits on the host; False: there is no room for
-        all of it, and nothing was done."""
+        all of it and a reserve of so many blocks, and nothing was done."""
         size = self._config.block_tokens
         away = [block for block in hits if block.id < 0]
         fresh = -(-len(seq.tokens) // size) - len(hits)
         needed = fresh + len(away)
-        reserve = self._queues.reserve(self._config.decode_reserve_blocks)
         alone = not self._queues.num_running and not self._queues.leased
         if needed + (0 if alone else reserve) > self._index.available_besides(hits):
             self._swap_planner.need(
