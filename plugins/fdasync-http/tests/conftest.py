@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,8 @@ STEP = {"step_s": 0.002}
 ROLES = {"engine": (), "router": ("prefill", "decode"), "fleet": ("mixed", "mixed")}
 KEY = "sk-0123456789abcdef"
 ADMIN = "sk-admin-0123456789"
+# reading the authorities of the machine takes a client longer than a server and an engine take to start
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class Steps:
@@ -117,7 +120,10 @@ async def generator_of(
     kind: str, folder: Path, tokenizer: Tokenizer | None = None, steps: Steps | None = None, **runner: Any
 ) -> AsyncIterator[Generator]:
     """A generator that has started: "engine", "router" of a prefill and a decode instance, or "fleet", a router of two
-    mixed ones. `steps`: takes on the steps of its engines."""
+    mixed ones. `steps`: takes on the steps of its engines.
+
+    Instances copy blocks on this loop: a process for each would be most of what a test costs, and no client sees it.
+    Those of `fdasync up`, whose servers other tests call, have theirs."""
     values = {**STEP, **runner}
     own = tokenizer or LetterTokenizer()
     async with AsyncExitStack() as stack:
@@ -126,7 +132,9 @@ async def generator_of(
         for role, address in zip(roles, addresses, strict=True):
             config = synthetic_config(values, role=role, host_blocks=64)
             held = steps and steps.runner_of(config)
-            instance = Instance(config, listen=address, runner=held, tokenizer=own, transport="shm")
+            instance = Instance(
+                config, listen=address, runner=held, tokenizer=own, transport="shm", transfer_process=False
+            )
             await stack.enter_async_context(instance)
         if roles:
             made: Generator = fdasync.connect(addresses)
@@ -158,7 +166,7 @@ def scene_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Scene]
             service = app(generator, settings, tokenizer=tokenizer)
             async with (
                 serving(service, listen or Listen(port=0, drain_s=1.0)) as served,
-                httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers) as client,
+                httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers, verify=NO_AUTHORITIES) as client,
             ):
                 oracle = oracle_of(synthetic_config({**STEP, **runner}))
                 try:
