@@ -61,7 +61,7 @@ TIGHT = {"num_blocks": 44, "host_blocks": 64, "max_running": 6}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_random_checkpoint(path, "qwen3_moe")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
     return path
 
 

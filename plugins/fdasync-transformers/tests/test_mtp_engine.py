@@ -194,6 +194,7 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
             config(folder, speculation, role=role, host_blocks=32, num_blocks=64),
             listen=f"ipc://{tmp_path}/{role}",
             transport=transport,
+            transfer_process=False,
         )
         for role in ("prefill", "decode")
     ]
