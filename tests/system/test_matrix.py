@@ -81,6 +81,7 @@ def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
         run_sim(Play(cell, store=store).run())
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("cell", marked(real_cells("file")))
 async def test_file_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with told_how_again(request):
@@ -108,6 +109,7 @@ async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRe
         await Play(cell, store_config={"master": network.address, "prefix": prefix}).run()
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("cell", marked(pd_cells()))
 def test_pd_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with told_how_again(request):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from fdasync import Result
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 KINDS = [
     ("qwen3_moe", ["routing_weights"]),

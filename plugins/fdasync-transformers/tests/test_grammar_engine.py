@@ -19,6 +19,8 @@ from fdasync.testing import until
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "kinds": {"enum": [["a"], ["b", "c"]]}},

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from fdasync import Result, Sample
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 CPU = {"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": False}
 RUNNERS = [pytest.param(CPU, id="cpu"), pytest.param({**CPU, **DEVICE}, id="gpu", marks=pytest.mark.gpu)]
 SCHEMA = {
