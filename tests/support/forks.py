@@ -75,6 +75,9 @@ def _be_child(
         _forget_files(pass_fds)
         os.environ.clear()
         os.environ.update(env)
+        # as an interpreter does that starts
+        places = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place]
+        sys.path[:0] = [place for place in places if place not in sys.path]
         sys.argv = ["-c", fd]
         asyncio._set_running_loop(None)
         exec(program, {})
