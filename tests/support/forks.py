@@ -69,6 +69,7 @@ def _be_child(
         gc.freeze()
         gc.enable()
         atexit._clear()
+        _keep_coverage()
         unguard()
         os.setpgid(0, 0)
         _forget_signals()
@@ -88,6 +89,14 @@ def _be_child(
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _keep_coverage() -> None:
+    """Where coverage is measured, of the fork too: it is written as the program ends."""
+    measuring = sys.modules.get("coverage")
+    current = measuring and measuring.Coverage.current()
+    if current:
+        atexit.register(current.save)
 
 
 def _forget_signals() -> None:
