@@ -15,6 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from blockbuster import BlockBuster
+
 #: an NVIDIA driver is loaded: torch may see a GPU
 HAS_DRIVER = Path("/dev/nvidiactl").exists()
 
@@ -37,6 +39,14 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)
         gc.set_threshold(10_000, 10, 10)
         gc.enable()
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch, blocking_calls: BlockBuster) -> None:
+    """Processes that engines and instances of the test start are forks of it; see `tests/support/forks.py`."""
+    from tests.support.forks import fork_children
+
+    fork_children(monkeypatch, blocking_calls.deactivate)
 
 
 def _quicken_interpreter() -> None:

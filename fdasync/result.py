@@ -5,11 +5,14 @@ Pure data, which knows no other module of the package. The engine and the router
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    # a third of what the start of a transfer process takes, which has no arrays
+    import numpy as np  # noqa: TC004
+    from numpy.typing import NDArray  # noqa: TC004
 
 #: How a sample ended. Callers see the first four, and "failed" in a partial result. Between instances a prefill side
 #: ends its part as "handed_over", "no_lease" or "never_lease", a decode side as "lease_lost" (`FinishRequest`).

@@ -52,7 +52,9 @@ async def face(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         addresses = [f"ipc://{tmp_path}/{role}" for role in roles]
         for role, address in zip(roles, addresses, strict=True):
             config = synthetic_config(STEP, role=role, host_blocks=64)
-            instance = Instance(config, listen=address, tokenizer=LetterTokenizer(), transport="shm")
+            instance = Instance(
+                config, listen=address, tokenizer=LetterTokenizer(), transport="shm", transfer_process=False
+            )
             await stack.enter_async_context(instance)
         made: Generator = fdasync.connect(addresses) if roles else synthetic_engine(
             synthetic_config(STEP), tokenizer=LetterTokenizer()

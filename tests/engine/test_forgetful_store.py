@@ -19,6 +19,8 @@ from fdasync.cache.store.wrappers import Wrapper
 from fdasync.scheduler.tiers.chains import TRUSTED_USES
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
 PROMPT = [7, *[at * 7 % 100 for at in range(1, 40)]]
 # nine of its ten blocks can be hit

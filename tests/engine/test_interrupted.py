@@ -15,7 +15,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 PROMPT = list(range(1, 11))
 
-pytestmark = pytest.mark.both_loops
+pytestmark = [pytest.mark.both_loops, pytest.mark.usefixtures("forked_children")]
 
 
 def new_weights(number: int):

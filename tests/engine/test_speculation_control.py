@@ -14,6 +14,8 @@ from fdasync.testing.harness.engines import expected
 from tests.engine.updates import PROMPT, oracle_with, play, weights
 from tests.support.drafters import Foretold
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=40, seed=3, n=2)
 KINDS = ("right", "half", "wild")
 MODES: tuple[PauseMode, ...] = ("in_place", "retract", "abort", "wait")

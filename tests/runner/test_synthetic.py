@@ -100,6 +100,7 @@ class TestBehindEdges(TestSynthetic):
         return FaultRunner(super().make(limits), Random(1), max_delay_s=0.002)
 
 
+@pytest.mark.usefixtures("forked_children")
 class TestInAWorker(TestSynthetic):
     def make(self, limits):
         return WorkerRunner("synthetic", dict(self.config), limits, close_deadline_s=10.0)

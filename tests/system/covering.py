@@ -21,10 +21,22 @@ Cell = dict[str, str]
 Combination = tuple[tuple[str, str], ...]
 
 
-def all_cells(dimensions: Mapping[str, Sequence[str]], possible: Callable[[Cell], bool]) -> list[Cell]:
-    """Every possible cell, the last dimension varying fastest."""
-    found = (dict(zip(dimensions, values, strict=True)) for values in product(*dimensions.values()))
-    return [cell for cell in found if possible(cell)]
+def all_cells(
+    dimensions: Mapping[str, Sequence[str]], possible: Callable[[Cell], bool], read: Sequence[str] | None = None
+) -> list[Cell]:
+    """Every possible cell, the last dimension varying fastest. `read`: the dimensions that `possible` looks at; None:
+    it may look at all."""
+    names = list(dimensions)
+    places = [names.index(name) for name in (names if read is None else read)]
+    known: dict[tuple[str, ...], bool] = {}
+    found = []
+    for values in product(*dimensions.values()):
+        key = tuple([values[place] for place in places])
+        if key not in known:
+            known[key] = possible(dict(zip(names, values, strict=True)))
+        if known[key]:
+            found.append(dict(zip(names, values, strict=True)))
+    return found
 
 
 def combinations_of(cell: Cell, strength: int) -> set[Combination]:
@@ -39,17 +51,21 @@ def covering(cells: Sequence[Cell], strength: int) -> list[Cell]:
         return []
     held = _numbered(cells, strength)
     left = np.ones(held.max(initial=-1) + 1, bool)
+    # of what is left, how much each cell holds
+    counts = np.full(len(cells), len(held))
     chosen = []
     while left.any():
         # the first of the largest
-        number = int(left[held].sum(axis=1).argmax())
+        number = int(counts.argmax())
         chosen.append(cells[number])
-        left[held[number]] = False
+        for column in held[left[held[:, number]]]:
+            counts -= column == column[number]
+        left[held[:, number]] = False
     return chosen
 
 
 def _numbered(cells: Sequence[Cell], strength: int) -> NDArray[np.int64]:
-    """[cells, choices of dimensions]: a number for each combination of values; equal ones have equal numbers."""
+    """[choices of dimensions, cells]: a number for each combination of values; equal ones have equal numbers."""
     values = []
     for name in cells[0]:
         known: dict[str, int] = {}
@@ -63,4 +79,4 @@ def _numbered(cells: Sequence[Cell], strength: int) -> NDArray[np.int64]:
         column = np.unique(column, return_inverse=True)[1] + first
         columns.append(column)
         first = int(column.max()) + 1
-    return np.stack(columns, axis=1) if columns else np.empty((len(cells), 0), np.int64)
+    return np.stack(columns) if columns else np.empty((0, len(cells)), np.int64)

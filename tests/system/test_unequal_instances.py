@@ -75,8 +75,15 @@ FLEETS = {
 }
 
 
-@pytest.mark.parametrize("text", [False, True], ids=["tokens", "text"])
-@pytest.mark.parametrize("sizes", FLEETS.values(), ids=FLEETS)
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        # text is tokens once it has reached an instance: of every other fleet either stands for both
+        pytest.param(sizes, text, id=f"{name}-{word}", marks=() if number % 2 == text else pytest.mark.slow)
+        for number, (name, sizes) in enumerate(FLEETS.items())
+        for text, word in enumerate(("tokens", "text"))
+    ],
+)
 def test_what_any_instance_can_hold_is_served(sizes, text):
     async def main():
         # a try that fails would be one too many

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # host blocks of an engine with a store: as many as its device has
 _HOST_BLOCKS = 64
+# of real time, in which `until` looks at every turn; its rest between two looks after that
+_MOMENT_S, _REST_S = 0.02, 0.001
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -110,10 +112,16 @@ def held_engine(
 
 
 async def until(condition: Callable[[], bool], deadline_s: float = 10.0, every_s: float = 0.0) -> None:
-    """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`."""
+    """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`.
+
+    What takes longer than a moment is mostly another process's work, which a loop that only turns would take the CPU
+    from: it rests between turns then.
+    """
+    loop = asyncio.get_running_loop()
+    moment = loop.time() + _MOMENT_S
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - for conditions that no event announces
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(every_s or (_REST_S if loop.time() > moment else 0.0))
 
 
 def oracle_of(config: EngineConfig) -> Oracle:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx2
 import pytest
+import uvicorn
 from fdasync_http import HttpConfig, app
 from fdasync_http.server import Listen, serving
 
@@ -20,7 +22,7 @@ from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import FaultRunner, LetterTokenizer, oracle_of, synthetic_config, synthetic_engine, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -33,6 +35,26 @@ STEP = {"step_s": 0.002}
 ROLES = {"engine": (), "router": ("prefill", "decode"), "fleet": ("mixed", "mixed")}
 KEY = "sk-0123456789abcdef"
 ADMIN = "sk-admin-0123456789"
+# reading the authorities of the machine takes a client longer than a server and an engine take to start
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+class _Sooner:
+    """In place of `asyncio` where uvicorn looks for it: its server asks ten times as often whether it is to end."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def servers_end_soon() -> Iterator[None]:
+    """Hundreds of them end here, a tenth of a second and more each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", _Sooner())
+        yield
 
 
 class Steps:
@@ -117,7 +139,10 @@ async def generator_of(
     kind: str, folder: Path, tokenizer: Tokenizer | None = None, steps: Steps | None = None, **runner: Any
 ) -> AsyncIterator[Generator]:
     """A generator that has started: "engine", "router" of a prefill and a decode instance, or "fleet", a router of two
-    mixed ones. `steps`: takes on the steps of its engines."""
+    mixed ones. `steps`: takes on the steps of its engines.
+
+    Instances copy blocks on this loop: a process for each would be most of what a test costs, and no client sees it.
+    Those of `fdasync up`, whose servers other tests call, have theirs."""
     values = {**STEP, **runner}
     own = tokenizer or LetterTokenizer()
     async with AsyncExitStack() as stack:
@@ -126,7 +151,9 @@ async def generator_of(
         for role, address in zip(roles, addresses, strict=True):
             config = synthetic_config(values, role=role, host_blocks=64)
             held = steps and steps.runner_of(config)
-            instance = Instance(config, listen=address, runner=held, tokenizer=own, transport="shm")
+            instance = Instance(
+                config, listen=address, runner=held, tokenizer=own, transport="shm", transfer_process=False
+            )
             await stack.enter_async_context(instance)
         if roles:
             made: Generator = fdasync.connect(addresses)
@@ -158,7 +185,7 @@ def scene_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Scene]
             service = app(generator, settings, tokenizer=tokenizer)
             async with (
                 serving(service, listen or Listen(port=0, drain_s=1.0)) as served,
-                httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers) as client,
+                httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers, verify=NO_AUTHORITIES) as client,
             ):
                 oracle = oracle_of(synthetic_config({**STEP, **runner}))
                 try:

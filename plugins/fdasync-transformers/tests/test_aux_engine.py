@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from fdasync import Result
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=5, temperature=0.0)
 KINDS = [
     ("qwen3_moe", ["routing_weights"]),
@@ -114,7 +116,7 @@ async def test_handed_over_from_prefill_to_decode(tmp_path: Path, family: str, a
         addresses = []
         for role in ("prefill", "decode"):
             own = config(tmp_path / "model", aux, role=role, host_blocks=64)
-            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role)
+            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, transfer_process=False)
             addresses.append((await stack.enter_async_context(instance)).address)
         router = await stack.enter_async_context(fdasync.connect(addresses))
         first = check(await router.complete(prompt(0), PARAMS, deadline_s=60.0), model, prompt(0), aux)

@@ -19,6 +19,8 @@ from fdasync.testing import until
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "kinds": {"enum": [["a"], ["b", "c"]]}},
@@ -33,7 +35,7 @@ CPU = {"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": Fals
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_random_checkpoint(path, "qwen3_moe")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
     return path
 
 
@@ -100,7 +102,7 @@ async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) ->
         addresses = []
         for role in ("prefill", "decode"):
             own = config(folder, role=role, host_blocks=64)
-            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role)
+            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, transfer_process=False)
             addresses.append((await stack.enter_async_context(instance)).address)
         router = await stack.enter_async_context(fdasync.connect(addresses))
         result = await router.complete("say", under(n=3))
@@ -110,7 +112,7 @@ async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) ->
 
 
 async def test_pauses_and_new_weights_keep_every_text(folder: Path, tmp_path: Path) -> None:
-    make_random_checkpoint(tmp_path, "qwen3_moe", seed=5)
+    make_random_checkpoint(tmp_path, "qwen3_moe", seed=5, size="tiny")
     async with Engine(config(folder, pipeline_depth=2, host_blocks=32)) as engine:
         for mode in ("retract", "in_place"):
             asked = [asyncio.ensure_future(engine.complete("say", under(n=2, seed=seed))) for seed in range(3)]
@@ -142,37 +144,38 @@ async def test_checks_that_clients_left_hold_up_no_other(folder: Path) -> None:
         engine.check()
 
 
-@pytest.mark.parametrize(
-    ("grammar", "fields", "text", "reason"),
-    [
-        # whatever the bias bars, the grammar's tokens are left
-        (Grammar("regex", "[ab]{3}"), {"logit_bias": {ord("a"): -100.0, ord("b"): -100.0}}, "[ab]{3}", "stop"),
-        (Grammar("regex", "a{3}"), {"logit_bias": {EOS_ID: 100.0}, "repetition_penalty": 1000.0}, "aaa", "stop"),
-        (Grammar("regex", "a*"), {"logit_bias": {ord("b"): 100.0, EOS_ID: -100.0}, "max_tokens": 7}, "a{7}", "length"),
-        # an empty text
-        (Grammar("regex", "()"), {}, "", "stop"),
-        # stops of the caller end a text before its grammar does
-        (Grammar("regex", "ab{9}c"), {"stop_token_ids": (ord("b"),)}, "ab?", "stop"),
-        (Grammar("regex", "ab{9}c"), {"stop": ("bbb",)}, "a", "stop"),
-        # characters of several tokens, whole and cut
-        (Grammar("regex", "(é|漢|😀){4}"), {}, "(é|漢|😀){4}", "stop"),
-        (Grammar("regex", "😀{4}"), {"max_tokens": 6}, "😀\ufffd*", "length"),
-        (Grammar("regex", "a{100}"), {"top_k": 1, "top_p": 0.01, "min_p": 1.0, "temperature": 100.0}, "a{100}", "stop"),
-    ],
-)
-async def test_what_else_a_caller_asks_for(
-    folder: Path, grammar: Grammar, fields: dict[str, Any], text: str, reason: str
-) -> None:
+# a grammar, what else is asked for, the texts that may come, and why they end
+ASKED: list[tuple[Grammar, dict[str, Any], str, str]] = [
+    # whatever the bias bars, the grammar's tokens are left
+    (Grammar("regex", "[ab]{3}"), {"logit_bias": {ord("a"): -100.0, ord("b"): -100.0}}, "[ab]{3}", "stop"),
+    (Grammar("regex", "a{3}"), {"logit_bias": {EOS_ID: 100.0}, "repetition_penalty": 1000.0}, "aaa", "stop"),
+    (Grammar("regex", "a*"), {"logit_bias": {ord("b"): 100.0, EOS_ID: -100.0}, "max_tokens": 7}, "a{7}", "length"),
+    # an empty text
+    (Grammar("regex", "()"), {}, "", "stop"),
+    # stops of the caller end a text before its grammar does
+    (Grammar("regex", "ab{9}c"), {"stop_token_ids": (ord("b"),)}, "ab?", "stop"),
+    (Grammar("regex", "ab{9}c"), {"stop": ("bbb",)}, "a", "stop"),
+    # characters of several tokens, whole and cut
+    (Grammar("regex", "(é|漢|😀){4}"), {}, "(é|漢|😀){4}", "stop"),
+    (Grammar("regex", "😀{4}"), {"max_tokens": 6}, "😀\ufffd*", "length"),
+    (Grammar("regex", "a{100}"), {"top_k": 1, "top_p": 0.01, "min_p": 1.0, "temperature": 100.0}, "a{100}", "stop"),
+]
+
+
+async def test_what_else_a_caller_asks_for(folder: Path, subtests: pytest.Subtests) -> None:
     async with Engine(config(folder, pipeline_depth=2)) as engine:
-        free = engine.complete("free", under(None, max_tokens=20))
-        asked = engine.complete("say", under(grammar, **{"max_tokens": 110, "n": 3, **fields}))
-        result, beside = await asyncio.gather(asked, free)
-        for sample in result.samples:
-            assert (re.fullmatch(text, sample.text) is not None, sample.finish_reason) == (True, reason), sample.text
-            assert all(value <= 0.0 for value in sample.processed_logprobs)
-        alone = await engine.complete("free", under(None, max_tokens=20))
-        assert alone.samples[0].token_ids == beside.samples[0].token_ids
-        engine.check()
+        for grammar, fields, text, reason in ASKED:
+            with subtests.test(grammar=grammar.text, **fields):
+                free = engine.complete("free", under(None, max_tokens=20))
+                asked = engine.complete("say", under(grammar, **{"max_tokens": 110, "n": 3, **fields}))
+                result, beside = await asyncio.gather(asked, free)
+                for sample in result.samples:
+                    matched = re.fullmatch(text, sample.text) is not None
+                    assert (matched, sample.finish_reason) == (True, reason), sample.text
+                    assert all(value <= 0.0 for value in sample.processed_logprobs)
+                alone = await engine.complete("free", under(None, max_tokens=20))
+                assert alone.samples[0].token_ids == beside.samples[0].token_ids
+                engine.check()
 
 
 async def test_a_checkpoint_without_a_tokenizer_has_none(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from fdasync import Result, Sample
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 CPU = {"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": False}
 RUNNERS = [pytest.param(CPU, id="cpu"), pytest.param({**CPU, **DEVICE}, id="gpu", marks=pytest.mark.gpu)]
 SCHEMA = {
@@ -61,7 +63,7 @@ TIGHT = {"num_blocks": 44, "host_blocks": 64, "max_running": 6}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_random_checkpoint(path, "qwen3_moe")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
     return path
 
 

@@ -194,6 +194,7 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
             config(folder, speculation, role=role, host_blocks=32, num_blocks=64),
             listen=f"ipc://{tmp_path}/{role}",
             transport=transport,
+            transfer_process=False,
         )
         for role in ("prefill", "decode")
     ]
@@ -210,11 +211,9 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
 
 @pytest.mark.parametrize(("family", "ranks"), [("glm4_moe", 2), ("glm4_moe", 4), ("deepseek_v3", 2), ("qwen3_moe", 2)])
 async def test_ranks_draft_as_one_process_does(
-    folder_of: Any, family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder_of: Any, family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_children: None
 ) -> None:
     """Blocks of every width carry the same, so that one process goes on from what ranks have stored."""
-    # a model this small computes faster than any store reads, so the one process gets another speed
-    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
     folder = folder_of(family)
     exact = {"dtype": "float64", "device": "cpu", "num_threads": 1, "self_check": False, "mtp": True}
     tiers: dict[str, Any] = {"host_blocks": 40, "store": "file", "store_config": {"path": str(tmp_path)}}
@@ -233,6 +232,8 @@ async def test_ranks_draft_as_one_process_does(
     assert 20 < stats.own_accepted_tokens < stats.own_drafted_tokens
     # the same drafts, but for those that preemptions at other moments cost
     assert abs(stats.own_accepted_tokens - alone.own_accepted_tokens) < 20
+    # a model this small computes faster than any store reads, so the one process gets another speed
+    monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
     async with Engine(config(folder, speculation, runner_config=exact, fetch_min_tokens=4, **tiers)) as engine:
         prompt = (*PROMPTS[0], *wanted[0].samples[0].token_ids[:9])
         again = await engine.complete(prompt, msgspec.structs.replace(PARAMS[0], max_tokens=11))

@@ -55,8 +55,10 @@ def latent(heads: int, split: int) -> Any:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    built = {"prefill": prefill, "latent": latent}[sys.argv[1]](*map(int, sys.argv[2:]))
-    products = len(re.findall("wgmma.mma_async", built.asm["ptx"]))
-    copies = len(re.findall("cp.async.bulk.tensor", built.asm["ptx"]))
-    waits = len(re.findall("WARPGROUP.DEPBAR", built.asm["sass"]))
-    print(built.metadata.shared, products, copies, waits)
+    for argument in sys.argv[1:]:
+        what, *numbers = argument.split(",")
+        built = {"prefill": prefill, "latent": latent}[what](*map(int, numbers))
+        products = len(re.findall("wgmma.mma_async", built.asm["ptx"]))
+        copies = len(re.findall("cp.async.bulk.tensor", built.asm["ptx"]))
+        waits = len(re.findall("WARPGROUP.DEPBAR", built.asm["sass"]))
+        print(argument, built.metadata.shared, products, copies, waits)

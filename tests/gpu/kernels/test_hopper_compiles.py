@@ -10,34 +10,45 @@ import pytest
 
 from fdasync.gpu.kernels.attention import prefill_hopper
 
+# dim, reach, part, heads a share
+PREFILLS = {"fixed order, two heads a share": (64, 1, 512, 2), "default": (128, 0, 0, 1)}
 
-def compiled(*what: object) -> tuple[int, int, int, int]:
-    """Bytes of shared memory, asynchronous products, copies by the copy engine, waits for products."""
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, tuple[int, ...]]:
+    """Of each kernel: bytes of shared memory, asynchronous products, copies by the copy engine, waits for products.
+
+    All by one process, whose imports take longer than they do.
+    """
+    asked = [("prefill", *numbers) for numbers in PREFILLS.values()] + [("latent", 80, split) for split in (0, 1)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu.kernels._compile_hopper", *map(str, what)]
+    command = [sys.executable, "-m", "tests.gpu.kernels._compile_hopper", *map(named, asked)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    shared, products, copies, waits = map(int, done.stdout.split())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {name: tuple(map(int, numbers)) for name, *numbers in lines}
+
+
+def named(what: tuple[object, ...]) -> str:
+    return ",".join(map(str, what))
+
+
+def check(found: tuple[int, ...], copies: int) -> None:
+    shared, products, made, waits = found
     assert 80_000 < shared <= 227 << 10
     # the compiler lets no two products be under way where it sees their sums used in between: a wait for each
     assert waits < products / 4
-    return shared, products, copies, waits
-
-
-@pytest.mark.parametrize(
-    ("dim", "reach", "part", "per_share"),
-    [(64, 1, 512, 2), (128, 0, 0, 1)],
-    ids=["fixed order, two heads a share", "default"],
-)
-def test_prefill(dim: int, reach: int, part: int, per_share: int) -> None:
-    keys_at_once = 64 if part else prefill_hopper._TILES[dim][0]
-    _, products, copies, _ = compiled("prefill", dim, reach, part, per_share)
     assert products
-    assert copies == 2 * keys_at_once // 16 * dim // 64
+    assert made == copies
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill(name: str, compiled: dict[str, tuple[int, ...]]) -> None:
+    dim, _, part, _ = PREFILLS[name]
+    keys_at_once = 64 if part else prefill_hopper._TILES[dim][0]
+    check(compiled[named(("prefill", *PREFILLS[name]))], 2 * keys_at_once // 16 * dim // 64)
 
 
 @pytest.mark.parametrize("split", [0, 1])
-def test_latents(split: int) -> None:
-    _, products, copies, _ = compiled("latent", 80, split)
-    assert products
-    assert copies == 64 // 16 * (512 + 64) // 64
+def test_latents(split: int, compiled: dict[str, tuple[int, ...]]) -> None:
+    check(compiled[named(("latent", 80, split))], 64 // 16 * (512 + 64) // 64)

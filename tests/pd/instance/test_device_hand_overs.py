@@ -12,6 +12,8 @@ import pytest
 from fdasync import Instance, SamplingParams, connect
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PARAMS = SamplingParams(max_tokens=12, n=2, temperature=0.0)
 RUNNER = {"kv_shares": 4, "pass_stamp": False}
 

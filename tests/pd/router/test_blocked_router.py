@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPT = [1, 2, 3]
 both_loops = pytest.mark.parametrize(
     "run", [pytest.param(uvloop.run, id="uvloop"), pytest.param(asyncio.run, id="asyncio", marks=pytest.mark.slow)]

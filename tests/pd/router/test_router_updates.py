@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 from tests.pd.router.weights_scene import come_back, dropped, problems, serve
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPT = tuple(range(12))
 
 

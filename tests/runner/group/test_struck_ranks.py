@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     # makes an engine meet its moment: (engine, strike) -> the failure
     Moment = Callable[[Engine, Callable[[], None]], Awaitable[BaseException]]
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 # of what waits for a rank that is stopped: start, update, step
 DEADLINE_S = 0.5
 # no death waits for a deadline

@@ -19,6 +19,8 @@ from fdasync.testing.harness.leaks import children, no_leaks
 from fdasync.testing.harness.processes import stop_process
 from tests.support.plugins import install_runners
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 PROMPT = list(range(1, 11))
 LONG = SamplingParams(max_tokens=200, temperature=0.0)
 LIMITS = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=8, block_tokens=16, tensor_parallel=2)

@@ -16,6 +16,8 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.worker.proxy import WorkerRunner
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 SOURCE = b"p" * 16
 CONFIG = {"kv_shares": 4, "num_moe_layers": 0}
 

@@ -29,6 +29,8 @@ from tests.support.plugins import install_runners
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 DTYPES = ("uint8", "bfloat16", "float32", "int64")
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int64": 8}
 

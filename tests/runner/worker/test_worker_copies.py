@@ -21,6 +21,8 @@ from tests.support.plugins import install_runners
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 LIMITS = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=8, block_tokens=16)
 
 _PLUGIN = """

@@ -139,51 +139,53 @@ class Fragile(Broken):
 CHAT = {"messages": [USER], "max_tokens": 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("chat/completions", {"temprature": 1}, "temprature"),
-        ("chat/completions", {"temperature": "hot"}, "temperature"),
-        ("chat/completions", {"temperature": -1}, "temperature"),
-        ("chat/completions", {"n": 0}, "n"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 65}, "top_logprobs"),
-        ("chat/completions", {"response_format": {"type": "poem"}}, "response_format"),
-        ("chat/completions", {"structured_outputs": {"poem": "a"}}, "structured_outputs.poem"),
-        ("chat/completions", {"guided_json": 3}, "guided_json"),
-        ("chat/completions", {"lora_path": "x"}, "lora_path"),
-        ("chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
-        ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages"),
-        ("chat/completions", {"messages": ["x"]}, "messages[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f",
-         "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments"),
-        ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
-        ("chat/completions", {"tools": [{"type": "web", "function": {"name": "x"}}]}, "tools[0].type"),
-        ("chat/completions", {"routed_experts_prompt_start": 0, "return_routed_experts": True},
-         "routed_experts_prompt_start"),
-        ("chat/completions", {"echo": True}, "echo"),
-        ("chat/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
-        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
-        ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ("completions", {"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias"),
-        ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ("completions", {}, ""),
-    ],
-)  # fmt: skip
-async def test_what_is_not_served_is_refused_by_name(chat_of, path, body, param):
+# a path, what is sent there, and the field that the refusal names
+REFUSED = [
+    ("chat/completions", {"temprature": 1}, "temprature"),
+    ("chat/completions", {"temperature": "hot"}, "temperature"),
+    ("chat/completions", {"temperature": -1}, "temperature"),
+    ("chat/completions", {"n": 0}, "n"),
+    ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", {"logprobs": True, "top_logprobs": 65}, "top_logprobs"),
+    ("chat/completions", {"response_format": {"type": "poem"}}, "response_format"),
+    ("chat/completions", {"structured_outputs": {"poem": "a"}}, "structured_outputs.poem"),
+    ("chat/completions", {"guided_json": 3}, "guided_json"),
+    ("chat/completions", {"lora_path": "x"}, "lora_path"),
+    ("chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages"),
+    ("chat/completions", {"messages": ["x"]}, "messages[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f",
+     "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments"),
+    ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
+    ("chat/completions", {"tools": [{"type": "web", "function": {"name": "x"}}]}, "tools[0].type"),
+    ("chat/completions", {"routed_experts_prompt_start": 0, "return_routed_experts": True},
+     "routed_experts_prompt_start"),
+    ("chat/completions", {"echo": True}, "echo"),
+    ("chat/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+    ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("completions", {"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ("completions", {}, ""),
+]  # fmt: skip
+
+
+async def test_what_is_not_served_is_refused_by_name(chat_of, subtests):
     async with chat_of() as (scene, _):
-        start = CHAT if path.startswith("chat") else {}
-        response = await scene.client.post(f"/v1/{path}", json={**start, **body})
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert (error["param"] or "").startswith(param), error
-        assert param.split(".")[-1].split("[")[0] in error["message"], error
+        for path, body, param in REFUSED:
+            with subtests.test(path=path, body=body):
+                start = CHAT if path.startswith("chat") else {}
+                response = await scene.client.post(f"/v1/{path}", json={**start, **body})
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                assert (error["param"] or "").startswith(param), error
+                assert param.split(".")[-1].split("[")[0] in error["message"], error
 
 
 async def test_fields_that_ask_for_nothing_are_taken(chat_of):

@@ -42,7 +42,7 @@ WRONG = {"type": "function", "function": {"name": "go", "parameters": {"type": "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_random_checkpoint(path, "qwen3_moe")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     return path

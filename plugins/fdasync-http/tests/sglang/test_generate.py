@@ -239,35 +239,37 @@ async def test_text_is_cut_before_a_stop_string_unless_it_is_kept(scene):
     assert json.loads(chunks[-2])["text"] == kept["text"]
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ({}, "one of text and input_ids is needed"),
-        ({"input_ids": []}, "input_ids: is empty"),
-        ({"input_ids": [1, [2]]}, "no token id"),
-        ({"input_ids": [[1], 2]}, "mixes ids and lists"),
-        ({"input_ids": [-1]}, "token"),
-        ({"input_ids": ["a"]}, "input_ids[0]"),
-        ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
-        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
-        (
-            {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
-            "sampling_params.max_new_tokens: -1 is too small",
-        ),
-        ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not served"),
-        ({"input_ids": [1], "image_data": "x"}, "image_data is not served"),
-        ({"input_ids": [1], "lora_path": "x"}, "lora_path is not served"),
-        ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
-        ({"input_ids": [1] * 100_000}, "tokens"),
-    ],
-)
-async def test_bad_input_is_400_and_named(scene_of, body, told):
+# a body, and words of its refusal
+BAD = [
+    ({}, "one of text and input_ids is needed"),
+    ({"input_ids": []}, "input_ids: is empty"),
+    ({"input_ids": [1, [2]]}, "no token id"),
+    ({"input_ids": [[1], 2]}, "mixes ids and lists"),
+    ({"input_ids": [-1]}, "token"),
+    ({"input_ids": ["a"]}, "input_ids[0]"),
+    ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
+    ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+    (
+        {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
+        "sampling_params.max_new_tokens: -1 is too small",
+    ),
+    ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not served"),
+    ({"input_ids": [1], "image_data": "x"}, "image_data is not served"),
+    ({"input_ids": [1], "lora_path": "x"}, "lora_path is not served"),
+    ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
+    ({"input_ids": [1] * 100_000}, "tokens"),
+]
+
+
+async def test_bad_input_is_400_and_named(scene_of, subtests):
     async with scene_of() as scene:
-        response = await scene.client.post("/generate", json=body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert told in error["message"]
+        for body, told in BAD:
+            with subtests.test(told=told):
+                response = await scene.client.post("/generate", json=body)
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert told in error["message"]
 
 
 async def test_fields_of_other_engines_that_ask_for_nothing_are_taken(scene):

@@ -35,7 +35,8 @@ class TestHostRuns(DraftTests):
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folder = tmp_path_factory.getbasetemp() / "host-runs"
         if not self.folder.exists():
-            make_tiny_checkpoint(self.folder, "qwen3_moe")
+            # a dense layer and one of experts
+            make_tiny_checkpoint(self.folder, "qwen3_moe", num_hidden_layers=2)
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop()

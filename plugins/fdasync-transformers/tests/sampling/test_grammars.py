@@ -45,7 +45,7 @@ GBNF = 'root ::= "<" [a-c]+ ">"'
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    make_random_checkpoint(path, "qwen3_moe")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
     return path
 
 

@@ -193,8 +193,19 @@ def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:
         assert int(results["tokens"][row]) == int(uniform(5, 0, POSITION) * kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("width", "listed"), [(VOCAB, 4), (500, 8), (500, 512)])
+# every list and every dtype; all of them with all where time allows
+LISTS = ((VOCAB, 4), (500, 8), (500, 512))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "listed", "dtype"),
+    [
+        pytest.param(*one, dtype, marks=() if number == other else pytest.mark.slow)
+        for number, one in enumerate(LISTS)
+        for other, dtype in enumerate(DTYPES)
+    ],
+)
 def test_a_list_of_several_blocks_and_one_that_overflows(
     width: int, listed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from fdasync.testing.harness.leaks import children
 from fdasync.testing.harness.processes import stop_process
 from tests.cache.store.process.odd_store import PART_NBYTES, Bench, in_process, opened
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 if TYPE_CHECKING:
     from fdasync.cache.store.base import Outcome
 

@@ -15,6 +15,8 @@ from fdasync.testing.harness.leaks import native_threads
 from fdasync.testing.harness.processes import stop_process
 from tests.cache.store.process.odd_store import PART_NBYTES, in_process, opened
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 class TestInProcess(StoreTests):
     """Memory, one process away."""
