@@ -146,6 +146,8 @@ class Instance:
             up for 50 ms in all. False: on this loop, as given `transports` do; one process less for each instance.
         links: times and bounds of the links.
         keys: keys of the fleet, or their file; needed for an address beyond the loopback.
+        encrypt_blocks: blocks that go over tcp do so by TLS 1.3, both ways (`fdasync[tls]`); needs keys. Instances that
+            do not ask for it are refused as senders.
         wire, transports, runner, tokenizer, store, drafter: objects instead of those that the configuration names, for
             tests.
 
@@ -167,6 +169,7 @@ class Instance:
         transfer_process: bool = True,
         links: LinkConfig | None = None,
         keys: FleetKeys | str | Path | None = None,
+        encrypt_blocks: bool = False,
         wire: Wire | None = None,
         transports: Sequence[Transport] | None = None,
         runner: Runner | None = None,
@@ -181,6 +184,13 @@ class Instance:
         check_address(listen, listens=True, keyed=self._keys is not None)
         for peer in peers:
             check_address(peer, keyed=self._keys is not None)
+        if encrypt_blocks and (self._keys is None or is_ipc(listen)):
+            raise ConfigError(
+                "encrypt_blocks",
+                f"needs links with keys, and {listen} has none",
+                hint="give keys, and listen at tcp://",
+            )
+        self._encrypt_blocks = encrypt_blocks
         self.shows_blocks = transport == "device"
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self, drafter=drafter)
         if self.engine.config.role == "alone":
@@ -207,7 +217,10 @@ class Instance:
 
     def _make_transports(self, kinds: Sequence[str], in_process: bool) -> Sequence[Transport]:
         keyed_host = "" if self._keys is None or is_ipc(self._listen) else number_of(self._listen)
-        specs = [TransportSpec(kind, keyed_host if kind == "tcp" else "") for kind in kinds]
+        specs = [
+            TransportSpec(kind, keyed_host, tls=self._encrypt_blocks) if kind == "tcp" else TransportSpec(kind)
+            for kind in kinds
+        ]
         # made here in any case, so that a plugin that is missing is named before a model is loaded
         made = [make_transport(spec) for spec in specs]
         if not in_process:

@@ -17,16 +17,19 @@ class TransportSpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: of the plugin.
         keyed_host: of "tcp", where links have keys: the address that it listens on, in numbers; "": the loopback.
+        tls: of "tcp", where links have keys: blocks travel by TLS.
     """
 
     name: str
     keyed_host: str = ""
+    tls: bool = False
 
 
 def make_transport(spec: TransportSpec) -> Transport:
-    """A transport. Raises PluginError, BadInput for the address."""
+    """A transport. Raises PluginError, BadInput for the address, ConfigError for TLS without what it
+    needs."""
     if spec.keyed_host:
-        return TcpTransport(spec.keyed_host, keyed=True)
+        return TcpTransport(spec.keyed_host, keyed=True, tls=spec.tls)
     name = spec.name
     # mypy takes an abstract base for a class that is going to be made
     transport = Registry().load(TRANSPORTS, name, Transport)  # type: ignore[type-abstract]

@@ -1,10 +1,11 @@
 """The transport over TCP: the receiver requests runs of bytes, the sender replies from its regions.
 
 Loopback only, unless links have keys. The token of its source is a secret that the link hands over; a process without
-the token hears nothing (`tcp_wire.py`). Blocks are neither secret nor tamper-proof on their way, though their checksums
-come by the link. Both sides use non-blocking sockets and the loop's readers and writers, so that bytes go from region
-to kernel to region without other copies. A receiver has one connection to each sender; it dials at the first receive,
-and at the next one after the connection broke. `tcp_wire.py` is the protocol, `tcp_server.py` the sender's side,
+the token hears nothing (`tcp_wire.py`). Unless this side asks for TLS (`tcp_tls.py`), blocks are neither secret nor
+tamper-proof on their way, though their checksums come by the link. Both sides use non-blocking sockets and the loop's
+readers and writers, so that bytes go from region to kernel to region without other copies. A receiver has one
+connection to each sender; it dials at the first receive, and at the next one after the connection broke. `tcp_wire.py`
+is the protocol, `tcp_server.py` the sender's side,
 `tcp_client.py` the receiver's. Knows no messages. Made by `transports.py` and instances.
 """
 
@@ -20,7 +21,8 @@ from fdasync.pd.messages import Source
 from fdasync.pd.transfer.endpoint import Endpoint
 from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer
 from fdasync.pd.transfer.tcp_server import Server
-from fdasync.pd.transfer.tcp_wire import parse_address
+from fdasync.pd.transfer.tcp_tls import ServerTls
+from fdasync.pd.transfer.tcp_wire import is_tls, parse_address
 from fdasync.pd.transfer.validation import (
     CLOSED,
     boot_id,
@@ -46,6 +48,8 @@ class TcpTransport(Endpoint):
         stuck_s: a connection that owes bytes and does not move for so long is dropped.
         idle_s: a connection without receives for so long is closed.
         keyed: links are authenticated and encrypted (`pd/link/keys.py`), so senders may be on other machines.
+        tls: blocks travel by TLS 1.3, both ways: a sender whose address is without it is refused. A side that does not
+            ask for it speaks it with a sender that does.
     """
 
     name: ClassVar[str] = "tcp"
@@ -59,8 +63,10 @@ class TcpTransport(Endpoint):
         stuck_s: float = 5.0,
         idle_s: float = 60.0,
         keyed: bool = False,
+        tls: bool = False,
     ) -> None:
-        """Raises BadInput for an address that is malformed, or not loopback without keys."""
+        """Raises BadInput for an address that is malformed, or not loopback without keys; ConfigError for TLS
+        without the package that makes certificates."""
         try:
             self._host, _ = parse_address(f"[{host}]:1" if ":" in host else f"{host}:1", keyed=keyed)
         except ProtocolError as error:
@@ -68,6 +74,7 @@ class TcpTransport(Endpoint):
         super().__init__(token)
         self._stuck_s = stuck_s
         self._keyed = keyed
+        self._tls = ServerTls() if tls else None
         self._idle_s = idle_s
         self._server: Server | None = None
         self._connections: dict[tuple[bytes, str], Connection] = {}
@@ -78,7 +85,7 @@ class TcpTransport(Endpoint):
         loop = asyncio.get_running_loop()
         machine = boot_id()
         self._offers.open(regions)
-        self._server = Server(loop, self._host, self._token, regions, self._offers, self._stuck_s)
+        self._server = Server(loop, self._host, self._token, regions, self._offers, self._stuck_s, self._tls)
         sizes = tuple([(region.fd, region.nbytes) for region in regions])
         self._source = Source(machine, os.getpid(), sizes, self._token, self._server.address)
         self._regions = regions
@@ -118,6 +125,10 @@ class TcpTransport(Endpoint):
 
     def _connection(self, source: Source) -> Connection | Outcome:
         """The connection to a sender, dialled if there is none; or why that fails."""
+        if self._tls is not None and not is_tls(source.address):
+            return refused(
+                f"blocks of {source.address} travel in clear, and this side encrypts: set encrypt_blocks on both"
+            )
         key = (source.token, source.address)
         found = self._connections.get(key)
         if found is not None and not found.closed:

@@ -3,7 +3,8 @@
 Receives (`TcpTransfer`) take turns to request runs of bytes. Replies come in the order of the requests; their bytes go
 straight into the parts, and are hashed slice by slice while the caches hold them. The connection reads and drops the
 replies to requests of a receive that has ended, a window's worth at most. It is dropped if it owes bytes and does not
-move for too long, or breaks the protocol. Knows no deadlines of receives. Made by `tcp.py`.
+move for too long, or breaks the protocol. A sender whose address says so is spoken to by TLS (`tcp_tls.py`). Knows no
+deadlines of receives. Made by `tcp.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import xxhash
 from fdasync.cache.store.base import DONE, Outcome
 from fdasync.errors import ProtocolError
 from fdasync.pd.transfer.base import SLICE_NBYTES
+from fdasync.pd.transfer.tcp_tls import AGAIN, DIGEST_NBYTES, check_certificate, dial_tls, shake
 from fdasync.pd.transfer.tcp_wire import (
     ANSWER_NBYTES,
     MAX_REQUESTS,
@@ -27,6 +29,7 @@ from fdasync.pd.transfer.tcp_wire import (
     REPLY_NBYTES,
     Request,
     check_answer,
+    is_tls,
     knock,
     pack_request,
     parse_address,
@@ -37,6 +40,7 @@ from fdasync.pd.transfer.validation import FORGOTTEN, broken, damaged, refused
 
 if TYPE_CHECKING:
     import asyncio
+    import ssl
     from collections.abc import Iterator, Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
@@ -50,6 +54,8 @@ RUN_NBYTES = 512 << 10
 _WINDOW_NBYTES = 8 << 20
 # the kernel wakes the reader after so many bytes of a run, since a wakeup for each packet would cost more
 _AT_ONCE_NBYTES = 256 << 10
+# of these so many may have been read with what came before, where bytes come in TLS's records
+_RECORDS_NBYTES = 32 << 10
 
 
 class TcpTransfer:
@@ -164,9 +170,13 @@ class Connection:
         self._number = 0  # of the next request
         self._token = token
         self._nonce = os.urandom(NONCE_NBYTES)
-        self._unsent = bytearray(knock(token, self._nonce))
+        self._is_tls = is_tls(address)
+        self._unsent = bytearray(knock(token, self._nonce, tls=self._is_tls))
         self._greeted = False
         self._answer_got = bytearray()
+        # TLS above the socket, once the sender has answered; what the answer says of its certificate, and the proof
+        self._over: ssl.SSLSocket | None = None
+        self._digest = self._proof = b""
         self._held = bytearray()  # requests, until the sender has answered
         self._head = bytearray(REPLY_NBYTES)
         self._head_got = 0
@@ -280,7 +290,7 @@ class Connection:
         try:
             while self._unsent:
                 del self._unsent[: self._sock.send(self._unsent)]
-        except (BlockingIOError, InterruptedError):
+        except AGAIN:
             pass
         except OSError as error:
             self._fail(error)
@@ -297,9 +307,15 @@ class Connection:
 
     def _read(self) -> None:
         """Read the bytes that are there, at most a slice, so that a callback stays short."""
-        if not self._greeted:
+        if self._greeted:
+            if not self.closed:
+                self._read_replies()
+        elif self._over is None:
             self._read_answer()
-            return
+        else:
+            self._shake(self._over)
+
+    def _read_replies(self) -> None:
         budget = SLICE_NBYTES
         try:
             while budget > 0 and not self.closed:
@@ -311,10 +327,10 @@ class Connection:
                 budget -= got
                 if self._head_got == REPLY_NBYTES:
                     self._answer()
-                elif got < limit:
+                elif got < limit and self._over is None:
                     # the socket is empty
                     break
-        except (BlockingIOError, InterruptedError):
+        except AGAIN:
             pass
         except (OSError, ProtocolError) as error:
             self._fail(error)
@@ -324,13 +340,23 @@ class Connection:
         if not self.closed:
             self._ask()
         if not self.closed:
-            self._wake_for(min(max(self._left, 1), _AT_ONCE_NBYTES))
+            self._wait_for_more()
+
+    def _wait_for_more(self) -> None:
+        ahead = 0
+        if self._over is not None:
+            ahead = _RECORDS_NBYTES
+            if self._over.pending():
+                # of a record that was read whole: the socket says nothing of it
+                self._loop.call_soon(self._read)
+        self._wake_for(max(min(self._left, _AT_ONCE_NBYTES) - ahead, 1))
 
     def _read_answer(self) -> None:
         """Read the sender's answer to our knock; then prove who we are, and send the requests that wait."""
+        answer_nbytes = ANSWER_NBYTES + (DIGEST_NBYTES if self._is_tls else 0)
         try:
-            data = self._sock.recv(ANSWER_NBYTES - len(self._answer_got))
-        except (BlockingIOError, InterruptedError):
+            data = self._sock.recv(answer_nbytes - len(self._answer_got))
+        except AGAIN:
             return
         except OSError as error:
             self._fail(error)
@@ -340,15 +366,37 @@ class Connection:
             return
         self._answer_got += data
         self.moved_at = self._loop.time()
-        if len(self._answer_got) < ANSWER_NBYTES:
+        if len(self._answer_got) < answer_nbytes:
             return
         try:
-            theirs = check_answer(bytes(self._answer_got), self._token, self._nonce)
-        except ProtocolError as error:
+            theirs, self._digest = check_answer(bytes(self._answer_got), self._token, self._nonce)
+            self._proof = proof(self._token, self._nonce, theirs, self._digest)
+            if self._is_tls:
+                self._sock = self._over = dial_tls(self._sock)
+        except (ProtocolError, OSError) as error:
             self._fail(error)
             return
+        if self._over is None:
+            self._prove()
+        else:
+            self._shake(self._over)
+
+    def _shake(self, over: ssl.SSLSocket) -> None:
+        """Go on with the handshake; a new connection has room for all that we say."""
+        try:
+            if shake(over) != "done":
+                return
+            check_certificate(over, self._digest)
+        except (ProtocolError, OSError) as error:
+            self._fail(error)
+            return
+        self.moved_at = self._loop.time()
+        self._prove()
+
+    def _prove(self) -> None:
+        """The sender is who we mean: say that we are, and send the requests that wait."""
         self._greeted = True
-        self._unsent += proof(self._token, self._nonce, theirs) + self._held
+        self._unsent += self._proof + self._held
         self._held.clear()
         self._write()
 
@@ -371,7 +419,8 @@ class Connection:
         want = min(self._left, limit)
         view = run.transfer.view(run, at, want)
         with view if view is not None else self._nowhere(want) as room:
-            last = want == self._left
+            # TLS reads into one buffer at a time
+            last = want == self._left and self._over is None
             got = self._sock.recvmsg_into([room, self._head])[0] if last else self._sock.recv_into(room)
             came = min(got, want)
             if view is not None and came:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from fdasync.errors import ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.transfer.base import TURN_NBYTES
+from fdasync.pd.transfer.tcp_tls import AGAIN, shake
 from fdasync.pd.transfer.tcp_wire import (
     KNOCK_NBYTES,
     MAX_REQUESTS,
@@ -37,9 +38,11 @@ from fdasync.pd.transfer.tcp_wire import (
 
 if TYPE_CHECKING:
     import asyncio
+    import ssl
     from collections.abc import Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
+    from fdasync.pd.transfer.tcp_tls import ServerTls
     from fdasync.pd.transfer.validation import Offers
 
 #: most connections that have greeted
@@ -57,7 +60,7 @@ class Server:
     """All connections of receivers that read from us.
 
     Attributes:
-        loop, token, regions, offers, stuck_s: the arguments; its connections read them.
+        loop, token, regions, offers, stuck_s, tls: the arguments; its connections read them.
         address: host:port that it listens on.
         drops: number of connections that were dropped, by reason.
     """
@@ -70,6 +73,7 @@ class Server:
         regions: Sequence[SharedRegion],
         offers: Offers,
         stuck_s: float,
+        tls: ServerTls | None = None,
     ) -> None:
         """Listens from now on; `host` is a number. Raises OSError."""
         self.loop = loop
@@ -77,6 +81,7 @@ class Server:
         self.regions = regions
         self.offers = offers
         self.stuck_s = stuck_s
+        self.tls = tls
         self.drops = {"full": 0, "protocol": 0, "stranger": 0, "stuck": 0}
         self._connections: dict[ServerConnection, None] = {}
         # the time by which each must greet, in the order in which they came
@@ -94,7 +99,8 @@ class Server:
         except BaseException:
             self._sock.close()
             raise
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = address if tls is None else f"tls:{address}"
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -184,6 +190,8 @@ class ServerConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._fd = sock.fileno()
         self._greeted = False
+        # above the socket, from the answer on; its handshake has not ended
+        self._shaking: ssl.SSLSocket | None = None
         # the proof that is awaited; b"": no knock came
         self._proof = b""
         self._unread = bytearray()
@@ -222,9 +230,12 @@ class ServerConnection:
 
     def _read(self) -> None:
         room = KNOCK_NBYTES + MAX_REQUESTS * REQUEST_NBYTES - len(self._unread)
+        if self._shaking is not None:
+            self._shake(self._shaking)
+            return
         try:
             data = self._sock.recv(room)
-        except (BlockingIOError, InterruptedError):
+        except AGAIN:
             return
         except OSError:
             data = b""
@@ -258,11 +269,13 @@ class ServerConnection:
     def _answer(self) -> None:
         """Answer a knock. Raises ProtocolError if it does not know the token."""
         token = self._server.token
-        theirs = check_knock(bytes(self._unread[:KNOCK_NBYTES]), token)
+        tls = self._server.tls
+        theirs = check_knock(bytes(self._unread[:KNOCK_NBYTES]), token, tls=tls is not None)
         del self._unread[:KNOCK_NBYTES]
         nonce = os.urandom(NONCE_NBYTES)
-        self._proof = proof(token, theirs, nonce)
-        words = answer(token, theirs, nonce)
+        digest = b"" if tls is None else tls.digest
+        self._proof = proof(token, theirs, nonce, digest)
+        words = answer(token, theirs, nonce, digest)
         try:
             whole = self._sock.send(words) == len(words)
         except OSError:
@@ -270,7 +283,28 @@ class ServerConnection:
         if not whole:
             # a new connection has room for so few bytes
             raise ProtocolError("the process that dialled went away")
+        if tls is not None:
+            if self._unread:
+                raise ProtocolError("the process that dialled did not wait for the answer")
+            self._sock = self._shaking = tls.wrap(self._sock)
         self._server.knocked(self)
+
+    def _shake(self, sock: ssl.SSLSocket) -> None:
+        """Go on with the handshake."""
+        try:
+            waits = shake(sock)
+        except OSError:
+            self._server.drop(self, "protocol")
+            return
+        self._moved_at = self._server.loop.time()
+        if waits == "done":
+            self._shaking = None
+        # its few bytes have room in a new connection's buffer, so it waits for nothing but the other side
+        elif waits == "write":
+            self._server.drop(self, "stuck")
+        if waits == "done":
+            # what came behind the handshake may have been read with it
+            self._read()
 
     def _write(self) -> None:
         """Send bytes of the first reply: one call of the kernel, at most a turn's bytes."""
@@ -279,15 +313,16 @@ class ServerConnection:
         request = self._replies[0]
         pieces: list[bytes | memoryview] = [self._head] if self._head else []
         if self._sent < request.length:
-            nbytes = min(request.length - self._sent, TURN_NBYTES)
+            # with TLS a call that had no room is made again with as many bytes, whatever is on offer then
+            nbytes = min(request.length - self._sent, TURN_NBYTES if self._server.tls is None else len(_FILL))
             if request.part in self._server.offers:
                 offset = request.part.offset + request.start + self._sent
                 pieces.append(self._server.regions[request.part.region].view(offset, nbytes))
             else:
                 pieces.append(memoryview(_FILL)[:nbytes])
         try:
-            sent = self._sock.sendmsg(pieces)
-        except (BlockingIOError, InterruptedError):
+            sent = self._sock.sendmsg(pieces) if self._server.tls is None else self._sock.send(pieces[0])
+        except AGAIN:
             return
         except OSError:
             self._server.drop(self)

@@ -1,14 +1,17 @@
 """The protocol of `tcp.py`: a greeting, requests of one size, and replies of one size followed by bytes.
 
     receiver: knock    = magic (8), nonce (16), MAC of both (32)
-    sender:   answer   = nonce (16), MAC of both nonces (32)
-    receiver: proof    = another MAC of both nonces (32)
+    sender:   answer   = nonce (16), with TLS: digest of its certificate (32); MAC of both nonces and the digest (32)
+    both:     with TLS: its handshake, and all that follows within it
+    receiver: proof    = another MAC of both nonces and the digest (32)
     receiver: request  = number (8), part: region (4), offset (8), nbytes (8); run in it: start (8), length (4)
     sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
 
 A MAC is HMAC-SHA256 under the sender's token, a secret that its Hello hands over by the link; the token itself never
 goes over this socket. A process without it hears nothing from a sender. A knock that was recorded gets an answer, whose
-nonce is new, so that a recorded proof does not fit; and a process that took the sender's port cannot answer.
+nonce is new, so that a recorded proof does not fit; and a process that took the sender's port cannot answer. With TLS
+(`tcp_tls.py`, another magic) a process between both has no certificate with that digest. The sender's address says
+whether it speaks TLS (`tls:` before it), and it speaks nothing else.
 
 All numbers are little-endian. Replies come in the order of the requests. A reply with verdict OK has the requested
 length, any other the length 0. A run is at most MAX_RUN_NBYTES, so that many receives share a connection fairly. Any
@@ -28,7 +31,7 @@ from fdasync.ipc.shared_memory import Part
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAGIC = b"fdblk\0\0\2"
+MAGIC, TLS_MAGIC = b"fdblk\0\0\2", b"fdblk\0\0\3"
 NONCE_NBYTES, _MAC_NBYTES = 16, 32
 KNOCK_NBYTES = len(MAGIC) + NONCE_NBYTES + _MAC_NBYTES
 ANSWER_NBYTES = NONCE_NBYTES + _MAC_NBYTES
@@ -44,6 +47,8 @@ REQUEST_NBYTES = _REQUEST.size
 REPLY_NBYTES = _REPLY.size
 
 OK, NOT_OFFERED = 0, 1
+# begins the address of a sender that speaks TLS
+_TLS = "tls:"
 
 
 class Request(NamedTuple):
@@ -59,36 +64,38 @@ def _mac(token: bytes, step: bytes, *parts: bytes) -> bytes:
     return hmac.digest(token, step + b"".join(parts), "sha256")
 
 
-def knock(token: bytes, nonce: bytes) -> bytes:
-    return MAGIC + nonce + _mac(token, b"knock", MAGIC, nonce)
+def knock(token: bytes, nonce: bytes, *, tls: bool = False) -> bytes:
+    magic = TLS_MAGIC if tls else MAGIC
+    return magic + nonce + _mac(token, b"knock", magic, nonce)
 
 
-def check_knock(data: bytes, token: bytes) -> bytes:
-    """The receiver's nonce. Raises ProtocolError unless the bytes are a knock for this token."""
-    if data[: len(MAGIC)] != MAGIC:
+def check_knock(data: bytes, token: bytes, *, tls: bool = False) -> bytes:
+    """The receiver's nonce. Raises ProtocolError unless the bytes are a knock for this token, with or without TLS."""
+    if data[: len(MAGIC)] != (TLS_MAGIC if tls else MAGIC):
         raise ProtocolError("the process that dialled does not speak this protocol")
     nonce = data[len(MAGIC) : len(MAGIC) + NONCE_NBYTES]
-    if not hmac.compare_digest(data, knock(token, nonce)):
+    if not hmac.compare_digest(data, knock(token, nonce, tls=tls)):
         raise ProtocolError("the process that dialled means another sender")
     return nonce
 
 
-def answer(token: bytes, theirs: bytes, nonce: bytes) -> bytes:
-    """Of the sender, to a knock with the nonce `theirs`."""
-    return nonce + _mac(token, b"answer", theirs, nonce)
+def answer(token: bytes, theirs: bytes, nonce: bytes, digest: bytes = b"") -> bytes:
+    """Of the sender, to a knock with the nonce `theirs`. `digest`: of its certificate; b"": without TLS."""
+    return nonce + digest + _mac(token, b"answer", theirs, nonce, digest)
 
 
-def check_answer(data: bytes, token: bytes, ours: bytes) -> bytes:
-    """The sender's nonce. Raises ProtocolError unless the bytes answer our knock."""
-    nonce = data[:NONCE_NBYTES]
-    if not hmac.compare_digest(data, answer(token, ours, nonce)):
+def check_answer(data: bytes, token: bytes, ours: bytes) -> tuple[bytes, bytes]:
+    """The sender's nonce, and the digest of its certificate (b"" in an answer without). Raises ProtocolError unless the
+    bytes answer our knock."""
+    nonce, digest = data[:NONCE_NBYTES], data[NONCE_NBYTES:-_MAC_NBYTES]
+    if not hmac.compare_digest(data, answer(token, ours, nonce, digest)):
         raise ProtocolError("another process than the sender answered")
-    return nonce
+    return nonce, digest
 
 
-def proof(token: bytes, receivers: bytes, senders: bytes) -> bytes:
-    """Of the receiver, from the nonces of both."""
-    return _mac(token, b"proof", receivers, senders)
+def proof(token: bytes, receivers: bytes, senders: bytes, digest: bytes = b"") -> bytes:
+    """Of the receiver, from the nonces of both, and what it was told of the sender's certificate."""
+    return _mac(token, b"proof", receivers, senders, digest)
 
 
 def pack_request(request: Request) -> bytes:
@@ -122,9 +129,15 @@ def read_reply(data: bytes | bytearray | memoryview, number: int, length: int) -
     return bool(verdict == OK)
 
 
+def is_tls(address: str) -> bool:
+    """Whether the sender at this address speaks TLS."""
+    return address.startswith(_TLS)
+
+
 def parse_address(address: str, *, keyed: bool = False) -> tuple[str, int]:
-    """Host and port. Raises ProtocolError for a malformed address, and unless `keyed` for one that is not loopback."""
-    host, _, port = address.rpartition(":")
+    """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and unless `keyed` for one that
+    is not loopback."""
+    host, _, port = address.removeprefix(_TLS).rpartition(":")
     try:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
             raise ValueError

@@ -33,8 +33,9 @@ def host():
         return "127.0.0.1" if probe.connect_ex(("192.0.2.1", 9)) else probe.getsockname()[0]
 
 
-async def test_a_keyed_fleet_hands_over_and_lets_nobody_else_in(keys, host):
-    options = {"listen": f"tcp://{host}:*", "transport": "tcp", "keys": keys}
+@pytest.mark.parametrize("encrypts", [False, True])
+async def test_a_keyed_fleet_hands_over_and_lets_nobody_else_in(keys, host, encrypts):
+    options = {"listen": f"tcp://{host}:*", "transport": "tcp", "keys": keys, "encrypt_blocks": encrypts}
     async with (
         Instance(synthetic_config(role="decode"), **options) as decode,
         Instance(synthetic_config(role="prefill"), **options) as prefill,
@@ -57,3 +58,10 @@ async def test_a_keyed_fleet_hands_over_and_lets_nobody_else_in(keys, host):
             result = await router.complete(PROMPT, params=SamplingParams(max_tokens=8))
             assert result.samples[0].finish_reason == "length"
         refusals.close()
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:*", "ipc:///tmp/fdasync-none"])
+def test_blocks_are_encrypted_where_links_have_keys_alone(keys, listen):
+    given = {} if listen.startswith("tcp") else {"keys": keys}
+    with pytest.raises(ConfigError, match=r"encrypt_blocks.*needs links with keys"):
+        Instance(synthetic_config(role="decode"), listen=listen, encrypt_blocks=True, **given)

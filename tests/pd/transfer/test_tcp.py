@@ -100,7 +100,7 @@ async def greet(sender, data=b""):
     """Dial as a receiver does that knows the token."""
     token = sender.source.token
     reader, writer = await dial(sender, knock(token, NONCE))
-    theirs = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
+    theirs, _ = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
     writer.write(proof(token, NONCE, theirs) + data)
     return reader, writer
 
@@ -456,7 +456,7 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
             await loop.sock_connect(sock, parse_address(sender.source.address))
 
             async def greet_late():
-                theirs = check_answer(await loop.sock_recv(sock, ANSWER_NBYTES), token, NONCE)
+                theirs, _ = check_answer(await loop.sock_recv(sock, ANSWER_NBYTES), token, NONCE)
                 await loop.sock_sendall(sock, proof(token, NONCE, theirs))
 
             if late == "request":

@@ -33,7 +33,7 @@ async def test_what_another_receiver_said_is_no_proof():
         token = sender.source.token
         request = pack_request(Request(0, parts[0], 0, 100))
         reader, writer = await dial(sender, knock(token, NONCE))
-        theirs = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
+        theirs, _ = check_answer(await reader.readexactly(ANSWER_NBYTES), token, NONCE)
         recorded = proof(token, NONCE, theirs) + request
         writer.write(recorded)
         assert len(await reader.readexactly(REPLY_NBYTES + 100)) == REPLY_NBYTES + 100

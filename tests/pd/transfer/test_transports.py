@@ -79,3 +79,10 @@ class TestSim(TransportTests):
 
     def new_loop(self):
         return SimLoop()
+
+
+class TestTcpByTls(TestTcp):
+    factory = "tests.support.tls_transport:make"
+
+    def make(self):
+        return TcpTransport(tls=True)

@@ -1,0 +1,8 @@
+"""A transport that encrypts, for processes that the conformance suite starts."""
+
+from fdasync.pd.transfer.tcp import TcpTransport
+
+
+def make() -> TcpTransport:
+    """As `TcpTransport`."""
+    return TcpTransport(tls=True)
