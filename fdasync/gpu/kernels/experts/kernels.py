@@ -221,10 +221,12 @@ def experts_combine(  # type: ignore[no-untyped-def]
     owned = 0
     if MASKED:
         owned = tl.load(live + token)
+    # three of them may be more than 2^31 elements away, where one is not
+    apart = tl.cast(part_slice, tl.int64)
     total = _slots(parts, ids, token, column, owned, TOPK, E, N)
     if SLICES >= 2:
-        total += _slots(parts + part_slice, ids, token, column, owned, TOPK, E, N)
+        total += _slots(parts + apart, ids, token, column, owned, TOPK, E, N)
     if SLICES == 4:
-        third = _slots(parts + 2 * part_slice, ids, token, column, owned, TOPK, E, N)
-        total += third + _slots(parts + 3 * part_slice, ids, token, column, owned, TOPK, E, N)
+        third = _slots(parts + 2 * apart, ids, token, column, owned, TOPK, E, N)
+        total += third + _slots(parts + 3 * apart, ids, token, column, owned, TOPK, E, N)
     tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=column < N)
