@@ -73,13 +73,13 @@ def serve_raw(listener: socket.socket, regions: list[SharedRegion], count: int, 
 
 async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int) -> None:
     blocks = [parts_of(number, nbytes) for number in range(count)]
-    transports = [ShmTransport(), TcpTransport()]
-    for transport in transports:
+    transports = {"shm": ShmTransport(), "tcp": TcpTransport(), "tls": TcpTransport(tls=True)}
+    for transport in transports.values():
         await transport.open(regions)
         for parts in blocks:
             transport.offer(parts)
     announcement = Announcement(
-        {transport.name: transport.source() for transport in transports},
+        {name: transport.source() for name, transport in transports.items()},
         port,
         [await checksum_parts(regions, parts) for parts in blocks],
     )
@@ -88,7 +88,7 @@ async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int)
     sys.stdout.write(base64.b64encode(msgspec.msgpack.encode(announcement)).decode() + "\n")
     sys.stdout.flush()
     await ended.wait()
-    for transport in transports:
+    for transport in transports.values():
         await transport.aclose()
 
 

@@ -8,6 +8,9 @@ Both arms of each have the same source memory and the same destination, touched 
 their rows, and the sender's checksums are taken before. Arms take turns to begin; the figure of a ratio is the ratio of
 the medians of MB/s. The longest callback is measured in rounds of its own, on a `TimedLoop`.
 
+**tls.** (`--only tls` alone) The same blocks by TLS and in clear, in turns: `tls_over_tcp` is the ratio of the medians
+of MB/s. Both ends encrypt on the cores that this machine has.
+
 **The loop.** (`--only loop` alone) What receiving these blocks, and hashing as many, costs the loop of an instance, on
 it and with the process beside it; `--blocks 206` is a hand-over of 216 MB.
 """
@@ -115,9 +118,9 @@ class Bench:
             if xxhash.xxh3_64_intdigest(into) != checksum:
                 raise RuntimeError("the raw arm did not bring the bytes")
 
-    async def ours(self, transport: Transport) -> None:
+    async def ours(self, transport: Transport, name: str = "") -> None:
         deadline = asyncio.get_running_loop().time() + _RECEIVE_S
-        source = self.sender.sources[transport.name]
+        source = self.sender.sources[name or transport.name]
         outcomes = await transport.receive(source, self.copy_specs, deadline)
         bad = [outcome for outcome in outcomes if not outcome.ok]
         if bad:
@@ -179,6 +182,26 @@ async def measure_loop(bench: Bench, name: str, rounds: int) -> list[tuple[float
     return longest
 
 
+async def measure_tls(bench: Bench, pairs: int) -> dict[str, list[float]]:
+    """Seconds of one receive by TLS, and in clear, pair by pair."""
+    times: dict[str, list[float]] = {"tls": [], "tcp": []}
+    transports = {"tls": TcpTransport(tls=True), "tcp": TcpTransport()}
+    for transport in transports.values():
+        await transport.open(bench.regions)
+    try:
+        for round_ in range(WARM_ROUNDS + pairs):
+            for name in ("tls", "tcp") if round_ % 2 else ("tcp", "tls"):
+                bench.spoil()
+                started = time.perf_counter()
+                await bench.ours(transports[name], name)
+                if round_ >= WARM_ROUNDS:
+                    times[name].append(time.perf_counter() - started)
+    finally:
+        for transport in transports.values():
+            await transport.aclose()
+    return times
+
+
 def rates(nbytes: int, seconds: Sequence[float]) -> list[float]:
     return [nbytes / 1e6 / each for each in seconds]
 
@@ -211,7 +234,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
     parser.add_argument("--block-nbytes", type=int, default=1 << 20, help="KV of a block (default 1 MiB)")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
-    parser.add_argument("--only", choices=[*TRANSPORTS, "loop"], help="this transport only, or the loop's share")
+    parser.add_argument("--only", choices=[*TRANSPORTS, "tls", "loop"], help="this part only")
     parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("Transports against the raw path")
@@ -231,6 +254,12 @@ def main() -> None:
                 report.add(f"{name}_callback_ms_max", [worst], aim=CALLBACK_AIM_MS)
                 report.conditions[f"{name}_callback_ms_by_round"] = [round(value, 3) for value, _ in longest]
                 report.conditions[f"{name}_callback_longest"] = what
+        if options.only in (None, "tls"):
+            found = uvloop.run(measure_tls(bench, options.pairs))
+            tls, clear = (rates(bench.moved_nbytes, found[arm]) for arm in ("tls", "tcp"))
+            report.add("tls_over_tcp", [rate / statistics.median(clear) for rate in tls])
+            report.add("tls_mb_per_s", tls)
+            report.add("tls_clear_mb_per_s", clear)
         for name in TRANSPORTS if options.only in (None, "loop") else ():
             with asyncio.Runner(loop_factory=TimedLoop) as runner:
                 runner.run(measure_loop_share(report, bench, name, options.pairs))
