@@ -21,6 +21,11 @@ _drain_s = click.option(
     type=click.FloatRange(0, 1e9),
     help="Longest that the first signal waits for requests.",
 )
+_encrypt_blocks = click.option(
+    "--encrypt-blocks",
+    is_flag=True,
+    help="Blocks that go over tcp do so by TLS 1.3, both ways; needs --keys, and the package of fdasync[tls].",
+)
 
 
 @click.command()
@@ -41,6 +46,7 @@ _drain_s = click.option(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File of `fdasync keys new`: every link that is not ipc is authenticated and encrypted.",
 )
+@_encrypt_blocks
 @click.option(
     "--peer",
     "peers",
@@ -117,6 +123,7 @@ def serve(**options: Any) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File of `fdasync keys new`: links over tcp are authenticated and encrypted.",
 )
+@_encrypt_blocks
 @_drain_s
 @click.option(
     "--json-log",

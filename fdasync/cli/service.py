@@ -48,6 +48,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: str
     keys: Path | None = None
+    encrypt_blocks: bool = False
     peers: tuple[str, ...] = ()
     name: str = ""
     transport: str = "auto"
@@ -111,6 +112,7 @@ async def _serve(config: EngineConfig, options: ServeOptions) -> int:
         name=options.name,
         transport=options.transport,
         keys=options.keys,
+        encrypt_blocks=options.encrypt_blocks,
     )
     voice = Voice(_STDOUT)
     with Signals() as signals:

@@ -61,6 +61,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path | None = None
     listen: str = ""
     keys: Path | None = None
+    encrypt_blocks: bool = False
     drain_s: float = 600.0
     json_log: Path | None = None
     restart: RestartRules = RestartRules()
@@ -90,6 +91,7 @@ class _Up:
             drain_s=options.drain_s,
             listen=options.listen,
             keys="" if options.keys is None else str(options.keys.absolute()),
+            encrypt_blocks=options.encrypt_blocks,
         )
         if options.json_log is not None:
             options.json_log.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def test_figures(tmp_path: Path) -> None:
             "hash_loop_ms",
             "hash_process_ms",
         )
-    }
+    } | {"tls_over_tcp", "tls_mb_per_s", "tls_clear_mb_per_s"}
     # so few small blocks say nothing of the cost; that nothing was moved would show
     for name in ("shm", "tcp"):
         assert 0.005 < figures[f"{name}_ratio"] < 20

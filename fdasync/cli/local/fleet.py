@@ -44,6 +44,7 @@ def plans_for(
     drain_s: float = 600.0,
     listen: str = "",
     keys: str = "",
+    encrypt_blocks: bool = False,
 ) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
     its own GPUs where these are placed (`EngineConfig.gpus`).
@@ -52,6 +53,7 @@ def plans_for(
         listen: a tcp address for the first one, the others at the ports behind it; with port 0 each takes a free one.
             "": at sockets in the fleet's folder.
         keys: file of the fleet's keys; "": none.
+        encrypt_blocks: see `Instance`.
 
     Raises ConfigError where that cannot be.
     """
@@ -73,6 +75,7 @@ def plans_for(
             drain_s=drain_s,
             listen=_listen(listen, number, bool(keys)),
             keys=keys,
+            extra=("--encrypt-blocks",) if encrypt_blocks else (),
         )
         for number, (name, role) in enumerate(names)
     ]
