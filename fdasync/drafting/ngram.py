@@ -36,10 +36,13 @@ _BACK = np.arange(1 - _WINDOW, 1)
 _MULTIPLIERS = np.random.Generator(np.random.PCG64(20)).integers(1, 1 << 63, _WINDOW + 1, np.uint64) * 2 + 1
 
 
-# tokens whose n-grams wait to be entered, at most
-_MOST_LATE = 4096
+# n-grams wait to be entered until they are more than this, or than a share of the memory
+_MOST_LATE, _LATE_SHARE = 4096, 1 / 64
+# of one that waits: where it ends, and its prompt's number
+_LATE_NBYTES = 16
 # bytes of a page besides its tokens: its entries in arrays and lists, and a prompt's and a sequence's own
 _PAGE_NBYTES = 1024
+_WHOLE_PAGE_NBYTES = PAGE_TOKENS * 4 + _PAGE_NBYTES
 _ROW_NBYTES = 256
 
 
@@ -91,6 +94,9 @@ class NgramDrafter(Drafter):
         self._overlap = self._path + _WINDOW - 1
         self._orders = np.array(config.orders, np.int64)
         pages, bits = _sizes(config.limit_nbytes, len(config.orders))
+        self._most_late = min(_MOST_LATE, int(config.limit_nbytes * _LATE_SHARE) // _LATE_NBYTES)
+        # twice: the tokens of a call may wait beside those that waited before it
+        pages -= -(-2 * self._most_late * _LATE_NBYTES // _WHOLE_PAGE_NBYTES)
         if self._overlap > PAGE_TOKENS // 2:
             raise ConfigError("drafter_config", f"paths of {self._path} tokens are too long", limit=PAGE_TOKENS // 2)
         self._pages = TokenPages(pages, self._overlap)
@@ -210,7 +216,10 @@ class NgramDrafter(Drafter):
         return DrafterStats(
             sequences=len(self._rows),
             prompts=len(self._prompts) + len(self._kept),
-            nbytes=self._table.nbytes + self._pages.nbytes + len(self._tails) * _ROW_NBYTES,
+            nbytes=self._table.nbytes
+            + self._pages.nbytes
+            + len(self._tails) * _ROW_NBYTES
+            + self._num_late * _LATE_NBYTES,
             limit_nbytes=self.config.limit_nbytes,
         )
 
@@ -283,7 +292,7 @@ class NgramDrafter(Drafter):
         wins."""
         self._late.append((ends, owners))
         self._num_late += len(ends)
-        if self._num_late > _MOST_LATE:
+        if self._num_late > self._most_late:
             self._settle()
 
     def _settle(self) -> None:
@@ -294,7 +303,7 @@ class NgramDrafter(Drafter):
         owners = np.concatenate([np.full(len(ends), own) if isinstance(own, int) else own for ends, own in self._late])
         self._late.clear()
         self._num_late = 0
-        # pages that were given back meanwhile are nobody's, or another prompt's
+        # a prompt that ended meanwhile gave its pages back, and another prompt may have them
         held = self._pages.owners[ends // PAGE_TOKENS] == owners
         if not held.all():
             ends, owners = ends[held], owners[held]
@@ -367,6 +376,6 @@ def _sizes(limit_nbytes: int, orders: int) -> tuple[int, int]:
     """Pages, and bits of the size of each order's table: as many tokens as have entries."""
     best = (0, 0, 0)
     for bits in range(8, 31):
-        pages = (limit_nbytes - (orders * 4 << bits)) // (PAGE_TOKENS * 4 + _PAGE_NBYTES)
+        pages = (limit_nbytes - (orders * 4 << bits)) // _WHOLE_PAGE_NBYTES
         best = max(best, (min(pages * PAGE_TOKENS, 1 << bits), bits, pages))
     return best[2], best[1]

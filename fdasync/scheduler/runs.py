@@ -6,7 +6,8 @@ sealed. So are all tokens of a later step that was in flight: they follow on tok
 A run is empty where the block table that the step was planned with had no room left. This module knows no blocks'
 identities and no queues.
 
-Called by `core.py` for a `StepDone` with counts; a step of one token for each sequence has none, or needs none.
+Called by `core.py` for a `StepDone` with counts. Where `one_each` holds, `core.py` handles the step as one without
+counts.
 """
 
 from __future__ import annotations

@@ -318,11 +318,8 @@ class StepPlanner:
         now = plan.planned_at
         queues, held_for = self._queues, self._queues.held_for
         waiting = queues.waiting
-        if not waiting:
-            queues.walled = False
-            return
-        # no sequence joins those that decode meanwhile, and none of these gets a block
-        reserve = queues.reserve(self._config.decode_reserve_blocks)
+        # counted at most once: while this method admits sequences, none begins to decode, and none that does gets a block
+        reserve: int | None = None
         position = 0
         while position < len(waiting):
             if queues.num_running >= self._config.max_running:
@@ -339,6 +336,8 @@ class StepPlanner:
             if hits is None:
                 position += 1
                 continue
+            if reserve is None:
+                reserve = queues.reserve(self._config.decode_reserve_blocks)
             # no sequence passes a lease that has aged, or a sequence that found no room: those would starve
             if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, reserve):
                 queues.walled = True

@@ -54,7 +54,7 @@ RUN_NBYTES = 512 << 10
 _WINDOW_NBYTES = 8 << 20
 # the kernel wakes the reader after so many bytes of a run, since a wakeup for each packet would cost more
 _AT_ONCE_NBYTES = 256 << 10
-# of these so many may have been read with what came before, where bytes come in TLS's records
+# TLS may have read so many of these with the record before, so that the kernel has fewer left to wait for
 _RECORDS_NBYTES = 32 << 10
 
 
@@ -318,8 +318,8 @@ class Connection:
     def _read_replies(self) -> None:
         budget = SLICE_NBYTES
         try:
-            while budget > 0 and not self.closed:
-                limit = min(budget, SLICE_NBYTES, self._left)
+            while not self.closed and (budget > 0 or self._has_record()):
+                limit = min(budget if budget > 0 else SLICE_NBYTES, self._left)
                 got = self._read_bytes(limit) if self._left else self._read_head()
                 if not got:
                     self._fail("the sender closed it")
@@ -343,13 +343,12 @@ class Connection:
             self._wait_for_more()
 
     def _wait_for_more(self) -> None:
-        ahead = 0
-        if self._over is not None:
-            ahead = _RECORDS_NBYTES
-            if self._over.pending():
-                # of a record that was read whole: the socket says nothing of it
-                self._loop.call_soon(self._read)
+        ahead = 0 if self._over is None else _RECORDS_NBYTES
         self._wake_for(max(min(self._left, _AT_ONCE_NBYTES) - ahead, 1))
+
+    def _has_record(self) -> bool:
+        """Whether TLS holds bytes of a record that it has read whole: the socket wakes nobody for them."""
+        return self._over is not None and self._over.pending() > 0
 
     def _read_answer(self) -> None:
         """Read the sender's answer to our knock; then prove who we are, and send the requests that wait."""
@@ -384,7 +383,7 @@ class Connection:
     def _shake(self, over: ssl.SSLSocket) -> None:
         """Go on with the handshake; a new connection has room for all that we say."""
         try:
-            if shake(over) != "done":
+            if not shake(over):
                 return
             check_certificate(over, self._digest)
         except (ProtocolError, OSError) as error:

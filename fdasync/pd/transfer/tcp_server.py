@@ -286,24 +286,23 @@ class ServerConnection:
         if tls is not None:
             if self._unread:
                 raise ProtocolError("the process that dialled did not wait for the answer")
-            self._sock = self._shaking = tls.wrap(self._sock)
+            try:
+                self._sock = self._shaking = tls.wrap(self._sock)
+            except OSError:
+                raise ProtocolError("the process that dialled went away") from None
         self._server.knocked(self)
 
     def _shake(self, sock: ssl.SSLSocket) -> None:
         """Go on with the handshake."""
         try:
-            waits = shake(sock)
+            is_done = shake(sock)
         except OSError:
             self._server.drop(self, "protocol")
             return
         self._moved_at = self._server.loop.time()
-        if waits == "done":
+        if is_done:
             self._shaking = None
-        # its few bytes have room in a new connection's buffer, so it waits for nothing but the other side
-        elif waits == "write":
-            self._server.drop(self, "stuck")
-        if waits == "done":
-            # what came behind the handshake may have been read with it
+            # TLS may have read what came behind the handshake with it
             self._read()
 
     def _write(self) -> None:

@@ -1,9 +1,9 @@
 """TLS 1.3 for the connections of `tcp.py`, where an instance asks for it.
 
-The certificate of a process is drawn when its port opens, and is worth nothing by itself: the sender's answer to a
-knock has its digest under the secret that the link hands over (`tcp_wire.py`), and the receiver compares it with what
-the handshake shows. So nobody between both can put a certificate of another in its place. Knows no protocol behind the
-handshake. Called by `tcp_server.py` and `tcp_client.py`.
+A sender draws a certificate, which no authority signs. The sender's answer to a knock contains the certificate's digest
+under the secret that the link handed over (`tcp_wire.py`); the receiver compares that digest with the certificate that
+the handshake shows. A process between sender and receiver does not have the secret, so its own certificate is refused.
+The module knows no protocol behind the handshake. Called by `tcp_server.py` and `tcp_client.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mmap
 import os
 import ssl
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError, ProtocolError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 AGAIN = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 #: bytes of a certificate's digest
 DIGEST_NBYTES = 32
-# clocks of machines may differ; nobody looks at these dates
+# a certificate must have dates; receivers compare its digest and pass over them
 _VALID = datetime.timedelta(days=365 * 20)
 
 
@@ -69,15 +69,14 @@ def dial_tls(sock: socket.socket) -> ssl.SSLSocket:
     return context.wrap_socket(sock, do_handshake_on_connect=False)
 
 
-def shake(sock: ssl.SSLSocket) -> Literal["read", "write", "done"]:
-    """Go on with a handshake: what it waits for. Raises OSError where it fails."""
+def shake(sock: ssl.SSLSocket) -> bool:
+    """Go on with a handshake on a new connection, whose buffer has room for all that this side says: whether it has
+    ended. Raises OSError where it fails."""
     try:
         sock.do_handshake()
     except ssl.SSLWantReadError:
-        return "read"
-    except ssl.SSLWantWriteError:
-        return "write"
-    return "done"
+        return False
+    return True
 
 
 def check_certificate(sock: ssl.SSLSocket, digest: bytes) -> None:

@@ -167,3 +167,20 @@ def test_without_the_package_that_makes_certificates_the_way_out_is_named(monkey
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match=r"encrypt_blocks.*cryptography.*fdasync\[tls\]"):
         TcpTransport(tls=True)
+
+
+async def test_a_receiver_that_goes_away_before_the_handshake_is_dropped(monkeypatch):
+    def gone(self, sock):
+        raise OSError("not connected")
+
+    async with Hooks().sides(1) as (sender,):
+        monkeypatch.setattr(ServerTls, "wrap", gone)
+        host, port = parse_address(sender.source.address)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(knock(sender.source.token, NONCE, tls=True))
+        async with asyncio.timeout(2.0):
+            with contextlib.suppress(ConnectionError):
+                assert len(await reader.read()) <= ANSWER_NBYTES + DIGEST_NBYTES
+        writer.close()
+        assert sender.transport._server.drops["protocol"] == 1
+        assert len(sender.transport._server) == 0

@@ -121,7 +121,7 @@ def decode_launch(
         return Launch(rows, 64, 8, 2)
     if few and not fixed and key_dim <= 128 and rows == 16:
         # half as many programs with twice as much in flight: fewer partials to join, and fewer trips to memory one
-        # after the other (1 to 256 sequences of 1,100 tokens on one H200, 1 to 4 kv heads: 2 to 27 % less time)
+        # after the other
         return Launch(rows, _WIDE_KEYS, 4, 2)
     # bound by memory: 38 KB and 128 registers a thread at 128 dimensions let four programs a processor load at once
     return Launch(rows, 64 if key_dim <= 128 else 32, 4, 3)

@@ -24,8 +24,6 @@ from ranks import as_ranks, returned
 from rollout_bits import batch_of, drawn, served_in
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fdasync.gpu.kernels.chip import runs_on
-
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
 
@@ -86,8 +84,6 @@ def test_a_rollouts_bits_are_a_trainers_on_a_gpu(family: str, dtype: torch.dtype
 
 
 def test_experts_compute_their_slices_at_once_as_they_do_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not runs_on(PLACE):
-        pytest.skip("no kernels here")
     model = made("qwen3_moe", torch.float32, num_hidden_layers=1)
     model.set_experts_implementation("eager")
     planned = Slices(copy.deepcopy(model).to("meta"), 4, latent=True)
@@ -119,8 +115,6 @@ def test_experts_compute_their_slices_at_once_as_they_do_one_by_one(monkeypatch:
 
 @pytest.mark.parametrize("held", [2, 4])
 def test_a_linear_layer_has_the_bits_of_its_slices_with_and_without_a_gradient(held: int) -> None:
-    if not runs_on(PLACE):
-        pytest.skip("no kernels here")
     generator = torch.Generator().manual_seed(0)
     module = torch.nn.Linear(64, 24).to(PLACE, BF16)
     rows = torch.randn((1, 5, 64), generator=generator).to(PLACE, BF16)

@@ -12,9 +12,11 @@ import inspect
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import UnsupportedModel
@@ -146,6 +148,20 @@ def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Mo
     if "Llama4" not in type(model.get_submodule(experts)).__name__:
         return None
     return model.get_submodule(experts.removesuffix("experts") + "router")
+
+
+def experts_taking(experts: Any, argument: str) -> Callable[..., torch.Tensor] | None:
+    """The function that computes these experts now, called with the module first; None: it does not take the argument,
+    or is the class's own code."""
+    name = experts.config._experts_implementation
+    function: Any = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
+    return function if function is not None and argument in _arguments_of(function) else None
+
+
+# no state: a function's arguments never change
+@cache
+def _arguments_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def fits_grouped_product(experts: torch.nn.Module) -> bool:

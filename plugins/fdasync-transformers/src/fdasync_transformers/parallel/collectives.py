@@ -2,9 +2,9 @@
 
 `Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory, whose calls block the process
 until all ranks have made them (`device_group.py` chooses that for GPUs). A sum is added up by every rank as one tree
-of neighbours, (0 + 1) + (2 + 3), so that all get the same bits; in the order of ranks the sums of a rank's own parts
-are a part of that tree. All ranks make the same calls in the same order: each has a label, and
-another label fails both. Knows tensors; knows no models. Made by `runner.py`.
+of neighbours, (0 + 1) + (2 + 3), so that all get the same bits: two ranks whose parts are sums of two have the bits of
+four ranks. All ranks make the same calls in the same order: each has a label, and another label fails both. Knows
+tensors; knows no models. Made by `runner.py`.
 """
 
 from __future__ import annotations

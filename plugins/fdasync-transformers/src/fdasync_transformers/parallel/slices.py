@@ -13,15 +13,14 @@ torch's. Knows modules of the library; knows no checkpoints. Used by `start/open
 
 from __future__ import annotations
 
-import inspect
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync_transformers.model.moe_layers import experts_taking
 from fdasync_transformers.parallel.collectives import joined
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.replay.force import NotCopied
@@ -210,11 +209,7 @@ class _Divided(NotCopied):
 
 def _taking_slices(module: Any) -> Callable[..., torch.Tensor] | None:
     """What computes these experts in slices; None: their implementation does not, or they are no experts."""
-    if getattr(module, "fd_experts", None) is None:
-        return None
-    name = module.config._experts_implementation
-    function: Any = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
-    return function if function is not None and "slices" in inspect.signature(function).parameters else None
+    return None if getattr(module, "fd_experts", None) is None else experts_taking(module, "slices")
 
 
 def _sliced(tensor: torch.Tensor, cut: Cut, held: int) -> Sequence[torch.Tensor]:

@@ -9,15 +9,14 @@ Knows modules of the library by their parts. Made by `fuse.py`.
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync_transformers.fused.replaced import past_modes
+from fdasync_transformers.model.moe_layers import experts_taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,8 +166,4 @@ def make_block(
 
 def _take_parts(experts: Any) -> bool:
     """Whether the implementation of experts gives their parts, by its signature. A forward put on them gives a sum."""
-    if "forward" in vars(experts):
-        return False
-    name = experts.config._experts_implementation
-    function = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
-    return function is not None and "parts" in inspect.signature(function).parameters
+    return "forward" not in vars(experts) and experts_taking(experts, "parts") is not None
