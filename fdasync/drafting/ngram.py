@@ -40,9 +40,9 @@ _MULTIPLIERS = np.random.Generator(np.random.PCG64(20)).integers(1, 1 << 63, _WI
 _MOST_LATE, _LATE_SHARE = 4096, 1 / 64
 # of one that waits: where it ends, and its prompt's number
 _LATE_NBYTES = 16
-# bytes of a page besides its tokens: its entries in arrays and lists, and a prompt's and a sequence's own
+# bytes of a page besides its tokens: its entries in arrays and lists, a prompt's and a sequence's own, and a share of
+# the n-grams that wait
 _PAGE_NBYTES = 1024
-_WHOLE_PAGE_NBYTES = PAGE_TOKENS * 4 + _PAGE_NBYTES
 _ROW_NBYTES = 256
 
 
@@ -95,8 +95,6 @@ class NgramDrafter(Drafter):
         self._orders = np.array(config.orders, np.int64)
         pages, bits = _sizes(config.limit_nbytes, len(config.orders))
         self._most_late = min(_MOST_LATE, int(config.limit_nbytes * _LATE_SHARE) // _LATE_NBYTES)
-        # twice: the tokens of a call may wait beside those that waited before it
-        pages -= -(-2 * self._most_late * _LATE_NBYTES // _WHOLE_PAGE_NBYTES)
         if self._overlap > PAGE_TOKENS // 2:
             raise ConfigError("drafter_config", f"paths of {self._path} tokens are too long", limit=PAGE_TOKENS // 2)
         self._pages = TokenPages(pages, self._overlap)
@@ -303,10 +301,7 @@ class NgramDrafter(Drafter):
         owners = np.concatenate([np.full(len(ends), own) if isinstance(own, int) else own for ends, own in self._late])
         self._late.clear()
         self._num_late = 0
-        # a prompt that ended meanwhile gave its pages back, and another prompt may have them
-        held = self._pages.owners[ends // PAGE_TOKENS] == owners
-        if not held.all():
-            ends, owners = ends[held], owners[held]
+        # of pages that were given back meanwhile too: entries of no use are found out by whoever looks them up
         windows = self._pages.tokens[ends[:, None] + _BACK]
         self._table[self._slots(windows, owners)] = ends[:, None]
 
@@ -376,6 +371,6 @@ def _sizes(limit_nbytes: int, orders: int) -> tuple[int, int]:
     """Pages, and bits of the size of each order's table: as many tokens as have entries."""
     best = (0, 0, 0)
     for bits in range(8, 31):
-        pages = (limit_nbytes - (orders * 4 << bits)) // _WHOLE_PAGE_NBYTES
+        pages = (limit_nbytes - (orders * 4 << bits)) // (PAGE_TOKENS * 4 + _PAGE_NBYTES)
         best = max(best, (min(pages * PAGE_TOKENS, 1 << bits), bits, pages))
     return best[2], best[1]

@@ -318,7 +318,7 @@ class StepPlanner:
         now = plan.planned_at
         queues, held_for = self._queues, self._queues.held_for
         waiting = queues.waiting
-        # counted at most once: while this method admits sequences, none begins to decode, and none that does gets a block
+        # counted at most once: while this method admits sequences, those that decode stay as they are
         reserve: int | None = None
         position = 0
         while position < len(waiting):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
 from fdasync.errors import InvariantBroken
+from fdasync.events.catalog import StepDone
+from fdasync.scheduler.runs import one_each
 from fdasync.scheduler.step_planner import StepPlanner
 from tests.scheduler.table import Table
 
@@ -312,3 +315,24 @@ def test_a_steady_step_looks_at_those_alone_that_are_due(depth, most, monkeypatc
         table.turn(table.done())
     assert [len(keys) for keys in looked] == [1] * 16
     assert sorted(key for keys in looked for key in keys) == [key for key in range(1, 9) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "tokens", "change", "full", "same"),
+    [
+        ((1, 1, 1), 3, {}, {}, True),
+        ((1, 1), 2, {}, {}, False),
+        ((1, 2, 1), 4, {}, {}, False),
+        ((1, 0, 1), 2, {}, {}, False),
+        ((1, 1, 1), 4, {}, {}, False),
+        ((1, 1, 1), 3, {"is_cut": True}, {}, False),
+        ((1, 1, 1), 3, {"tokens": [0] * 8}, {}, False),
+        ((1, 1, 1), 3, {}, {7: 16}, False),
+    ],
+)
+def test_a_step_is_as_one_without_counts_where_nothing_can_be_cut(counts, tokens, change, full, same):
+    """Two sequences decode, one begins to. One that was cut, is at its limit, or has a full table needs a look."""
+    plain = {"is_cut": False, "tokens": [0] * 3, "max_len": 8}
+    decodes = [SimpleNamespace(**plain), SimpleNamespace(**{**plain, **change})]
+    event = StepDone(step_id=0, tokens=tuple(range(tokens)), at=0.0, counts=counts)
+    assert one_each(decodes, 1, event, full) is same

@@ -369,7 +369,7 @@ class Connection:
             return
         try:
             theirs, self._digest = check_answer(bytes(self._answer_got), self._token, self._nonce)
-            self._proof = proof(self._token, self._nonce, theirs, self._digest)
+            self._proof = proof(self._token, self._nonce, theirs)
             if self._is_tls:
                 self._sock = self._over = dial_tls(self._sock)
         except (ProtocolError, OSError) as error:

@@ -274,7 +274,7 @@ class ServerConnection:
         del self._unread[:KNOCK_NBYTES]
         nonce = os.urandom(NONCE_NBYTES)
         digest = b"" if tls is None else tls.digest
-        self._proof = proof(token, theirs, nonce, digest)
+        self._proof = proof(token, theirs, nonce)
         words = answer(token, theirs, nonce, digest)
         try:
             whole = self._sock.send(words) == len(words)

@@ -3,7 +3,7 @@
     receiver: knock    = magic (8), nonce (16), MAC of both (32)
     sender:   answer   = nonce (16), with TLS: digest of its certificate (32); MAC of both nonces and the digest (32)
     both:     with TLS: its handshake, and all that follows within it
-    receiver: proof    = another MAC of both nonces and the digest (32)
+    receiver: proof    = another MAC of both nonces (32)
     receiver: request  = number (8), part: region (4), offset (8), nbytes (8); run in it: start (8), length (4)
     sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
 
@@ -93,9 +93,9 @@ def check_answer(data: bytes, token: bytes, ours: bytes) -> tuple[bytes, bytes]:
     return nonce, digest
 
 
-def proof(token: bytes, receivers: bytes, senders: bytes, digest: bytes = b"") -> bytes:
-    """Of the receiver, from the nonces of both, and what it was told of the sender's certificate."""
-    return _mac(token, b"proof", receivers, senders, digest)
+def proof(token: bytes, receivers: bytes, senders: bytes) -> bytes:
+    """Of the receiver, from the nonces of both."""
+    return _mac(token, b"proof", receivers, senders)
 
 
 def pack_request(request: Request) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import sys
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from fdasync.errors import ConfigError
 from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.pd.transfer.tcp_tls import DIGEST_NBYTES, ServerTls
-from fdasync.pd.transfer.tcp_wire import ANSWER_NBYTES, KNOCK_NBYTES, is_tls, knock, parse_address
+from fdasync.pd.transfer.tcp_wire import ANSWER_NBYTES, KNOCK_NBYTES, NONCE_NBYTES, is_tls, knock, parse_address
 from fdasync.testing.transports.harness import TransportHooks
 
 NONCE = bytes(range(16))
@@ -24,10 +25,12 @@ class Hooks(TransportHooks):
 
 
 class Between:
-    """A process between a receiver and a sender: passes all on, and keeps it. With a certificate of its own it passes
-    the greeting on, and then speaks TLS with the receiver itself."""
+    """A process between a receiver and a sender: passes all on, a piece at a time, and keeps it. With a certificate of
+    its own it passes the greeting on, and then speaks TLS with the receiver itself; `announces` it, too, in the place
+    of the sender's."""
 
-    def __init__(self, sender, certificate=None):
+    def __init__(self, sender, certificate=None, *, announces=False, piece=1 << 16):
+        self.announces, self.piece = announces, piece
         self.host, self.port = parse_address(sender.source.address)
         self.certificate = certificate
         self.seen = bytearray()
@@ -47,7 +50,10 @@ class Between:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 if self.certificate is not None:
                     back.write(await reader.readexactly(KNOCK_NBYTES))
-                    writer.write(await there.readexactly(ANSWER_NBYTES + DIGEST_NBYTES))
+                    words = bytearray(await there.readexactly(ANSWER_NBYTES + DIGEST_NBYTES))
+                    if self.announces:
+                        words[NONCE_NBYTES : NONCE_NBYTES + DIGEST_NBYTES] = self.certificate.digest
+                    writer.write(words)
                     await writer.start_tls(self.certificate._context)
                 await asyncio.gather(self.pass_on(reader, back), self.pass_on(there, writer))
         finally:
@@ -55,10 +61,12 @@ class Between:
                 one.close()
 
     async def pass_on(self, source, target):
-        while data := await source.read(1 << 16):
+        while data := await source.read(self.piece):
             self.seen += data
             target.write(data)
             await target.drain()
+            # the other sides look at each piece
+            await asyncio.sleep(0)
         target.close()
 
 
@@ -83,6 +91,37 @@ async def test_a_certificate_of_another_is_not_believed():
         (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 1000)])
         assert outcome.status == "failed"
         assert "another process than the sender shows a certificate" in outcome.problem
+
+
+async def test_a_certificate_of_another_in_the_senders_answer_is_not_believed():
+    async with Hooks().sides() as (sender, receiver), Between(sender, ServerTls(), announces=True) as between:
+        source = msgspec.structs.replace(sender.source, address=between.address)
+        (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 1000)])
+        assert outcome.status == "failed"
+        assert "another process than the sender answered" in outcome.problem
+
+
+@pytest.mark.parametrize(("piece", "nbytes"), [(10, 9_000), (5000, 600_000)])
+async def test_records_that_come_in_pieces_are_waited_for(piece, nbytes):
+    """A few bytes at a time: TLS has read most of a record when the kernel wakes the reader for its last bytes."""
+    async with Hooks().sides() as (sender, receiver), Between(sender, piece=piece) as between:
+        source = msgspec.structs.replace(sender.source, address=between.address)
+        assert await receiver.take(source, [receiver.wanted(sender, "a", nbytes)]) == ["done"]
+
+
+async def test_older_tls_is_refused():
+    async with Hooks().sides(1) as (sender,):
+        host, port = parse_address(sender.source.address)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(knock(sender.source.token, NONCE, tls=True))
+        await reader.readexactly(ANSWER_NBYTES + DIGEST_NBYTES)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await writer.start_tls(context, ssl_handshake_timeout=2.0)
+        writer.close()
+        assert sender.transport._server.drops["protocol"] == 1
 
 
 async def test_a_receiver_that_encrypts_takes_nothing_in_clear():
