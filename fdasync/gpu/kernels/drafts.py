@@ -19,8 +19,8 @@ from fdasync.errors import BadInput
 
 #: int64 columns of a sequence: its lane; its first row, and how many rows there are for it; the position of its first
 #: row, or -1: the lane's length, on the device; the first position that its block table has no room for; its path
-#: (place of the first token, number of tokens, position of the first one, most drafts to verify); first position of its
-#: noise
+#: (place of the first token, number of tokens, position of the first one, most drafts to verify; -1 tokens: it is what
+#: the device drafted behind the known tokens); first position of its noise
 RUN_COLUMNS = ("lane", "row", "width", "start", "room", "path", "count", "from", "most", "noise")
 _COLUMNS = len(RUN_COLUMNS)
 
@@ -28,8 +28,8 @@ _COLUMNS = len(RUN_COLUMNS)
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["span", "vocab_size", "token_stride", "float_stride"],
     do_not_specialize_on_alignment=[
-        "runs", "paths", "noise", "lengths", "tokens", "row_lanes", "row_starts", "row_counts", "floats", "out_starts",
-        "out_used",
+        "runs", "paths", "noise", "lengths", "tokens", "drafted", "row_lanes", "row_starts", "row_counts", "floats",
+        "out_starts", "out_used",
     ],
 )  # fmt: skip
 def _place_kernel(  # type: ignore[no-untyped-def]
@@ -38,6 +38,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     noise,
     lengths,
     tokens,
+    drafted,
     row_lanes,
     row_starts,
     row_counts,
@@ -52,6 +53,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     max_tokens: tl.constexpr,
     draws: tl.constexpr,
     counts: tl.constexpr,
+    owns: tl.constexpr,
     columns: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -75,6 +77,12 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     at = start + 1 - begin + number
     inside = (number < most) & (number + 1 < rows) & (at >= number) & (at < count)
     draft = tl.load(paths + path + at, mask=inside, other=-1).to(tl.int64)
+    if owns:
+        own_drafts = tl.where(here & (count < 0), tl.minimum(tl.load(drafted + safe).to(tl.int64), most), 0)
+        is_own = (number < own_drafts) & (number + 1 < rows)
+        guess = tl.load(tokens + safe * token_stride + start + 1 + number, mask=is_own, other=-1)
+        draft = tl.where(is_own, guess.to(tl.int64), draft)
+        inside |= is_own
     good = inside & (draft >= 0) & (draft < vocab_size)
     drafts = tl.min(tl.where(good, width, number), axis=0)
     free = tl.minimum(room, max_tokens) - start
@@ -151,6 +159,7 @@ def place_drafts(
     row_counts: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
     floats: torch.Tensor | None = None,
+    drafted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the rows of S sequences that decode; one launch, no synchronising.
 
@@ -171,6 +180,8 @@ def place_drafts(
         noise: [S, span] float64, of the samples at positions `noise` and on; None: no row draws.
         floats: [J, 4] float64, of jobs (`sampling/tile.py`), first those of the R rows, whose second column is written.
             With `noise`.
+        drafted: [lanes] int32, how many drafts the device has written behind each lane's known tokens (by
+            `own_drafts.py`); None: none, and no path is of -1 tokens.
 
     Returns:
         int32 [S] each: position of each sequence's first row, and how many of its rows are no padding.
@@ -184,6 +195,8 @@ def place_drafts(
     _check("row_starts", row_starts, (row_lanes.numel(),), torch.int64)
     if row_counts is not None:
         _check("row_counts", row_counts, (row_lanes.numel(),), torch.int32)
+    if drafted is not None:
+        _check("drafted", drafted, (len(lengths),), torch.int32)
     if noise is not None:
         _check("noise", noise, (count, noise.shape[-1]), torch.float64)
         if floats is None or floats.dim() != 2 or floats.dtype is not torch.float64 or len(floats) < row_lanes.numel():
@@ -199,6 +212,7 @@ def place_drafts(
             noise if noise is not None else runs,
             lengths,
             tokens,
+            drafted if drafted is not None else lengths,
             row_lanes,
             row_starts,
             row_counts if row_counts is not None else runs,
@@ -213,6 +227,7 @@ def place_drafts(
             max_tokens=tokens.shape[1],
             draws=draws,
             counts=row_counts is not None,
+            owns=drafted is not None,
             columns=_COLUMNS,
             width=_width(most_rows),
             num_warps=1,

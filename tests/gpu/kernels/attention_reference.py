@@ -26,6 +26,7 @@ def reference(
         if kind == "full"
         or (kind == "window" and number > position - size)
         or (kind == "chunk" and number // size == position // size)
+        or (kind == "from" and number >= min(size, position))
     ]
     group = query.shape[0] // keys.shape[1]
     keys = keys[seen].double().repeat_interleave(group, dim=1)

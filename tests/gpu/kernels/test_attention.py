@@ -45,6 +45,8 @@ SHAPES = {
     "window": Shape(reach=("window", 6)),
     "window of one": Shape(reach=("window", 1)),
     "chunk": Shape(reach=("chunk", 8)),
+    "from": Shape(heads=2, reach=("from", 3)),
+    "from, latent": Shape(heads=20, key_dim=24, value_dim=16, latent=True, reach=("from", 1)),
     "sinks": Shape(heads=4, kv_heads=2, sinks=True),
     "window and sinks": Shape(heads=3, reach=("window", 5), sinks=True),
     "latent": Shape(heads=20, key_dim=24, value_dim=16, latent=True),
@@ -164,7 +166,7 @@ def test_decode_sees_nothing_after_its_position(device: torch.device) -> None:
         assert_close(out, expected(shape, case, None, query, [(0, 29)]), shape.dtype)
 
 
-@pytest.mark.parametrize("reach", [("window", 6), ("chunk", 16)])
+@pytest.mark.parametrize("reach", [("window", 6), ("chunk", 16), ("from", 15)])
 def test_what_a_window_left_behind_is_not_read(device: torch.device, reach: Reaches) -> None:
     shape = Shape(reach=reach)
     case, _ = make_layer(shape, [21], device)
@@ -231,7 +233,7 @@ def test_decode_is_prefill_of_one_token(device: torch.device, name: str) -> None
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_lengths(device: torch.device, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["full", "window", "chunk"]))
+    kind = data.draw(st.sampled_from(["full", "window", "chunk", "from"]))
     shape = Shape(heads=3, reach=(kind, data.draw(st.integers(1, 40))), sinks=True)
     starts = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=3))
     counts = [data.draw(st.integers(1, 20)) for _ in starts]
@@ -380,6 +382,8 @@ def dense(
         seen &= key_at > at - size
     elif kind == "chunk":
         seen &= key_at // size == at // size
+    elif kind == "from":
+        seen &= key_at >= at.clamp(max=size)
     logits.masked_fill_(~seen, -torch.inf)
     if sinks is not None:
         logits = torch.cat((logits, sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=2)

@@ -36,6 +36,7 @@ SHAPES = {
     "full, sinks": Shape(heads=3, sinks=True, dtype=FP16),
     "window": Shape(heads=2, reach=("window", 37), dtype=FP16),
     "window of one, sinks": Shape(heads=2, reach=("window", 1), sinks=True, dtype=FP16),
+    "from": Shape(heads=2, reach=("from", 37), dtype=FP16),
     "chunk, sinks": Shape(heads=2, reach=("chunk", 41), sinks=True, dtype=FP16),
     "two parts of a head": Shape(heads=3, key_dim=24, value_dim=16, dtype=FP16),
     "latent": Shape(heads=3, key_dim=48, value_dim=32, latent=True, dtype=FP16),
@@ -92,13 +93,20 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return (a * b + c).astype(np.float32)
 
 
+def first_seen(kind: str, size: int, position: int) -> int:
+    """The first key that a query sees."""
+    if kind == "chunk":
+        return position // size * size
+    return {"full": 0, "window": max(0, position - size + 1), "from": min(position, size)}[kind]
+
+
 def spec(
     shape: Shape, case: Case, sinks: torch.Tensor | None, query: torch.Tensor, number: int, position: int, grain: Grain
 ) -> torch.Tensor:
     """One query in the fixed order, in float32 by numpy: `fixed.py` written down once more."""
     f32 = np.float32
     kind, size = shape.reach
-    low = {"full": 0, "window": max(0, position - size + 1), "chunk": position // max(size, 1) * size}[kind]
+    low = first_seen(kind, size, position)
     group = shape.heads // shape.kv_heads
     keys = case.flat_keys[number].float().repeat_interleave(group, 1).numpy()
     values = case.flat_values[number].float().repeat_interleave(group, 1).numpy()
@@ -306,12 +314,12 @@ def test_packed_refuses_rows_that_do_not_fit(device: torch.device) -> None:
 @given(data=st.data())
 def test_any_lengths(device: torch.device, data: st.DataObject) -> None:
     """What no query may see is NaN: behind its last key, and before its first."""
-    kind = data.draw(st.sampled_from(["full", "window", "chunk"]))
+    kind = data.draw(st.sampled_from(["full", "window", "chunk", "from"]))
     size = data.draw(st.integers(1, 70))
     shape = Shape(heads=3, reach=(kind, size), sinks=data.draw(st.booleans()), dtype=FP16)
     start, count = data.draw(st.integers(0, 100)), data.draw(st.integers(1, 12))
     case, sinks = exact_layer(shape, [start + count + 5], device)
-    first = {"full": 0, "window": max(0, start - size + 1), "chunk": start // size * size}[kind]
+    first = first_seen(kind, size, start)
     slots = case.slots[0]
     for gone in (slots[:first], slots[start + count :]):
         assert case.values is not None
@@ -323,7 +331,7 @@ def test_any_lengths(device: torch.device, data: st.DataObject) -> None:
     assert_close(out, float64(shape, case, sinks, query, whose), FP16)
     # of one query alone, what the others see is gone too
     row = data.draw(st.integers(0, count - 1))
-    mine = {"full": 0, "window": max(0, start + row - size + 1), "chunk": (start + row) // size * size}[kind]
+    mine = first_seen(kind, size, start + row)
     for gone in (slots[:mine], slots[start + row + 1 :]):
         case.keys[gone // 4, gone % 4] = case.values[gone // 4, gone % 4] = torch.nan
     splits = data.draw(st.integers(1, 5))

@@ -28,6 +28,7 @@ SHAPES = {
     "64, sinks": Shape(heads=8, kv_heads=2, key_dim=64, value_dim=64, sinks=True, dtype=torch.float16),
     "chunk, five a group": Shape(heads=10, kv_heads=2, key_dim=128, value_dim=128, reach=("chunk", 700), dtype=BF16),
     "window over parts": Shape(heads=8, kv_heads=4, key_dim=128, value_dim=128, reach=("window", 1000), dtype=BF16),
+    "from": Shape(heads=32, kv_heads=4, key_dim=128, value_dim=128, reach=("from", 1), dtype=BF16),
     "256": Shape(heads=16, kv_heads=8, key_dim=256, value_dim=256, dtype=BF16),
     "256, window": Shape(heads=8, kv_heads=4, key_dim=256, value_dim=256, reach=("window", 512), dtype=BF16),
     "192 and 128": Shape(heads=8, kv_heads=2, key_dim=192, value_dim=128, dtype=BF16),

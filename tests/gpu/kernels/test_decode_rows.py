@@ -78,7 +78,7 @@ def test_rows(device: torch.device, shape: Shape, splits: int) -> None:
     assert_right(shape, case, sinks, query, attend(shape, case, sinks, query, ROWS, 4, splits=splits))
 
 
-@pytest.mark.parametrize("name", ["four heads a group", "window and sinks", "chunk", "bf16"])
+@pytest.mark.parametrize("name", ["four heads a group", "window and sinks", "chunk", "from", "bf16"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows_in_the_fixed_order(device: torch.device, name: str, splits: int) -> None:
     """Tiles and windows that cross parts of 32 keys."""

@@ -21,6 +21,7 @@ SHAPES = {
     "Qwen3": QWEN,
     "gpt-oss": Shape(heads=64, kv_heads=8, key_dim=64, value_dim=64, reach=("window", 128), sinks=True, dtype=BF16),
     "chunk, five a group": Shape(heads=10, kv_heads=2, key_dim=128, value_dim=128, reach=("chunk", 500), dtype=FP16),
+    "from": QWEN._replace(reach=("from", 2)),
     "one a group, sinks": Shape(heads=4, kv_heads=4, key_dim=64, value_dim=64, sinks=True, dtype=FP16),
     "two heads a share": QWEN._replace(heads=16, kv_heads=8, shares=4),
     "all heads in one share": QWEN._replace(shares=1),
@@ -130,7 +131,7 @@ def test_many_more_programs_than_processors(hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reach", [("window", 40), ("chunk", 50)])
+@pytest.mark.parametrize("reach", [("window", 40), ("chunk", 50), ("from", 2)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_page_with_the_first_key_and_the_last(hopper: torch.device, reach: tuple[Any, int], dim: int) -> None:
     """Both ends of it are made zeros, by two groups of warps that must not undo each other's."""
@@ -144,11 +145,11 @@ def test_a_page_with_the_first_key_and_the_last(hopper: torch.device, reach: tup
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reach", [("window", 100), ("chunk", 512)])
+@pytest.mark.parametrize("reach", [("window", 100), ("chunk", 512), ("from", 1)])
 def test_what_a_window_left_behind_is_not_read(hopper: torch.device, reach: tuple[Any, int]) -> None:
     shape, position = QWEN._replace(reach=reach), 1034
     case, _ = make_layer(shape, [position + 1], hopper, block_tokens=16)
-    first = position - 99 if reach[0] == "window" else 1024
+    first = {"window": position - 99, "chunk": 1024, "from": 1}[reach[0]]
     gone = case.slots[0][:first]
     for view in (case.keys, case.values):
         assert view is not None

@@ -35,6 +35,7 @@ from fdasync.gpu.kernels.attention.tile import (
     check_views,
     first_visible,
     fold_keys,
+    is_short,
     load_rows,
     split_dims,
 )
@@ -303,9 +304,10 @@ def attend_decode(
     and `values` of as many of Dv are views of the pool as `pages_of` takes them, block tables int32 [lanes, max_blocks]
     are contiguous in their last dimension, and sequence s reads row `lanes`[s] (int32 [S]). `values` None: latent
     layers, whose value is the first `value_dim` elements of the key. A query at p sees keys up to p: all ("full"),
-    key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk"). `sinks` [H] or None: one more logit
-    per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in full; rows whose lane or position is
-    negative are padding and become zeros, whatever their query holds.
+    key > p - reach_size ("window"), of its own chunk of `reach_size` ("chunk"), or from `reach_size` on ("from"; before
+    that a query sees itself alone). `sinks` [H] or None: one more logit per head (not scaled), whose weight is dropped.
+    `out` [S, H, Dv] is written in full; rows whose lane or position is negative are padding and become zeros, whatever
+    their query holds.
 
     One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
     allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
@@ -337,10 +339,10 @@ def attend_decode(
         # sums of a part and of all parts: at most what lets four programs a processor load at once there too
         limit = 128 if key_dim <= 128 and query.dtype != torch.float32 else None
         launch = replace(launch, keys=grain.keys, registers=launch.registers or limit)
-        most = most_parts(max_context, None if reach_kind == "full" else reach_size, grain)
+        most = most_parts(max_context, reach_size if is_short(reach_kind) else None, grain)
         splits = share_parts(splits, sequences, heads, kv_heads * tiles, most, workspace, capacity)
     elif splits is None:
-        if reach_kind != "full":
+        if is_short(reach_kind):
             max_context = min(max_context, reach_size)
         splits = count_splits(sequences, heads, kv_heads * tiles, max_context, launch, capacity, workspace.processors)
     elif splits > 1 and splits * sequences * heads > capacity:

@@ -29,6 +29,7 @@ from fdasync.gpu.kernels.attention.tile import (
     check_views,
     first_visible,
     fold_keys,
+    is_short,
     load_rows,
     split_dims,
 )
@@ -247,12 +248,12 @@ def attend_rows(
     if fixed:
         grain = grain or grain_of(key_dim, query.dtype)
         launch = replace(launch, keys=grain.keys)
-        most = most_parts(max_context, None if reach_kind == "full" else reach_size, grain)
+        most = most_parts(max_context, reach_size if is_short(reach_kind) else None, grain)
         wanted = PROGRAMS_PER_PROCESSOR * workspace.processors // (sequences * kv_heads * pieces)
         need = most
         choice = min(wanted, most, MAX_SPLITS) if most <= room else 1
     else:
-        if reach_kind != "full":
+        if is_short(reach_kind):
             max_context = min(max_context, reach_size + rows)
         need = splits or 1
         wanted = count_splits(

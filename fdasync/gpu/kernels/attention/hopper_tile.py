@@ -35,6 +35,8 @@ def first_visible(position, REACH: gl.constexpr, reach_size):  # type: ignore[no
         return gl.maximum(position - reach_size + 1, 0)
     elif REACH == 2:
         return position // reach_size * reach_size
+    elif REACH == 3:
+        return gl.minimum(position, reach_size)
     else:
         return position * 0
 

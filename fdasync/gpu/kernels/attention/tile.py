@@ -20,10 +20,15 @@ from fdasync.gpu.kernels.pages import Pages, pages_of
 if TYPE_CHECKING:
     import torch
 
-ReachKind = Literal["full", "window", "chunk"]
+ReachKind = Literal["full", "window", "chunk", "from"]
 
-REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2}  # the kernels' REACH
+REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2, "from": 3}  # the kernels' REACH
 LOG2E = 1.4426950408889634
+
+
+def is_short(kind: ReachKind) -> bool:
+    """Whether a query of this reach sees at most `reach_size` keys."""
+    return kind in ("window", "chunk")
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no
         return tl.maximum(position - reach_size + 1, 0)
     elif REACH == 2:
         return position // reach_size * reach_size
+    elif REACH == 3:
+        return tl.minimum(position, reach_size)
     else:
         return position * 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.execution import device_executor, gpu_services, triton_paging
+from fdasync_transformers.execution import device_step, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from step_driver import Driver
 from written import write_tiny_checkpoint
@@ -103,7 +103,7 @@ async def test_what_fails_to_bind_leaves_nothing(
             await super().aclose(deadline_s)
 
     monkeypatch.setattr(gpu_services, "FakePort", Port)
-    monkeypatch.setattr(device_executor, "DeviceLanes", refuses)
+    monkeypatch.setattr(device_step, "DeviceLanes", refuses)
     with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
         await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     assert len(ports) == 1

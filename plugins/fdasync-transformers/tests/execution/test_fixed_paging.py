@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
+from fdasync_transformers.model.kv import Reach
 
 from fdasync.gpu.kernels.attention import decode, prefill
 from fdasync.gpu.kernels.attention.fixed import Grain
@@ -56,7 +57,7 @@ def test_a_step_has_the_bits_of_the_whole_prompt(asked: set[str], fixed: bool) -
     query = (torch.randint(-6, 7, (LENGTH, 1, 16), generator=draw) * 0.625).half()
     pool = SimpleNamespace(attended_keys=[keys], attended_values=[values], blocks=blocks)
     layer = cast("Any", SimpleNamespace(
-        index=0, latent_rank=0, value_dim=16, reach=SimpleNamespace(kind="full", size=0)
+        index=0, latent_rank=0, value_dim=16, reach=Reach()
     ))  # fmt: skip
     whole = paging(pool, [0], [LENGTH], 0, fixed=fixed).attend(layer, query, 0.3, None)
     # two decodes, and a chunk behind them

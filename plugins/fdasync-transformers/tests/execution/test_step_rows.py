@@ -41,17 +41,18 @@ class Played:
 
 
 class Play:
-    """Steps of random joins, leaves, blocks and drafts, two in flight."""
+    """Steps of random joins, leaves, blocks and drafts, two in flight; `own`: the device drafts, too."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, own: bool = False) -> None:
         self.random = random.Random(seed)
         self.table = InputBatch(3, CONTEXT, SIZE, 400, MOST + 1)
-        self.planner = RowPlanner(self.table, MOST, DEPTH)
+        self.own = own
+        self.planner = RowPlanner(self.table, MOST, DEPTH, own=own)
         self.live: dict[int, Played] = {}
         self.flights: deque[tuple[StepRows, Any]] = deque()
         self.numbers = iter(range(10_000))
         self.blocks = iter(self.random.sample(range(400), 400))
-        self.longest = self.none = self.behind = 0
+        self.longest = self.none = self.behind = self.owned = 0
 
     def block(self) -> tuple[int, int, int]:
         return next(self.blocks), self.random.randrange(1000), self.random.randrange(1, 9)
@@ -111,6 +112,7 @@ class Play:
         planned = self.planner.plan(step)
         assert [self.table.keys[lane] for lane in planned.lanes] == [one.key for one in going]
         starts, counts, rows, kept, samples = [], [], [], [], []
+        used_rows, own_drafts = [], []
         for number, one in enumerate(going):
             row, width = planned.runs[number, 1:3].tolist()
             start = one.length
@@ -118,13 +120,21 @@ class Play:
             room = min(len(one.blocks) * SIZE, CONTEXT)
             assert planned.runs[number, 4] == room
             drafts: Any = []
-            if one.key in paths and one.spec.presence_penalty == 0.0:
+            takes = one.spec.presence_penalty == 0.0
+            owns = self.own and takes and one.key not in paths
+            assert bool(planned.owns[number]) == owns == (planned.runs[number, 6] == -1)
+            if owns:
+                drafts = [1] * self.random.randint(0, MOST)
+            elif one.key in paths and takes:
                 begin, tokens, most = paths[one.key]
                 drafts = follow(Path(begin, most, np.array(tokens, np.int32)), start, VOCAB)
             # there are rows for all that the device could verify
             used = max(min(1 + len(drafts), room - start), 0)
             assert used <= width
             stands = self.random.randint(1, used) if used else 0
+            used_rows.append(used)
+            own_drafts.append(max(used - 1, 0) if owns else 0)
+            self.owned += own_drafts[-1]
             self.behind += start > planned.known[number]
             self.longest = max(self.longest, stands)
             self.none += not used
@@ -148,15 +158,33 @@ class Play:
             samples.append(planned.rows.num_decodes + number)
             assert planned.runs[len(going) + number, 1:4].tolist() == [samples[-1], 1, chunk.count - 1]
             counts.append(1)
+            own_drafts.append(0)
             one.decodes, one.known = True, one.length
+        sampling = [*going, *[self.live[chunk.key] for chunk in step.chunks]]
+        self.check_own(planned, sampling)
         told = [(one, one.length) for one in going]
-        self.flights.append((planned, (starts, counts, rows, kept, samples, told)))
+        self.flights.append((planned, (starts, counts, used_rows, own_drafts, rows, kept, samples, told)))
+
+    def check_own(self, planned: StepRows, sampling: list[Played]) -> None:
+        """What the device needs to draft behind the step: the noise of as many positions behind its samples."""
+        takes = [number for number, one in enumerate(sampling) if one.spec.presence_penalty == 0.0]
+        assert planned.drafting.tolist() == (takes if self.own else [])
+        for number in planned.drafting.tolist():
+            one = sampling[number]
+            assert planned.runs[number, 4] == min(len(one.blocks) * SIZE, CONTEXT)
+            if one.spec.temperature:
+                assert planned.noise is not None
+                for position in range(one.length + 1, one.length + 1 + MOST):
+                    noise = planned.noise[number, position - planned.runs[number, 9]]
+                    assert noise == uniform(one.spec.seed, 0, position)
 
     def end(self) -> None:
-        planned, (starts, counts, rows, kept, samples, told) = self.flights.popleft()
-        settled = self.planner.settle(planned, np.array(starts, np.int32), np.array(counts, np.int32))
+        planned, (starts, counts, used, own_drafts, rows, kept, samples, told) = self.flights.popleft()
+        columns = [np.array(column, np.int32) for column in (starts, counts, used)]
+        settled = self.planner.settle(planned, *columns)
         assert np.flatnonzero(settled.stands).tolist() == kept
-        columns = (settled.positions, settled.aux_index, settled.generations)
+        assert settled.own_drafts == tuple(own_drafts)
+        columns = [settled.positions, settled.aux_index, settled.generations]
         assert list(zip(*[column.tolist() for column in columns], strict=True)) == rows
         assert settled.samples.tolist() == samples
         assert settled.counts == tuple(counts)
@@ -164,19 +192,22 @@ class Play:
             one.known = length
 
 
-def test_rows_stand_where_the_device_was() -> None:
-    longest = none = behind = 0
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_stand_where_the_device_was(own: bool) -> None:
+    longest = none = behind = owned = 0
     for seed in range(60):
-        play = Play(seed)
+        play = Play(seed, own=own)
         for _ in range(25):
             play.turn()
         while play.flights:
             play.end()
         longest, none, behind = max(longest, play.longest), none + play.none, behind + play.behind
+        owned += play.owned
     # long runs, sequences without room, and steps planned from where a sequence was before
     assert longest == MOST + 1
     assert none > 20
     assert behind > 200
+    assert (owned > 200) == own
 
 
 def one_sequence() -> tuple[RowPlanner, RunStep]:
@@ -184,7 +215,7 @@ def one_sequence() -> tuple[RowPlanner, RunStep]:
     planner = RowPlanner(table, MOST, DEPTH)
     start = SeqStart(7, np.ones(3, "<i4").tobytes(), 0, (1, 2, 3), (1, 2, 3), (1, 1, 1), sampler_spec(3))
     first = planner.plan(RunStep(0, (), (start,), (), (), (Chunk(7, 3, True),)))
-    planner.settle(first, np.zeros(0, np.int32), np.ones(1, np.int32))
+    planner.settle(first, np.zeros(0, np.int32), np.ones(1, np.int32), np.zeros(0, np.int32))
     return planner, RunStep(1, (), (), (), (), (), drafts=drafts_of({7: (4, [1, 2, 3], 3)}))
 
 
@@ -193,7 +224,7 @@ def test_runs_outside_their_rows_are_a_defect(start: int, count: int) -> None:
     planner, step = one_sequence()
     planned = planner.plan(step)
     with pytest.raises(InvariantBroken, match="outside the rows of step 1"):
-        planner.settle(planned, np.array([start], np.int32), np.array([count], np.int32))
+        planner.settle(planned, np.array([start], np.int32), np.array([count], np.int32), np.ones(1, np.int32))
 
 
 def test_more_steps_than_may_be_in_flight_are_refused() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from fdasync_transformers import TransformersRunner
+from fdasync_transformers.model.kv import Reach
 from fdasync_transformers.mtp.head import head_of
-from fdasync_transformers.start.runner_config import TransformersConfig, check_device
+from fdasync_transformers.start.runner_config import TransformersConfig
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.tiny.mtp import make_mtp_checkpoint
 from fdasync_transformers.weights import identity, loading
@@ -139,9 +141,17 @@ async def test_slices_have_none_yet(tmp_path: Path) -> None:
     assert [str(examined.value), str(opened.value)] == [said, said]
 
 
-def test_kernels_have_none_yet() -> None:
-    with pytest.raises(ConfigError, match=r"runner_config\.mtp"):
-        check_device(TransformersConfig(mtp=True, kernels="triton"), CPU)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_layers_with_windows_have_no_kernels(tmp_path: Path, kernels: str) -> None:
+    make_mtp_checkpoint(tmp_path, "glm4_moe", layer_types=["full_attention"] * 2, num_hidden_layers=2,
+                        mtp_layer_types=["sliding_attention"], sliding_window=5)  # fmt: skip
+    open_it = partial(open_mtp, tmp_path, {"kernels": kernels})
+    if kernels == "torch":
+        layer = next(layer for layer in open_it().step_model.layout.layers if layer.group)
+        assert layer.reach == Reach("window", 5, 1)
+        return
+    with pytest.raises(ConfigError, match=r"runner_config\.mtp: its multi-token prediction layers see a window"):
+        open_it()
 
 
 def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

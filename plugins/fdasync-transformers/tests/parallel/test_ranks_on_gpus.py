@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from agreeing import make_agreeing_checkpoint
 from fdasync_transformers import fixed_numerics, make_random_checkpoint, named_tensors
 from fdasync_transformers.fixed.logprobs import logprobs_of_logits
 from fdasync_transformers.verification.reference import library_model
@@ -111,6 +112,32 @@ async def test_drafts_change_nothing_on_ranks(tmp_path: Path, ranks: int) -> Non
         assert stats.accepted_tokens > 100
         assert stats.accepted_tokens < stats.drafted_tokens
         engine.check()
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_moe", 2), ("glm4_moe", 4), ("deepseek_v3", 2)])
+async def test_ranks_draft_with_the_model_s_own_layers(tmp_path: Path, family: str, ranks: int) -> None:
+    """What blocks carry is divided among the ranks, and comes back from the host to other ranks' lanes whole."""
+    make_agreeing_checkpoint(tmp_path, family)
+    own = {"dtype": "float32", "device": "auto", "self_check": False, "graph_sizes": [1, 2, 4]}
+    grouped = config(tmp_path, ranks, max_step_tokens=128)
+    async with Engine(msgspec.structs.replace(grouped, runner_config=own)) as engine:
+        plain = await answers(engine)
+    alone = Speculation(drafter="none", max_tokens=3, budget=False)
+    found = []
+    for width in (1, ranks):
+        mtp = config(tmp_path, width, speculation=alone, max_step_tokens=128)
+        async with Engine(
+            msgspec.structs.replace(mtp, runner_config={**own, "mtp": True, "graph_sizes": [1, 4, 16]})
+        ) as engine:
+            assert await answers(engine) == plain
+            stats = engine.stats().scheduler
+            engine.check()
+        assert stats.preemptions > 0
+        found.append(stats)
+    for stats in found:
+        assert 100 < stats.own_accepted_tokens < stats.own_drafted_tokens
+    # the same drafts, but for those that preemptions at other moments cost
+    assert abs(found[0].own_accepted_tokens - found[1].own_accepted_tokens) < 100
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fdasync_transformers.tiny.mtp import make_mtp_checkpoint
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_agreeing_checkpoint(folder: Path, family: str = "qwen3_moe", seed: int = 0) -> None:
+def make_agreeing_checkpoint(folder: Path, family: str = "qwen3_moe", seed: int = 0, **overrides: Any) -> None:
     """Random weights, of which attention and experts add little to a token's embedding, and a prediction layer that
     takes the embedding alone: the model and its layer then often say the same of a token, and differ in the rest."""
-    make_mtp_checkpoint(folder, family, seed, apart=family == "qwen3_moe")
+    make_mtp_checkpoint(
+        folder, family, seed, apart=family == "qwen3_moe" and overrides.get("layers", 1) == 1, **overrides
+    )
     path = folder / "model.safetensors"
     stored = load_file(path)
     for name, tensor in stored.items():

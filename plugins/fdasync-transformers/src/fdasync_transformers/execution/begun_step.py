@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.completion import Hold
     from fdasync.runner.input_batch import Batch
-    from fdasync_transformers.execution.device_step import Way
+    from fdasync_transformers.execution.device_step import Passed, Way
     from fdasync_transformers.execution.drafts.device_drafts import Placed
     from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.lane_matchers import StepMatchers
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, rows, and runs
-SAMPLER, SCORES, AUX, RUNS = "sampler.", "scores.", "aux.", "runs."
+#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, rows, runs, the
+#: model's own drafts, and the sampler's arrays for these
+SAMPLER, SCORES, AUX, RUNS, OWN, OWN_SAMPLER = "sampler.", "scores.", "aux.", "runs.", "own.", "own_sampler."
 #: name of what the ranks of a group tell each other
 RANKS = "ranks"
 
@@ -38,11 +39,13 @@ class BegunStep(NamedTuple):
         scores: of prompts; None: there are none.
         matchers: of its samples under a grammar; None: there are none.
         sent: its arrays, on the device.
-        logits: of the rows that are sampled; None: nothing is forwarded.
+        passed: logits of the rows that are sampled, and what the model's own layers go on from; None: nothing is
+            forwarded.
         results: tensors that go to the host.
         holds: buffers that the queued work uses.
         drafted: the step where it may have drafts: `batch` is its rows.
         placed: of `drafted`, where it samples.
+        own_plan: of the samples of the model's own drafts; None: this process samples none.
     """
 
     batch: Batch
@@ -51,11 +54,12 @@ class BegunStep(NamedTuple):
     scores: ScorePlan | None
     matchers: StepMatchers | None
     sent: dict[str, torch.Tensor]
-    logits: torch.Tensor | None
+    passed: Passed | None
     results: dict[str, torch.Tensor]
     holds: list[Hold]
     drafted: StepRows | None = None
     placed: Placed | None = None
+    own_plan: SamplePlan | None = None
 
 
 def own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:

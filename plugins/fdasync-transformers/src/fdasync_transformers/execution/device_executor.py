@@ -35,10 +35,20 @@ from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.kernels.layout import scatter_updates
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
-from fdasync_transformers.execution.begun_step import AUX, RANKS, RUNS, SAMPLER, SCORES, BegunStep, own
-from fdasync_transformers.execution.device_lanes import DeviceLanes
-from fdasync_transformers.execution.device_step import batch_arrays, device_batch
+from fdasync_transformers.execution.begun_step import (
+    AUX,
+    OWN,
+    OWN_SAMPLER,
+    RANKS,
+    RUNS,
+    SAMPLER,
+    SCORES,
+    BegunStep,
+    own,
+)
+from fdasync_transformers.execution.device_step import Passed, batch_arrays, device_batch
 from fdasync_transformers.execution.drafts.device_drafts import DeviceDrafts
+from fdasync_transformers.execution.drafts.own_drafts import OwnDrafts
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
@@ -94,9 +104,11 @@ class DeviceExecutor(Executor):
         self._ends = None if group is None else StepEnds(group, services.streams.device)
         # of a group rank 0 alone samples, scores prompts, follows grammars and has the rows' arena
         self._leads = self._ends is None or self._ends.leads
-        self._lanes = DeviceLanes(bound.table, services.streams.device)
+        self._lanes = model.lanes_of(bound.table)
+        # None: the model has no layers that draft
+        self._own = None if model.mtp is None else OwnDrafts(model, bound, self._lanes)
         # None: no step has drafts
-        self._drafts = DeviceDrafts(bound, self._lanes) if bound.speculation else None
+        self._drafts = DeviceDrafts(bound, self._lanes, own=self._own is not None) if bound.speculation else None
         self._failure = ""
         # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
         # fails behind it
@@ -126,6 +138,10 @@ class DeviceExecutor(Executor):
             self.run_graphs = self._ladder(sizes, runs=True)
             sizes = self.lone_sizes(sizes, len(self._bound.table.length))
         self.graphs = self._ladder(sizes, runs=False)
+        if self._own is not None:
+            with self._services.streams.on("compute"):
+                self._own.capture(self.lone_sizes(sizes, len(self._bound.table.length)), self._services.graph_memory)
+                self._bound.pool.blocks[0].zero_()
         self.flat_tokens = (self.run_graphs or self.graphs).sizes[-1]
 
     @staticmethod
@@ -329,13 +345,19 @@ class DeviceExecutor(Executor):
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
         if plan is not None:
             arrays.update({SAMPLER + name: array for name, array in plan.arrays.items()})
+        own_plan = None
+        if self._own is not None:
+            arrays.update({OWN + name: array for name, array in self._own.arrays(step, drafted).items()})
+            own_plan = self._own.plan(drafted)
+            if own_plan is not None:
+                arrays.update({OWN_SAMPLER + name: array for name, array in own_plan.arrays.items()})
         if scores is not None:
             arrays.update({SCORES + name: array for name, array in scores.arrays.items()})
         runs = drafted is not None and bool((drafted.widths > 1).any())
         holds: list[Hold] = []
         sent: dict[str, torch.Tensor] = {}
         results: dict[str, torch.Tensor] = {}
-        logits = placed = None
+        passed = placed = None
         try:
             with services.streams.on("compute"):
                 if arrays:
@@ -345,13 +367,15 @@ class DeviceExecutor(Executor):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
                     if self._drafts is not None and drafted is not None and len(rows):
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
+                    if self._own is not None:
+                        self._own.enter(own(sent, OWN))
                     if total:
-                        logits, results = self._compute(batch, scores, sent, way, runs)
+                        passed, results = self._compute(batch, scores, sent, way, runs)
         except Exception:
             self._abandon(holds, results)
             raise
         matchers = None if plan is None else bound.matchers.of(batch.lanes[batch.sampled])
-        return BegunStep(batch, way, plan, scores, matchers, sent, logits, results, holds, drafted, placed)
+        return BegunStep(batch, way, plan, scores, matchers, sent, passed, results, holds, drafted, placed, own_plan)
 
     @staticmethod
     def _kind(begun: BegunStep) -> Hashable:
@@ -365,10 +389,11 @@ class DeviceExecutor(Executor):
         """Queue sampling and the way of the results to the host."""
         services, plan, results, holds = self._services, begun.plan, begun.results, begun.holds
         batch, tokens = begun.batch, None
+        logits = None if begun.passed is None else begun.passed.logits
         fetched: dict[str, NDArray[np.generic]] = {}
         try:
             with services.streams.on("compute"):
-                if plan is not None and begun.logits is not None:
+                if plan is not None and logits is not None:
                     numbers = own(begun.sent, SAMPLER)
                     if begun.matchers is not None:
                         masks, hold = packed.send(
@@ -376,13 +401,13 @@ class DeviceExecutor(Executor):
                         )
                         holds.append(hold)
                         numbers.update(masks)
-                    sampled = compute_samples(self._bound.trim(begun.logits), plan, numbers, self._lanes.tokens)
+                    sampled = compute_samples(self._bound.trim(logits), plan, numbers, self._lanes.tokens)
                     tokens = sampled["tokens"]
                     results.update({SAMPLER + name: tensor for name, tensor in sampled.items()})
                 if self._ends is not None and len(batch.positions):
                     count = len(batch.sampled)
                     padding = None if begun.placed is None else begun.sent["lanes"][: batch.num_decodes] < 0
-                    told = self._ends.queue(batch.step_id, own(results, AUX), begun.logits, tokens, count, padding)
+                    told = self._ends.queue(batch.step_id, own(results, AUX), logits, tokens, count, padding)
                     tokens = self._ends.tokens(told, count) if count else None
                     if not self._leads:
                         results.clear()
@@ -392,6 +417,8 @@ class DeviceExecutor(Executor):
                     results.update({RUNS + name: tensor for name, tensor in runs.items()})
                 elif tokens is not None:
                     scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
+                if self._own is not None and begun.passed is not None:
+                    self._draft(self._own, begun, begun.passed)
             self._pass_on(holds)
             with services.streams.on("results"):
                 if results:
@@ -402,6 +429,13 @@ class DeviceExecutor(Executor):
             raise
         # the callback keeps the device's tensors until the copies on the other stream have read them
         return self._completion(holds, kind, lambda: self._finish(begun, fetched))
+
+    @staticmethod
+    def _draft(drafter: OwnDrafts, begun: BegunStep, passed: Passed) -> None:
+        """Queue what the model's own layers do behind a step: they draft for the next one."""
+        batch = device_batch(begun.batch, begun.sent, begun.way)
+        drafter.keep(passed, batch, begun.batch.num_decodes if begun.placed is not None else 0)
+        drafter.draft(own(begun.sent, OWN), begun.own_plan, own(begun.sent, OWN_SAMPLER))
 
     def _abandon(self, holds: list[Hold], results: dict[str, torch.Tensor]) -> None:
         """A step broke: the queued part runs on, and its buffers and tensors come back with a completion, for which a
@@ -441,32 +475,32 @@ class DeviceExecutor(Executor):
 
     def _compute(
         self, batch: Batch, scores: ScorePlan | None, sent: dict[str, torch.Tensor], way: Way, runs: bool
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Queue forward pass and scores of prompts; returns the logits, and the tensors that go to the host. `runs`: a
+    ) -> tuple[Passed, dict[str, torch.Tensor]]:
+        """Queue forward pass and scores of prompts; returns the pass, and the tensors that go to the host. `runs`: a
         sequence has several rows that decode."""
         bound, lanes = self._bound, self._lanes
         total = len(batch.positions)
-        logits = None
+        passed = None
         scored: dict[str, torch.Tensor] = {}
         if self.mixed is not None and way == "tiles":
-            logits = self.mixed.replay(sent, total)
+            passed = self.mixed.replay(sent, total)
         elif way == "decodes":
             for ladder in (None if runs else self.graphs, self.run_graphs):
-                if logits is None and ladder is not None:
-                    logits = ladder.replay(sent["lanes"], sent["starts"])
-            if logits is not None and "rows" in sent:
-                logits = logits.index_select(0, sent["rows"])
+                if passed is None and ladder is not None:
+                    passed = ladder.replay(sent["lanes"], sent["starts"])
+            if passed is not None and "rows" in sent:
+                passed = Passed(passed.logits.index_select(0, sent["rows"]), passed.states)
         if scores is not None:
             head = self.model.head
             with head.keeping():
-                logits = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
+                passed = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
                 scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, own(sent, SCORES))
-        if logits is None:
-            logits = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
+        if passed is None:
+            passed = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
         results = {SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
-        return logits, results
+        return passed, results
 
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
         """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""
@@ -515,7 +549,8 @@ class DeviceExecutor(Executor):
             sampled = fetched[SAMPLER + "tokens"].tolist()
             output = msgspec.structs.replace(output, problems=begun.matchers.accept(sampled))
         if settled is not None:
-            output = msgspec.structs.replace(output, counts=settled.counts)
+            drafts = None if self._own is None else settled.own_drafts
+            output = msgspec.structs.replace(output, counts=settled.counts, own_drafts=drafts)
         if begun.scores is not None:
             output = msgspec.structs.replace(output, scores=read_scores(begun.scores, own(fetched, SCORES)))
         return output

@@ -28,9 +28,12 @@ class DeviceLanes:
         tokens: int32 [lanes, max_tokens], a view.
         lengths: int32 [lanes], of sequences that decode: position of the last token, whose KV is not there yet. Kept
             where steps may have drafts.
+        drafted: int32 [lanes], how many drafts the model's own layers have written behind the token there.
+        states: [lanes, depths, D], hidden states of the last position before the next step, for multi-token prediction
+            layers; None: the model has none.
     """
 
-    def __init__(self, table: InputBatch, device: torch.device) -> None:
+    def __init__(self, table: InputBatch, device: torch.device, states: torch.Tensor | None = None) -> None:
         lanes, blocks = table.blocks.shape
         self._max_tokens = table.tokens.shape[1]
         self._first_token = lanes * blocks
@@ -38,6 +41,8 @@ class DeviceLanes:
         self.tables = self.flat[: self._first_token].view(lanes, blocks)
         self.tokens = self.flat[self._first_token :].view(lanes, self._max_tokens)
         self.lengths = torch.zeros(lanes, dtype=torch.int32, device=device)
+        self.drafted = torch.zeros(lanes, dtype=torch.int32, device=device)
+        self.states = states
 
     def mirror(self, table: InputBatch) -> None:
         """Copy the whole table; waits for the device. For start-up, where no step builds on another."""

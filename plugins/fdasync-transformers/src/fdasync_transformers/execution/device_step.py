@@ -8,20 +8,26 @@ the model and the pool; knows nothing of sampling, arenas or futures. Called by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.attention.decode_rows import row_tiles, tile_rows
 from fdasync.gpu.kernels.attention.prefill import prefill_tiles
 from fdasync.gpu.kernels.layout import step_layout
 from fdasync_transformers.execution.device_lanes import DeviceLanes
+from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
+from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
@@ -36,8 +42,24 @@ if TYPE_CHECKING:
 Way = Literal["both", "decodes", "tiles"]
 
 
+class Passed(NamedTuple):
+    """A step's pass.
+
+    Attributes:
+        logits: [N, V] of the rows asked for, in the model's dtype.
+        states: hidden states [T, D] that multi-token prediction layers go on from; empty: the model has none.
+    """
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+
+
 class DeviceStepModel(StepModel):
-    """A model switched to paged attention by kernels; see `StepModel`."""
+    """A model switched to paged attention by kernels; see `StepModel`.
+
+    Attributes:
+        mtp: passes of the multi-token prediction layers; None: the model has none.
+    """
 
     def __init__(
         self,
@@ -62,21 +84,64 @@ class DeviceStepModel(StepModel):
         self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(most_decodes, model.device, fixed=fixed)
         self._run_rows = tile_rows(most_run)
+        head = head_of(model)
+        self.mtp = None if head is None else DeviceMtp(self, head)
+
+    def lanes_of(self, table: InputBatch) -> DeviceLanes:
+        """Tables on the device for the steps of this model."""
+        device = self.model.device
+        states = None if self.mtp is None else self.mtp.new_states(len(table.length), device)
+        return DeviceLanes(table, device, states)
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
         device = self.model.device
-        lanes = DeviceLanes(table, device)
+        lanes = self.lanes_of(table)
         lanes.mirror(table)
         arrays = batch_arrays(batch, rows)
         sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        return self.forward(device_batch(batch, sent), lanes, pool)
+        return self.forward(device_batch(batch, sent), lanes, pool).logits
 
-    def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> torch.Tensor:
-        """Queue the step on the current stream: logits of the rows asked for, in the model's dtype.
+    def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> Passed:
+        """Queue the step on the current stream.
 
         `aux` then holds the rows, the pool the KV. Nothing waits for the device.
         """
+        context, ids = self.begin(batch, lanes, pool)
+        if self.aux is not None:
+            self.aux.begin(context.positions)
+        with self._living(context), nullcontext() if self.mtp is None else self.head.keeping():
+            with self.inference():
+                output = self.model(
+                    input_ids=ids[None],
+                    position_ids=context.positions[None],
+                    past_key_values=context.latents if self._latent else None,
+                    use_cache=False,
+                    logits_to_keep=0 if batch.rows is None else batch.rows,
+                    fd_ctx=context,
+                )
+            if self.aux is not None:
+                self.aux.end()
+            states: tuple[torch.Tensor, ...] = ()
+            if self.mtp is not None:
+                states = self.mtp.over_step(self.head.hidden, ids, context, batch, lanes)
+        return Passed(output.logits[0], states)
+
+    def draft(
+        self, depth: int, rows: DeviceBatch, lanes: DeviceLanes, pool: KVPool, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the pass of a draft, as `DeviceMtp.draft`: the states of all rows, and those [D, width] that say what
+        comes next. Raises InvariantBroken for a model without such layers."""
+        if self.mtp is None:
+            raise InvariantBroken("a draft of a model without layers that draft")
+        context, ids = self.begin(rows, lanes, pool)
+        with self._living(context):
+            states = self.mtp.draft(depth, rows, lanes, context, ids, before)
+        each = self.mtp.rows_of(depth)
+        return states, states[each - 1 :: each]
+
+    def begin(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> tuple[StepContext, torch.Tensor]:
+        """What attention needs of a pass, and the token ids [T] of its rows; one launch."""
         positions = torch.empty(batch.tokens, dtype=torch.int64, device=self.model.device)
         ids, slots = torch.empty_like(positions), torch.empty_like(positions)
         step_layout(
@@ -90,7 +155,6 @@ class DeviceStepModel(StepModel):
             ids,
             slots,
         )
-        latents = LatentCatcher()
         tiles = None
         if batch.runs and batch.decodes:
             tiles = row_tiles(batch.lanes[: batch.decodes], positions[: batch.decodes], self._run_rows)
@@ -98,31 +162,17 @@ class DeviceStepModel(StepModel):
             pool, lanes.tables, batch, positions, slots, self._workspaces, fixed=self.fixed, run_rows=self._run_rows,
             run_tiles=tiles,
         )  # fmt: skip
-        context = StepContext(
-            layers=self._layers,
-            paging=paging,
-            positions=positions,
-            latents=latents,
-        )
-        if self.aux is not None:
-            self.aux.begin(positions)
-        self._live.slots = slots
+        return StepContext(layers=self._layers, paging=paging, positions=positions, latents=LatentCatcher()), ids
+
+    @contextmanager
+    def _living(self, context: StepContext) -> Iterator[None]:
+        """Fused modules see which rows of the pass are stored."""
+        assert isinstance(context.paging, TritonPaging)
+        self._live.slots = context.paging.slots
         try:
-            with self.inference():
-                output = self.model(
-                    input_ids=ids[None],
-                    position_ids=positions[None],
-                    past_key_values=latents if self._latent else None,
-                    use_cache=False,
-                    logits_to_keep=0 if batch.rows is None else batch.rows,
-                    fd_ctx=context,
-                )
+            yield
         finally:
             self._live.slots = None
-        if self.aux is not None:
-            self.aux.end()
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
 def batch_arrays(batch: Batch, rows: NDArray[np.int64], way: Way = "both") -> dict[str, NDArray[np.generic]]:

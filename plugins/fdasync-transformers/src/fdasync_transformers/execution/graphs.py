@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def decode_rows(limits: RunnerLimits) -> int:
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+    passed: Passed
 
 
 class GraphLadder:
@@ -90,8 +91,8 @@ class GraphLadder:
             torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
-                logits = model.forward(batch, lanes, pool)
-            self._captured[size] = _Captured(graph, logits)
+                passed = model.forward(batch, lanes, pool)
+            self._captured[size] = _Captured(graph, passed)
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
     def differing(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool) -> int:
@@ -106,17 +107,18 @@ class GraphLadder:
         for size, captured in self._captured.items():
             self._set(lane, start, size)
             batch = self._batch(size)
-            wanted = model.forward(batch, lanes, pool)[:1].float()
+            wanted = model.forward(batch, lanes, pool).logits[:1].float()
             captured.graph.replay()
-            error = (captured.logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
+            error = (captured.passed.logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
             # blocking: start-up, in a process of its own
             if not float(error) < MOST_ERROR:
                 return size
         return 0
 
-    def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
-        """Queue a decode step of these sequences (int32 and int64 [n]); returns logits [n, V], valid until the next
-        replay of any graph in the same memory. None where there are more sequences than the largest size."""
+    def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> Passed | None:
+        """Queue a decode step of these sequences (int32 and int64 [n]); its tensors are valid until the next replay of
+        any graph in the same memory, and its states have padding behind. None where there are more sequences than the
+        largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):
@@ -125,7 +127,7 @@ class GraphLadder:
         self._set(lanes, starts, size)
         captured = self._captured[size]
         captured.graph.replay()
-        return captured.logits[:count]
+        return Passed(captured.passed.logits[:count], captured.passed.states)
 
     def _batch(self, size: int) -> DeviceBatch:
         lanes, starts, first_rows = self._lanes[:size], self._starts[:size], self._first_rows[: size + 1]

@@ -104,6 +104,10 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     # drafts have graphs of their own
     rows = decode_rows(limits)
     graphs = 2 * (rows + (limits.max_running if limits.speculation else 0)) * vocab * step_model.layout.dtype.itemsize
+    if step_model.mtp_layers and limits.speculation:
+        # of the passes that draft, whose graphs share one place; states of two passes, and those of every lane
+        hidden = int(step_model.model.config.hidden_size)
+        graphs += limits.max_running * (vocab + 4 * hidden * step_model.mtp_layers) * step_model.layout.dtype.itemsize
     # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives
     sampling = rows * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
     # float32 logits and log-probs, and the masks, places and values of alternatives

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE
+from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.graphs import MOST_ERROR
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
@@ -79,7 +80,7 @@ class MixedLadder:
         self._counts = torch.zeros(places, dtype=torch.int32, device=device)
         self._tiles = torch.zeros((places + sizes[-1] // PREFILL_TILE, 2), dtype=torch.int32, device=device)
         self._rows = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Passed]] = {}
         self._pad(0, 0, 0, 0)
         if device.type == "cuda":
             self._capture(device, memory)
@@ -92,11 +93,11 @@ class MixedLadder:
             torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
-                logits = self._forward(size)
-            self._captured[size] = graph, logits
+                passed = self._forward(size)
+            self._captured[size] = graph, passed
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
-    def _forward(self, size: int) -> torch.Tensor:
+    def _forward(self, size: int) -> Passed:
         tiles = self._tiles[: self.sequences + 1 + size // PREFILL_TILE]
         batch = DeviceBatch(
             size, 0, self._lanes, self._starts, self._first_rows, self._counts, tiles, self._rows, padded=True
@@ -108,9 +109,9 @@ class MixedLadder:
         place = bisect.bisect_left(self.sizes, tokens)
         return self.sizes[place] if place < len(self.sizes) and sequences <= self.sequences else 0
 
-    def replay(self, sent: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
-        """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`, valid until
-        the next replay of any graph in the same memory.
+    def replay(self, sent: dict[str, torch.Tensor], tokens: int) -> Passed:
+        """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`. Its tensors
+        are valid until the next replay of any graph in the same memory, and its states have padding behind.
 
         `sent` has the arrays of `batch_arrays` for tiles, on the device.
         """
@@ -128,11 +129,11 @@ class MixedLadder:
         self._pad(len(sent["lanes"]), tokens, len(sent["tiles"]), len(rows))
         size = self.size_of(tokens, len(sent["lanes"]))
         if self._captured:
-            graph, logits = self._captured[size]
+            graph, passed = self._captured[size]
             graph.replay()
         else:
-            logits = self._forward(size)
-        return logits[: len(rows)]
+            passed = self._forward(size)
+        return Passed(passed.logits[: len(rows)], passed.states)
 
     def _pad(self, sequences: int, tokens: int, tiles: int, rows: int) -> None:
         """Queue the padding of the buffers behind so many entries in use."""
@@ -166,10 +167,10 @@ class MixedLadder:
         for size in self.sizes:
             # sets the buffers; it replays the smallest size, as for any two tokens
             self.replay(sent, 2)
-            wanted = self._forward(size)[:1].float()
-            graph, logits = self._captured[size]
+            wanted = self._forward(size).logits[:1].float()
+            graph, passed = self._captured[size]
             graph.replay()
-            error = (logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
+            error = (passed.logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
             # blocking: start-up, in a process of its own
             if not float(error) < MOST_ERROR:
                 return size

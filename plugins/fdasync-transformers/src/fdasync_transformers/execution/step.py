@@ -19,6 +19,7 @@ from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContex
 from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.kv import fresh_tails
 from fdasync_transformers.model.ragged import RaggedPlan
+from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,12 @@ class StepModel:
         self.head = Head(model, self.inference)
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
+
+    @property
+    def mtp_layers(self) -> int:
+        """How many multi-token prediction layers the model has."""
+        head = head_of(self.model)
+        return 0 if head is None else head.depth
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention.decode_rows import WIDEST_KEY, attend_rows
 from fdasync.gpu.kernels.attention.latent import attend_latents
@@ -117,8 +118,7 @@ class TritonPaging(Paging):
         out = make(query.shape[0], heads, value_dim)
         shared: dict[str, Any] = {
             "scale": scaling,
-            "reach_kind": layer.reach.kind,
-            "reach_size": layer.reach.size,
+            **_reach(layer),
             "sinks": sinks,
             "value_dim": value_dim,
             "fixed": self.fixed,
@@ -175,7 +175,7 @@ class TritonPaging(Paging):
         self, layer: LayerSpec, query: torch.Tensor, rotary: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         batch, heads, rank = self.batch, query.shape[1], layer.latent_rank
-        if layer.reach.kind != "full":
+        if layer.reach.kind != "full" or layer.reach.first:
             return super().attend_latents(layer, query, rotary, scaling)
         if batch.tiles is None:
             # all rows are decodes, whose kernel writes zeros to those that belong to no sequence
@@ -198,6 +198,16 @@ class TritonPaging(Paging):
                 fixed=self.fixed,
             )
         return out
+
+
+def _reach(layer: LayerSpec) -> dict[str, Any]:
+    """As the kernels name it. Raises InvariantBroken for a window that also begins late."""
+    reach = layer.reach
+    if not reach.first:
+        return {"reach_kind": reach.kind, "reach_size": reach.size}
+    if reach.kind != "full":
+        raise InvariantBroken(f"layer {layer.index} sees a {reach.kind} from position {reach.first} on")
+    return {"reach_kind": "from", "reach_size": reach.first}
 
 
 def _rows(part: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,9 @@ from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.proofs import alone, guarded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.live_rows import LiveRows
@@ -37,7 +40,13 @@ class FusedExperts:
     notes: tuple[str, ...] = ()
 
 
-def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agree: Agree = alone) -> FusedExperts:
+def fuse_experts(
+    model: PreTrainedModel,
+    layers: MoELayers,
+    live: LiveRows,
+    agree: Agree = alone,
+    further: Sequence[torch.nn.Module] = (),
+) -> FusedExperts:
     """Make the fused experts the implementation of a model's experts, if they compute what every layer does.
 
     Runs each layer's experts on a few random rows, by its own code and by the kernels: waits for the device, for
@@ -48,6 +57,7 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agre
         layers: its MoE layers.
         live: says in each pass which rows count.
         agree: what the ranks of a group make of a reason not to fuse them; each of them proves its parts.
+        further: experts of layers behind the model's own, which are as these are.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on
@@ -56,12 +66,14 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agre
     if not runs_on(model.device):
         return FusedExperts(False, (f"experts are the library's own: no kernels on {model.device}",))
     ALL_EXPERTS_FUNCTIONS.register(NAME, fused_experts)
-    modules = [model.get_submodule(name) for name in layers.names]
+    modules = [*[model.get_submodule(name) for name in layers.names], *further]
     slots, live.slots = live.slots, None
     told: list[str] = []
     problem = ""
     try:
-        problem = agree(_first_problem(modules, layers, live, told))
+        numbers = [*layers.ids, *range(layers.ids[-1] + 1, layers.ids[-1] + 1 + len(further))]
+        top_k = [*layers.top_k, *[max(layers.top_k)] * len(further)]
+        problem = agree(_first_problem(list(zip(modules, numbers, top_k, strict=True)), live, told))
     finally:
         live.slots = slots
         if problem:
@@ -73,10 +85,11 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agre
     return FusedExperts(True, tuple(told))
 
 
-def _first_problem(modules: list[Any], layers: MoELayers, live: LiveRows, told: list[str]) -> str:
-    """Describe and compare all layers; the first one that differs, and how, or ""."""
+def _first_problem(modules: list[tuple[Any, int, int]], live: LiveRows, told: list[str]) -> str:
+    """Describe and compare all layers, each with its number and experts per token; the first one that differs, and how,
+    or ""."""
     kinds: set[type] = set()
-    for module, number, k in zip(modules, layers.ids, layers.top_k, strict=True):
+    for module, number, k in modules:
         notes = None if type(module) in kinds else told
         kinds.add(type(module))
         problem = guarded(partial(compare, module, k, live, notes), str)

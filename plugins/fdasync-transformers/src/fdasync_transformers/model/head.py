@@ -4,7 +4,7 @@ A step computes the logits of the tokens that it samples from alone: those of al
 memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
 is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
 steps and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a
-group compare their hidden states, and by `mtp/drafter.py`.
+group compare their hidden states, and where the model's own layers draft.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Head:
         self._inference = inference
         self._decoder = decoder_of(model)
         self._kept: Any = None
+        self._depth = 0
+        # what the decoder returns, of no tokens
+        self._form: Any = None
 
     @property
     def is_apart(self) -> bool:
@@ -58,19 +61,25 @@ class Head:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what the decoder returns in the forward pass inside, until the end of the block."""
+        """Keep what the decoder returns in the forward pass inside, until the end of the (outermost) block."""
 
         def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._kept = output
+            if self._form is None:
+                states = output.last_hidden_state
+                self._form = replace(output, last_hidden_state=states.new_empty((1, 0, states.shape[-1])))
 
         if self._decoder is None:
             raise InvariantBroken("the model has no decoder apart from its head")
         hook = self._decoder.register_forward_hook(keep)
+        self._depth += 1
         try:
             yield
         finally:
             hook.remove()
-            self._kept = None
+            self._depth -= 1
+            if not self._depth:
+                self._kept = None
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of these rows (int64 [n], on the model's device) of the pass, in the model's dtype. Queued on
@@ -78,11 +87,11 @@ class Head:
         return self.logits_of(self.hidden[rows])
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of hidden states [n, D], as those that the decoder returns; else as `logits`."""
+        """Logits [n, V] of hidden states [n, D], as those that the decoder returns; once a pass was kept."""
         decoder, kept = self._decoder, self._kept
-        if decoder is None or kept is None:
-            raise InvariantBroken("logits of a pass that was not kept")
-        part = replace(kept, last_hidden_state=states[None])
+        if decoder is None or self._form is None:
+            raise InvariantBroken("logits before a pass was kept")
+        part = replace(self._form, last_hidden_state=states[None])
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part
         try:

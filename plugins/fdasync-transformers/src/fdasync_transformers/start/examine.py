@@ -67,7 +67,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         if config.weights != "random":
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
-        facts |= _shapes(model, checkpoint.model_type, config, limits, notes)
+        facts |= _shapes(model, checkpoint.model_type, config, limits, notes, device)
         facts |= _parts(model, checkpoint.model_type, config, limits)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
@@ -82,7 +82,12 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
 
 
 def _shapes(
-    model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits, notes: list[str]
+    model: PreTrainedModel,
+    kind: str,
+    config: TransformersConfig,
+    limits: RunnerLimits,
+    notes: list[str],
+    device: torch.device,
 ) -> dict[str, Any]:
     """What one pass of one token on the meta device shows. Raises UnsupportedModel and ConfigError."""
     check_routing(model, limits)
@@ -98,7 +103,7 @@ def _shapes(
             layers = probe.attention_layers(model, latent=config.latent_mla, query_scales={}, reaches=False)
         layout = KVLayout(layers, model.dtype)
         if head_of(model) is not None:
-            layout = mtp_layout(model, config, limits)(layers)
+            layout = mtp_layout(model, config, limits, device)(layers)
             notes.append(mtp_note(model, layout))
     found: dict[str, Any] = {"kv_token_nbytes": layout.token_nbytes}
     if mends.max_context_tokens is not None:

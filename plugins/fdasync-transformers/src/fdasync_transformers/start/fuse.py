@@ -21,6 +21,8 @@ from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.fused.proofs import alone
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.families import decoder_layers
+from fdasync_transformers.model.moe_layers import find_experts
+from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.start.runner_config import (
     fits_grouped,
@@ -116,7 +118,10 @@ def _fuse(
     if config.experts == "fused" and layers is None:
         notes = ("experts: this model has none that could be fused",)
     if fuses_experts(config, model.device) and layers is not None:
-        experts = fuse_experts(model, layers, live, one)
+        head = head_of(model)
+        # by the same interface
+        further = [] if head is None else [each.module for each in find_experts(head).values()]
+        experts = fuse_experts(model, layers, live, one, further)
         notes = experts.notes
         parts.append(experts.fused)
         counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")

@@ -11,10 +11,12 @@ from fdasync.errors import ConfigError, InvariantBroken
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.mtp.names import stored_layers, told_layers
 from fdasync_transformers.mtp.specs import mtp_attention, mtp_specs, with_mtp
+from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
@@ -41,13 +43,17 @@ def count_mtp(checkpoint: loading.Checkpoint, config: TransformersConfig) -> int
 
 
 def mtp_layout(
-    model: PreTrainedModel, config: TransformersConfig, limits: RunnerLimits
+    model: PreTrainedModel, config: TransformersConfig, limits: RunnerLimits, device: torch.device
 ) -> Callable[[Sequence[LayerSpec]], KVLayout]:
-    """Makes the layout of a model with multi-token prediction layers. Raises UnsupportedModel."""
+    """Makes the layout of a model with multi-token prediction layers. Raises UnsupportedModel, and ConfigError for
+    layers that the device has no kernels for."""
     head = head_of(model)
     if head is None:
         raise InvariantBroken("the layout of layers that were not built")
     mtp = mtp_specs(model, head, latent=config.latent_mla)
+    if uses_kernels(config, device) and (short := [layer.reach.kind for layer in mtp if layer.reach.kind != "full"]):
+        problem = f"its multi-token prediction layers see a {short[0]} of tokens, for which there are no kernels"
+        raise ConfigError("runner_config.mtp", problem, hint="leave it out")
     return lambda layers: with_mtp(layers, mtp, int(model.config.hidden_size), model.dtype, limits.block_tokens or 0)
 
 

@@ -102,7 +102,7 @@ def open_model(
     make_layout = _layout_of(model)
     if mtp_layers:
         with library_code(kind, "the probe of its multi-token prediction layers"):
-            make_layout = mtp_layout(model, config, limits)
+            make_layout = mtp_layout(model, config, limits, device)
     sums = None
     if limits.sum_slices > 1:
         with library_code(kind, "cutting its sums into slices"):

@@ -165,8 +165,6 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
         raise ConfigError("runner_config.collectives", problem, hint="leave it out")
     fuses_experts(config, device)
     fuses_layers(config, device)
-    if config.mtp and (uses_kernels(config, device) or device.type != "cpu"):
-        raise ConfigError("runner_config.mtp", f"not with kernels on {device} yet", hint="leave it out")
     if config.dtype == "float64" and uses_kernels(config, device):
         raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32", or the CPU')
 

@@ -43,10 +43,12 @@ class DeviceDrafts:
 
     Args:
         bound: its table was made for runs of `speculation` + 1 tokens.
+        own: whether the model's own layers draft, too (`own_drafts.py`).
     """
 
-    def __init__(self, bound: Bound, lanes: DeviceLanes) -> None:
-        self._planner = RowPlanner(bound.table, bound.speculation, bound.pipeline_depth)
+    def __init__(self, bound: Bound, lanes: DeviceLanes, *, own: bool = False) -> None:
+        self._planner = RowPlanner(bound.table, bound.speculation, bound.pipeline_depth, own=own)
+        self._own = own
         self._lanes = lanes
         self._vocab_size = bound.vocab_size
         self._most_rows = bound.speculation + 1
@@ -75,7 +77,7 @@ class DeviceDrafts:
         """
         decodes, rows = len(step.lanes), step.rows.num_decodes
         counts = sent.get("counts")
-        noise = None if floats is None else own.get("noise")
+        noise = None if floats is None or "noise" not in own else own["noise"][:decodes]
         return Placed(
             *place_drafts(
                 own["runs"][:decodes],
@@ -89,6 +91,7 @@ class DeviceDrafts:
                 None if counts is None else counts[:rows],
                 noise,
                 None if noise is None else floats,
+                self._lanes.drafted if self._own else None,
             )
         )
 
@@ -98,14 +101,15 @@ class DeviceDrafts:
         counts = accept_drafts(
             own["runs"], tokens, placed.starts, placed.used, lanes.lengths, lanes.tokens, self._most_rows
         )
-        return {"starts": placed.starts, "counts": counts}
+        return {"starts": placed.starts, "counts": counts, "used": placed.used}
 
     def settle(self, step: StepRows, fetched: Mapping[str, Any]) -> Settled:
         """The step has ended. `fetched`: of `accept`, on the host; empty where nothing was sampled."""
         if not fetched:
             # no decode had room for a row
-            return self._planner.settle(step, step.known, np.zeros(len(step.runs), np.int64))
-        return self._planner.settle(step, fetched["starts"], fetched["counts"])
+            nothing = np.zeros(len(step.runs), np.int64)
+            return self._planner.settle(step, step.known, nothing, nothing[: len(step.lanes)])
+        return self._planner.settle(step, fetched["starts"], fetched["counts"], fetched["used"])
 
     def warm(self) -> None:
         """Queue the kernels once, so that no step waits while they are compiled."""
@@ -113,13 +117,14 @@ class DeviceDrafts:
         runs = torch.full((1, len(RUN_COLUMNS)), -1, dtype=torch.int64, device=device)
         paths = torch.zeros(1, dtype=torch.int32, device=device)
         rows = torch.zeros(1, dtype=torch.int32, device=device)
+        drafted = self._lanes.drafted if self._own else None
         floats = torch.zeros((1, 4), dtype=torch.float64, device=device)
         for counts in (None, rows):
             for noise in (None, floats):
                 placed = Placed(
                     *place_drafts(
                         runs, paths, self._lanes.lengths, self._lanes.tokens, self._vocab_size, self._most_rows,
-                        rows, rows.long(), counts, noise, noise,
+                        rows, rows.long(), counts, noise, noise, drafted,
                     )
                 )  # fmt: skip
         self.accept(placed, {"runs": runs}, rows.long())

@@ -6,6 +6,9 @@ leaves padding where it needs fewer. What depends on a position (slots of rows, 
 the whole span in which the step may lie. When the step has ended, `settle` says which rows stand, and where.
 
 A sequence whose samples depend on more than the tokens' positions (`takes_drafts`) has none, and is never uncertain.
+Where the model's own layers draft on the device, a sequence without a path of the host takes those drafts: the host
+knows that there are some, and not which.
+
 Knows lanes and numbers; knows no device. Called by `device_drafts.py`.
 """
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 _NO_PATH = Path(0, 0, np.zeros(0, np.int32))
+# tokens of a path that is on the device
+_OWN = -1
 
 
 class StepRows(NamedTuple):
@@ -41,12 +46,15 @@ class StepRows(NamedTuple):
         rows: the step with each row of a decode as a sequence of its own; positions of these are the least ones.
         runs: int64 [N, 10], as `RUN_COLUMNS`.
         paths: int32 [P], at least one.
-        noise: float64 [n, span], of the samples from `known` + 1 on; None: no decode draws.
+        noise: float64 [N, span], of the samples and drafts from `known` + 1 on (of a prompt that ends here from its
+            sample on); None: no sequence draws. Without drafts of the device [n, span].
         lanes, known, widths, reach: int64 [n]; the lane of each decode, its length as finished steps left it, its
             rows, and how far behind `known` this step may go.
         takes: bool [n], which may have drafts, and so may be further than `known`.
         uses: int64 [n], which use of its lane each is.
-        aux_index, generations: int64 and uint32 [n, span], of the positions from `known` on.
+        aux_index, generations: int64 and uint32 [n, reach at most], of the positions from `known` on.
+        owns: bool [n], which verify what the device drafted.
+        drafting: int64 [D], which of the N the device drafts behind.
     """
 
     number: int
@@ -62,6 +70,8 @@ class StepRows(NamedTuple):
     uses: Ints
     aux_index: Ints
     generations: NDArray[np.uint32]
+    owns: NDArray[np.bool_]
+    drafting: Ints
 
 
 class Settled(NamedTuple):
@@ -72,6 +82,7 @@ class Settled(NamedTuple):
         positions, aux_index, generations: of these rows, as of a `Batch`.
         samples: int64 [M], which samples stand, ascending.
         counts: of each sampling sequence, how many of these are its.
+        own_drafts: of each sampling sequence, how many drafts of the device were forwarded.
     """
 
     stands: NDArray[np.bool_]
@@ -80,6 +91,7 @@ class Settled(NamedTuple):
     generations: NDArray[np.uint32]
     samples: Ints
     counts: tuple[int, ...]
+    own_drafts: tuple[int, ...]
 
 
 class RowPlanner:
@@ -88,13 +100,17 @@ class RowPlanner:
     Args:
         speculation: most drafts of a sequence in a step, at least 1.
         depth: most steps in flight.
+        own: whether the device drafts, too: `speculation` tokens behind the samples of each step.
     """
 
-    def __init__(self, table: InputBatch, speculation: int, depth: int) -> None:
+    def __init__(self, table: InputBatch, speculation: int, depth: int, *, own: bool = False) -> None:
         lanes = len(table.length)
         self._table = table
         self._speculation = speculation
         self._depth = depth
+        self._own = speculation if own else 0
+        # whose last step the device has drafted behind
+        self._drafted = np.zeros(lanes, np.bool_)
         # positions that steps in flight may take of each lane
         self._flying = np.zeros(lanes, np.int64)
         self._planned = 0
@@ -103,7 +119,7 @@ class RowPlanner:
         self._uses = np.zeros(lanes, np.int64)
         self._takes = np.zeros(lanes, np.bool_)
         # the noise of the positions in reach, each at its remainder, and the first position that was not drawn yet
-        self._noise = np.zeros((lanes, depth * (speculation + 1)))
+        self._noise = np.zeros((lanes, depth * (speculation + 1) + self._own))
         self._undrawn = np.zeros(lanes, np.int64)
 
     def plan(self, step: RunStep) -> StepRows:
@@ -127,21 +143,24 @@ class RowPlanner:
         table.take_runs(batch, np.where(takes, 0, wide))
         reach = self._flying[lanes] + wide
         span = int(reach.max(initial=1))
-        if span > self._noise.shape[1]:
+        if span > self._depth * (self._speculation + 1):
             raise InvariantBroken(f"step {step.step_id} may lie {span} tokens behind what is known: too many in flight")
         self._flying[lanes[takes]] += wide[takes]
         room = table.room_of(lanes)
         places = known[:, None] + np.arange(span)
         size = table.block_tokens
+        owns = np.array([len(path.tokens) == 0 and path.most > 0 for path in laid], np.bool_)
+        drafting = np.flatnonzero(self._takes[batch.lanes[batch.sampled]]) if self._own else np.zeros(0, np.int64)
+        self._drafted[batch.lanes[batch.sampled[drafting]]] = True
         # positions past the table are never taken
         blocks = table.blocks[lanes[:, None], np.minimum(places, room[:, None] - 1) // size]
         slots, generations = table.slots_of(blocks)
         return StepRows(
             number=number,
             rows=_rows_of(batch, int(wide.sum())),
-            runs=_runs_of(batch, laid, room),
+            runs=_runs_of(batch, laid, table.room_of(batch.lanes[batch.sampled])),
             paths=np.concatenate([np.zeros(1, np.int32), *[path.tokens for path in laid]]),
-            noise=self._noise_of(lanes, known, reach, span),
+            noise=self._noise_of(batch, reach, span),
             lanes=lanes,
             known=known,
             widths=wide,
@@ -150,14 +169,19 @@ class RowPlanner:
             uses=self._uses[lanes],
             aux_index=slots * size + places % size,
             generations=generations,
+            owns=owns,
+            drafting=drafting,
         )
 
-    def settle(self, step: StepRows, starts: NDArray[np.integer], counts: NDArray[np.integer]) -> Settled:
+    def settle(
+        self, step: StepRows, starts: NDArray[np.integer], counts: NDArray[np.integer], used: NDArray[np.integer]
+    ) -> Settled:
         """The step has ended; steps from the `depth`-th behind it are planned from where it left its sequences.
 
         Args:
             starts: [n], position of the first row of each decode.
             counts: [N], samples that stand of each sampling sequence.
+            used: [n], rows of each decode that were no padding.
 
         Raises:
             InvariantBroken: they lie outside the step's rows.
@@ -182,6 +206,7 @@ class RowPlanner:
             np.concatenate([step.generations[which, place], step.rows.generations[rest]]),
             np.concatenate([np.flatnonzero(kept), len(kept) + np.arange(len(counts) - decodes)]),
             tuple(counts.tolist()),
+            (*np.where(step.owns, np.maximum(used - 1, 0), 0).tolist(), *[0] * (len(counts) - decodes)),
         )
 
     def _learn(self, last: int) -> None:
@@ -198,6 +223,7 @@ class RowPlanner:
         for start in step.starts:
             lane = self._table.lane_of(start.key)
             self._flying[lane] = self._undrawn[lane] = 0
+            self._drafted[lane] = False
             self._uses[lane] += 1
             self._takes[lane] = takes_drafts(start.sampler)
 
@@ -205,10 +231,14 @@ class RowPlanner:
         keys = [self._table.keys[lane] for lane in decodes.tolist()]
         if left := set(paths).difference(keys):
             raise InvariantBroken(f"step {step_id} has drafts for {sorted(left)}, which it does not decode")
-        if not paths:
+        if not paths and not self._own:
             return [_NO_PATH] * len(keys)
-        takes = self._takes[decodes].tolist()
-        return [paths.get(key, _NO_PATH) if ours else _NO_PATH for key, ours in zip(keys, takes, strict=True)]
+        own = Path(0, self._own, _NO_PATH.tokens)
+        takes, drafted = self._takes[decodes].tolist(), self._drafted[decodes].tolist()
+        return [
+            paths.get(key, own if mine else _NO_PATH) if ours else _NO_PATH
+            for key, ours, mine in zip(keys, takes, drafted, strict=True)
+        ]
 
     def _widths(self, decodes: Ints, laid: list[Path]) -> Ints:
         """Rows of each decode: its last token, and the most drafts that it can have wherever it is."""
@@ -217,17 +247,25 @@ class RowPlanner:
         most = np.array([path.most for path in laid], np.int64)
         # the first position in reach whose successor is not before the path
         last = np.maximum(self._table.length[decodes], starts - 1)
-        drafts = np.minimum(most, lengths - (last + 1 - starts))
+        drafts = np.minimum(most, np.where(lengths > 0, lengths - (last + 1 - starts), most))
         drafts[last > self._table.length[decodes] + self._flying[decodes]] = 0
         wanted: Ints = 1 + np.maximum(drafts, 0)
         return wanted
 
-    def _noise_of(self, lanes: Ints, known: Ints, reach: Ints, span: int) -> NDArray[np.float64] | None:
+    def _noise_of(self, batch: Batch, reach: Ints, span: int) -> NDArray[np.float64] | None:
         """The noise of each position is drawn once, however often it is in reach."""
-        ring = self._noise
+        ring, samplers = self._noise, self._table.samplers
+        decodes = batch.num_decodes
+        # of a prompt that ends here, its sample counts as one row behind its last but one token
+        chosen = batch.sampled if self._own else batch.sampled[:decodes]
+        lanes = batch.lanes[chosen]
+        known = batch.starts[chosen]
+        known[decodes:] += batch.counts[chosen[decodes:]] - 1
+        reach = np.concatenate([reach, np.ones(len(chosen) - decodes, np.int64)])
+        reach = reach + np.where(self._takes[lanes], self._own, 0)
+        span += self._own
         stops = known + 1 + reach
         begins = np.maximum(self._undrawn[lanes], known + 1)
-        samplers = self._table.samplers
         draws = False
         tokens: list[tuple[int, int, int]] = []
         new = np.zeros(len(lanes), np.int64)
@@ -276,11 +314,12 @@ def _runs_of(batch: Batch, laid: list[Path], room: Ints) -> Ints:
     runs[decodes:, 1] = int(widths.sum()) + np.arange(len(ended))
     runs[:decodes, 2], runs[decodes:, 2] = widths, 1
     runs[:decodes, 3], runs[decodes:, 3] = -1, batch.starts[ended] + batch.counts[ended] - 1
-    runs[:decodes, 4] = room
+    runs[:, 4] = room
     # behind one token that belongs to none
     runs[:decodes, 5] = 1 + np.cumsum(lengths) - lengths
-    runs[:decodes, 6] = lengths
-    runs[:decodes, 7] = [path.start for path in laid]
     runs[:decodes, 8] = [path.most for path in laid]
+    runs[:decodes, 6] = np.where((lengths == 0) & (runs[:decodes, 8] > 0), _OWN, lengths)
+    runs[:decodes, 7] = [path.start for path in laid]
     runs[:decodes, 9] = batch.starts[:decodes] + 1
+    runs[decodes:, 9] = runs[decodes:, 3] + 1
     return runs

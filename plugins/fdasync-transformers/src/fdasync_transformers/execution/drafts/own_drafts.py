@@ -1,0 +1,151 @@
+"""Drafts of the model's own layers (MTP) behind each step of a device: what stays of the step, and the drafting passes.
+
+Once a step is sampled, `keep` leaves the hidden states of what stands, and a pass for each draft follows: the layers
+over the sampled token (then over the draft before), logits, and a sample with the noise of the draft's position. All of
+it is queued behind the step, from lengths that the device alone knows. Of a group, rank 0 samples the drafts and tells
+them. Knows lanes and passes; knows no futures. Made by `device_executor.py` for a model with such layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from fdasync.errors import InvariantBroken
+from fdasync.gpu.kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
+from fdasync_transformers.execution.drafts.draft_graphs import DraftGraphs
+from fdasync_transformers.execution.triton_paging import DeviceBatch
+from fdasync_transformers.sampling.sampler import compute_samples, plan_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import RunStep
+    from fdasync_transformers.execution.device_lanes import DeviceLanes
+    from fdasync_transformers.execution.device_step import DeviceStepModel, Passed
+    from fdasync_transformers.execution.drafts.step_rows import StepRows
+    from fdasync_transformers.execution.executor import Bound
+    from fdasync_transformers.sampling.sampler import SamplePlan
+
+# of the arrays that `begin` takes
+_ENTERED = ("entered", "entered_blocks")
+_FLOATS = "floats"
+
+
+class OwnDrafts:
+    """See the module.
+
+    Args:
+        model: with MTP layers.
+        bound: its `speculation` says how many tokens are drafted behind each sampled one; 0: none, and the layers' KV
+            is kept all the same.
+    """
+
+    def __init__(self, model: DeviceStepModel, bound: Bound, lanes: DeviceLanes) -> None:
+        if model.mtp is None:
+            raise InvariantBroken("drafts of a model without layers that draft")
+        self._model = model
+        self._mtp = model.mtp
+        self._bound = bound
+        self._lanes = lanes
+        self._most = bound.speculation
+        self._group = bound.collectives
+        self._leads = bound.collectives is None or not bound.collectives.rank
+        self._graphs: DraftGraphs | None = None
+
+    def capture(self, sizes: tuple[int, ...], memory: Any) -> None:
+        """Capture the passes of these numbers of sequences, and check them; on the current stream. Raises as
+        `DraftGraphs`, and RuntimeError where a graph computes something else."""
+        if self._most:
+            graphs = DraftGraphs(self._pass, sizes, self._most, self._lanes, memory)
+            if wrong := graphs.differing(self._pass):
+                raise RuntimeError(f"the graph of {wrong} drafting sequences does not answer as its operations do")
+            self._graphs = graphs
+
+    def arrays(self, step: RunStep, drafted: StepRows | None) -> dict[str, NDArray[np.generic]]:
+        """What the device needs for `enter`, and for the rows of `draft`; may be empty."""
+        table = self._bound.table
+        arrays: dict[str, NDArray[np.generic]] = {}
+        cached = [start for start in step.starts if start.num_cached]
+        if cached:
+            size = table.block_tokens
+            arrays[_ENTERED[0]] = np.array([table.lane_of(start.key) for start in cached], np.int64)
+            blocks = [start.blocks[(start.num_cached - 1) // size] for start in cached]
+            arrays[_ENTERED[1]] = np.array(blocks, np.int64)
+        if drafted is not None and len(drafted.drafting):
+            runs = drafted.runs[drafted.drafting]
+            arrays["lanes"], arrays["rooms"] = runs[:, 0].astype(np.int32), runs[:, 4].copy()
+            if drafted.noise is not None:
+                arrays["first"], arrays["noise"] = runs[:, 9].copy(), drafted.noise[drafted.drafting]
+        return arrays
+
+    def plan(self, drafted: StepRows | None) -> SamplePlan | None:
+        """How drafts are sampled, as their sequences are; None: there are none, or this rank samples none."""
+        if drafted is None or not len(drafted.drafting) or not self._leads:
+            return None
+        lanes = drafted.runs[drafted.drafting, 0]
+        # drafts are no answers: nobody asks for their log-probs
+        specs = [
+            msgspec.structs.replace(spec, raw=False, processed=False, top=0)
+            for lane in lanes.tolist()
+            if (spec := self._bound.table.samplers[lane]) is not None
+        ]
+        return plan_samples(specs, np.zeros(len(specs), np.int64), lanes, undrawn=len(specs))
+
+    def enter(self, sent: Mapping[str, torch.Tensor]) -> None:
+        """Queue what sequences that start on cached blocks go on from; before the step's pass. `sent`: `arrays`."""
+        if _ENTERED[0] in sent:
+            rows, blocks = (sent[name] for name in _ENTERED)
+            self._mtp.enter(rows, blocks, self._lanes, self._bound.pool, self._group)
+
+    def keep(self, passed: Passed, batch: DeviceBatch, num_runs: int) -> None:
+        """Queue what stays of a step, once its lengths are known; as `DeviceMtp.keep`."""
+        self._mtp.keep(passed.states, batch, num_runs, self._lanes, self._bound.pool)
+
+    def draft(
+        self, sent: Mapping[str, torch.Tensor], plan: SamplePlan | None, numbers: dict[str, torch.Tensor]
+    ) -> None:
+        """Queue the drafts behind the tokens of a step, after `keep`; nothing where `sent` has no sequence that drafts.
+
+        Args:
+            sent: `arrays`, on the device.
+            plan: of `plan`; None on ranks that do not sample.
+            numbers: the plan's arrays, on the device; written.
+        """
+        if "lanes" not in sent:
+            return
+        lanes, tables = sent["lanes"], self._lanes
+        draft_room(lanes, sent["rooms"], tables.lengths, tables.drafted, self._most, tables.tokens.shape[1])
+        states = None
+        for depth in range(self._most):
+            replayed = None if self._graphs is None else self._graphs.replay(depth, lanes)
+            states, logits = self._pass(depth, lanes, states) if replayed is None else replayed
+            tokens = None
+            if plan is not None and logits is not None:
+                if _FLOATS in numbers and "noise" in sent:
+                    draft_noise(lanes, sent["noise"], sent["first"], tables.lengths, depth, numbers[_FLOATS])
+                tokens = compute_samples(self._bound.trim(logits), plan, numbers, tables.tokens)["tokens"]
+            if self._group is not None:
+                message = torch.zeros(len(lanes), dtype=torch.int32, device=lanes.device)
+                if tokens is not None:
+                    message.copy_(tokens)
+                tokens = self._group.share(message, "drafts")[0]
+            if tokens is not None:
+                take_drafts(lanes, tables.lengths, tables.drafted, depth, tokens.contiguous(), tables.tokens)
+
+    def _pass(
+        self, depth: int, lanes: torch.Tensor, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States of all rows of the pass of this depth, and logits [D, V]; none on ranks that do not sample."""
+        each = self._mtp.rows_of(depth)
+        row_lanes, starts = draft_rows(lanes, self._lanes.lengths, self._lanes.drafted, depth, each)
+        count = len(row_lanes)
+        first_rows = torch.arange(count + 1, dtype=torch.int32, device=lanes.device)
+        rows = DeviceBatch(count, count, row_lanes, starts, first_rows)
+        states, lasts = self._model.draft(depth, rows, self._lanes, self._bound.pool, before)
+        return states, self._model.head.logits_of(lasts) if self._leads else None
