@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.result import Result, Sample
+    from fdasync.scheduler.state.config import SchedulerStats
 
 _PARTS = "bcirx"
 _ACCEPTANCES = (0.9, 0.7, 0.5)
@@ -102,9 +103,13 @@ class Load:
 
     Args:
         new_tokens: of each request; one number for all, or one each.
+        temperature: of all.
     """
 
-    def __init__(self, scale: Scale, count: int, new_tokens: int | Sequence[int]) -> None:
+    def __init__(
+        self, scale: Scale, count: int, new_tokens: int | Sequence[int], *, temperature: float = _TEMPERATURE
+    ) -> None:
+        self._temperature = temperature
         self.prompts = scale.prompts(count)
         self.new_tokens = [new_tokens] * count if isinstance(new_tokens, int) else list(new_tokens)
 
@@ -133,16 +138,15 @@ class Load:
             results,
             seconds,
             rate,
-            after.drafted_tokens - before.drafted_tokens,
-            after.accepted_tokens - before.accepted_tokens,
+            _drafted(after) - _drafted(before),
+            _accepted(after) - _accepted(before),
             after.steps - before.steps,
         )
 
-    @staticmethod
-    def _params(number: int, new: int, plainly: bool) -> SamplingParams:
+    def _params(self, number: int, new: int, plainly: bool) -> SamplingParams:
         return SamplingParams(
             max_tokens=new,
-            temperature=1.0 if plainly else _TEMPERATURE,
+            temperature=1.0 if plainly else self._temperature,
             seed=number + 1,
             ignore_eos=True,
             logprobs="raw" if plainly else "none",
@@ -162,7 +166,15 @@ async def _watch(engine: Engine, count: int, edge: int) -> float:
         await asyncio.sleep(0.002)
     if end.steps == begin.steps:
         return 0.0
-    return ((end.steps - begin.steps) * count + end.accepted_tokens - begin.accepted_tokens) / (ended - began)
+    return ((end.steps - begin.steps) * count + _accepted(end) - _accepted(begin)) / (ended - began)
+
+
+def _drafted(stats: SchedulerStats) -> int:
+    return stats.drafted_tokens + stats.own_drafted_tokens
+
+
+def _accepted(stats: SchedulerStats) -> int:
+    return stats.accepted_tokens + stats.own_accepted_tokens
 
 
 def engine_config(
@@ -214,7 +226,7 @@ async def rates(run: Run, folder: str, args: argparse.Namespace) -> None:
             # the first round fills the prefix cache
             answers[size] = (await load.play(engine)).answers
             rounds = [await load.play(engine) for _ in range(args.rounds)]
-            base[size] = run.report.add(f"tokens_per_s_{size}_none", _seen(rounds))
+            base[size] = run.report.add(f"tokens_per_s_{size}_none", seen(rounds))
             run.report.conditions[f"same_none_{size}"] = _same(answers[size], rounds[0].answers)
             run.save()
     speculation, drafter = drafting(scale.sizes[-1])
@@ -223,12 +235,12 @@ async def rates(run: Run, folder: str, args: argparse.Namespace) -> None:
         for size, load in loads.items():
             drafter.forget()
             rounds = [await load.play(engine) for _ in range(args.rounds + 1)][1:]
-            run.report.add(f"off_{size}", [rate / base[size] for rate in _seen(rounds)], aim=0.98)
+            run.report.add(f"off_{size}", [rate / base[size] for rate in seen(rounds)], aim=0.98)
             for acceptance in _ACCEPTANCES:
                 label = f"{acceptance * 10:02.0f}_{size}"
                 drafter.know(load.prompts, answers[size], acceptance)
                 rounds = [await load.play(engine) for _ in range(args.rounds + 1)][1:]
-                values = [rate / base[size] for rate in _seen(rounds)]
+                values = [rate / base[size] for rate in seen(rounds)]
                 run.report.add(f"speedup_{label}", values, aim=_AIMS.get(f"speedup_{label}", 0.98))
                 last = rounds[-1]
                 run.report.conditions[f"drafts_{label}"] = {
@@ -241,7 +253,7 @@ async def rates(run: Run, folder: str, args: argparse.Namespace) -> None:
             run.say(f"{size} running: done")
 
 
-def _seen(rounds: Sequence[Round]) -> list[float]:
+def seen(rounds: Sequence[Round]) -> list[float]:
     """The rates. Raises RuntimeError where no round showed one."""
     found = [one.rate for one in rounds if one.rate]
     if not found:

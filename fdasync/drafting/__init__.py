@@ -1,6 +1,7 @@
 """Guesses the next tokens of sequences that decode, and how many guesses pay. Pure; knows no scheduler."""
 
 from fdasync.drafting.base import Drafter, DrafterLimits, DrafterStats
+from fdasync.drafting.own_budget import OwnBudget
 from fdasync.drafting.planning import DraftCounters, DraftPlanner
 from fdasync.drafting.plugins import drafter_class, make_drafter
 from fdasync.drafting.speculation import RUNNERS_OWN, Speculation
@@ -12,6 +13,7 @@ __all__ = [
     "Drafter",
     "DrafterLimits",
     "DrafterStats",
+    "OwnBudget",
     "Speculation",
     "drafter_class",
     "make_drafter",

@@ -138,6 +138,8 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
         skips: keys of decoding sequences that this step leaves out.
         chunks: prefill of this step.
         drafts: paths to verify, where `RunnerLimits.speculation` allows for it; None: there are none.
+        own_drafts: tokens that the runner's own drafter (`Capacity.drafter`) drafts behind each sampled sequence, for
+            the next step to verify; None: as many as `RunnerLimits.speculation`.
     """
 
     step_id: int
@@ -147,6 +149,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     skips: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     drafts: Drafts | None = None
+    own_drafts: int | None = None
 
 
 class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):

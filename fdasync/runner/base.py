@@ -97,8 +97,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
         max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more, or
             less.
-        drafter: name of the runner's own drafter ("mtp"), whose drafts each step tells (`StepOutput.own_drafts`); "":
-            it has none, or does not tell.
+        drafter: name of the runner's own drafter ("mtp"), which drafts as many tokens as `RunStep.own_drafts` says, and
+            whose drafts each step tells (`StepOutput.own_drafts`); "": it has none, or does not tell.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing

@@ -10,9 +10,10 @@ the configuration names a drafter, or the runner has one.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.drafting import DraftCounters, DrafterLimits, DraftPlanner, make_drafter
+from fdasync.drafting import DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class StepDrafts:
                 weighs=config.weighs_drafts,
             )
         self._own = DraftCounters(config.own_drafter, 0, 0, 0)
+        # None: the runner drafts as many as it may
+        self._own_budget = OwnBudget(config.max_run_tokens - 1) if config.own_drafter and config.weighs_drafts else None
+        # of the steps in flight, whether the engine's drafter has paths in them
+        self._with_paths: deque[bool] = deque()
         # by live sequence: decode steps that gave tokens of it, the runner's drafts, those of them that were accepted
         self._begun: dict[int, tuple[int, int, int]] = {}
         # of the last plan: plans share the list while no sequence joins or leaves
@@ -73,14 +78,19 @@ class StepDrafts:
         cut = 4 * seq.prompt_len
         self._planner.begin(seq.key, seq.group, tokens[:cut], tokens[cut:], limit=seq.max_len, salt=seq.salt, now=now)
 
-    def propose(self, decodes: list[Sequence]) -> Drafts | None:
-        """Drafts for the step that is being planned, which decodes these; None: it has none. Called for every step."""
-        if self._planner is None:
-            return None
-        if decodes is not self._decodes:
-            self._decodes = decodes
-            self._keys = tuple([seq.key for seq in decodes])
-        return self._planner.plan(self._keys)
+    def propose(self, decodes: list[Sequence]) -> tuple[Drafts | None, int | None]:
+        """Drafts for the step that is being planned, which decodes these; None: it has none. And how many the runner
+        drafts behind it (`RunStep.own_drafts`). Called for every step."""
+        drafts = None
+        if self._planner is not None:
+            if decodes is not self._decodes:
+                self._decodes = decodes
+                self._keys = tuple([seq.key for seq in decodes])
+            drafts = self._planner.plan(self._keys)
+        if self._own_budget is None:
+            return drafts, None
+        self._with_paths.append(drafts is not None)
+        return drafts, self._own_budget.plan(len(decodes))
 
     def done(self, decodes: list[Sequence], samplers: list[Sequence], event: StepDone, seconds: float | None) -> None:
         """The oldest step in flight completed.
@@ -91,7 +101,7 @@ class StepDrafts:
             seconds: what the step took, if it did nothing but decode.
         """
         if self._own.drafter:
-            self._count_own(decodes, event)
+            self._count_own(decodes, event, seconds)
         if self._planner is None:
             return
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
@@ -127,7 +137,7 @@ class StepDrafts:
         if left:
             raise InvariantBroken(f"sequences {sorted(left)} have ended, and their drafts have not")
 
-    def _count_own(self, decodes: list[Sequence], event: StepDone) -> None:
+    def _count_own(self, decodes: list[Sequence], event: StepDone, seconds: float | None) -> None:
         """Count the runner's drafts of a step that completed. Raises InvariantBroken where it does not tell them."""
         counts, forwarded = event.counts, event.own_drafts
         if counts is None or forwarded is None or not len(counts) == len(forwarded) >= len(decodes):
@@ -143,3 +153,7 @@ class StepDrafts:
                 begun[seq.key] = (steps + 1, drafted + drafts, accepted + kept)
         name, drafted, accepted, steps = self._own
         self._own = DraftCounters(name, drafted + total, accepted + right, steps + (total > 0))
+        if self._own_budget is not None:
+            if self._with_paths.popleft():
+                seconds = None
+            self._own_budget.done(forwarded[: len(decodes)], counts[: len(decodes)], seconds)

@@ -179,8 +179,8 @@ class StepPlanner:
             if chunk.last:
                 self._join(chunk.seq, plan)
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
-        drafts = None if self._drafts is None else self._drafts.propose(decodes)
-        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts), plan
+        drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes)
+        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts, own), plan
 
     def _attend(self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int]) -> list[Sequence]:
         """Give blocks to the sequences that are due; returns those that decode for the last time."""

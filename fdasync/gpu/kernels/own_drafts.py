@@ -20,12 +20,12 @@ _ROWS = 64
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_sequences"],
+    do_not_specialize=["num_sequences", "most"],
     do_not_specialize_on_alignment=["lanes", "rooms", "lengths", "drafted"],
 )
 def _room_kernel(  # type: ignore[no-untyped-def]
-    lanes, rooms, lengths, drafted, num_sequences,
-    most: tl.constexpr, max_tokens: tl.constexpr, num_lanes: tl.constexpr, rows: tl.constexpr,
+    lanes, rooms, lengths, drafted, num_sequences, most,
+    max_tokens: tl.constexpr, num_lanes: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0) * rows + tl.arange(0, rows)
     here = number < num_sequences
@@ -117,7 +117,7 @@ def draft_room(
     if count:
         grid: Any = (triton.cdiv(count, _ROWS),)
         _room_kernel[grid](
-            lanes, rooms, lengths, drafted, count, most=most, max_tokens=max_tokens, num_lanes=len(lengths),
+            lanes, rooms, lengths, drafted, count, most, max_tokens=max_tokens, num_lanes=len(lengths),
             rows=_ROWS, num_warps=1,
         )  # fmt: skip
 

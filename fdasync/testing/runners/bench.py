@@ -204,9 +204,9 @@ class Bench:
     def launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
         """Launch the next step with these parts of `RunStep`."""
         self._step_id += 1
-        drafts = parts.pop("drafts", None)
+        drafts, own_drafts = parts.pop("drafts", None), parts.pop("own_drafts", None)
         columns = {name: tuple(part) for name, part in parts.items()}
-        return self.runner.launch(RunStep(self._step_id, **columns, drafts=drafts))
+        return self.runner.launch(RunStep(self._step_id, **columns, drafts=drafts, own_drafts=own_drafts))
 
     async def step(self, **parts: Any) -> tuple[int, ...]:
         """Launch the next step and wait for its tokens."""

@@ -79,7 +79,7 @@ async def test_results_are_those_without_drafts(folder_of: Any, family: str, dep
         assert plain.own_drafter == ""
         assert all(result.drafts is None for result in wanted)
     assert {result.finish_reason for result in wanted} == {"length", "stop"}
-    alone = Speculation(drafter="none", max_tokens=3)
+    alone = Speculation(drafter="none", max_tokens=3, budget=False)
     async with Engine(config(folder, alone, pipeline_depth=depth)) as engine:
         results = await play(engine)
         assert_same(results, wanted)
@@ -98,6 +98,21 @@ async def test_results_are_those_without_drafts(folder_of: Any, family: str, dep
         for sample in result.samples:
             # the first token is the prefill's, and so is one after each preemption
             assert min(len(sample.token_ids) - 1, 1) <= sample.drafts.steps <= len(sample.token_ids) - 1
+
+
+async def test_with_the_budget_results_are_the_same(folder_of: Any) -> None:
+    """However many are drafted behind a step: the times of this machine decide."""
+    folder = folder_of("qwen3_moe")
+    async with Engine(config(folder, None, mtp=False)) as engine:
+        wanted = await play(engine)
+    async with Engine(config(folder, Speculation(drafter="none", max_tokens=3))) as engine:
+        for _ in range(3):
+            assert_same(await play(engine), wanted)
+        stats = engine.stats().scheduler
+        engine.check()
+    # all numbers are tried
+    assert 0 < stats.own_accepted_tokens < stats.own_drafted_tokens
+    assert 0 < stats.own_drafting_steps < stats.steps
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
@@ -129,7 +144,7 @@ async def test_host_s_drafts_and_the_runner_s_are_counted_apart(folder_of: Any, 
 async def test_new_weights_and_an_abort_in_the_middle(folder_of: Any, family: str) -> None:
     """New weights reach the layers too: requests behind them are those of an engine that began with these weights."""
     folder, other = folder_of(family), folder_of(family, 1)
-    speculation = Speculation(drafter="none", max_tokens=3)
+    speculation = Speculation(drafter="none", max_tokens=3, budget=False)
     async with Engine(config(other, None, mtp=False, num_blocks=64)) as engine:
         wanted = await play(engine)
     async with Engine(config(other, speculation, num_blocks=64)) as engine:
@@ -174,7 +189,7 @@ async def test_a_stop_string_in_the_middle_of_accepted_drafts_ends_a_sample_wher
         stopped = msgspec.structs.replace(free, stop=stops)
         wanted = [await engine.complete(prompt, stopped) for prompt in PROMPTS]
     assert {sample.finish_reason for result in wanted for sample in result.samples} == {"stop"}
-    speculation = Speculation(drafter="none", max_tokens=3)
+    speculation = Speculation(drafter="none", max_tokens=3, budget=False)
     async with Engine(config(folder, speculation), tokenizer=LetterTokenizer()) as engine:
         results = list(await asyncio.gather(*[engine.complete(prompt, stopped) for prompt in PROMPTS]))
         assert engine.stats().scheduler.own_accepted_tokens > 10
@@ -188,7 +203,7 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
     folder = folder_of("glm4_moe")
     async with Engine(config(folder, None, mtp=False)) as engine:
         wanted = await play(engine)
-    speculation = Speculation(drafter="none", max_tokens=3)
+    speculation = Speculation(drafter="none", max_tokens=3, budget=False)
     sides = [
         Instance(
             config(folder, speculation, role=role, host_blocks=32, num_blocks=64),
@@ -217,7 +232,7 @@ async def test_ranks_draft_as_one_process_does(
     folder = folder_of(family)
     exact = {"dtype": "float64", "device": "cpu", "num_threads": 1, "self_check": False, "mtp": True}
     tiers: dict[str, Any] = {"host_blocks": 40, "store": "file", "store_config": {"path": str(tmp_path)}}
-    speculation = Speculation(drafter="none", max_tokens=3)
+    speculation = Speculation(drafter="none", max_tokens=3, budget=False)
     grouped = config(folder, speculation, runner_config=exact, tensor_parallel=ranks, process="worker", **tiers)
     async with Engine(config(folder, speculation, runner_config=exact)) as engine:
         wanted = await play(engine)

@@ -33,6 +33,8 @@ MOST = 3
 LIMITS = msgspec.structs.replace(RunTests.limits, speculation=MOST)
 # the interpreter takes a step of one layer a second
 STEPS = 12 if ON_GPU else 3
+# how many tokens steps are told to draft
+TOLD = (None, 1, 0, None, 2)
 
 
 def runner(folder: Path, limits: RunnerLimits, **own: Any) -> Runner:
@@ -53,7 +55,7 @@ async def decode(on: Bench, keys: tuple[int, ...], steps: int, *, flying: int) -
     flights: list[asyncio.Future[StepOutput]] = []
     outputs = []
     for step in range(steps):
-        flights.append(on.launch(appends=[] if step else appends))
+        flights.append(on.launch(appends=[] if step else appends, own_drafts=TOLD[step % len(TOLD)]))
         if len(flights) == flying:
             outputs.append(told(await flights.pop(0)))
     return outputs + [told(await flight) for flight in flights]
@@ -157,7 +159,7 @@ def config(folder: Path, *, mtp: bool, **changed: Any) -> EngineConfig:
     return EngineConfig(
         model=str(folder),
         tokenizer="none",
-        speculation=Speculation(drafter="none", max_tokens=MOST) if mtp else None,
+        speculation=Speculation(drafter="none", max_tokens=MOST, budget=False) if mtp else None,
         **{"runner_config": own, "process": "inline", "numerics": "fixed", "pipeline_depth": 2, **sizes, **changed},
     )
 

@@ -11,6 +11,7 @@ import pytest
 from agreeing import make_agreeing_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
+from fdasync.events.actions import Chunk
 from fdasync.testing import RunTests
 from fdasync.testing.runners.bench import noisy, on_bench
 from fdasync.testing.runners.drafts import drafts_of
@@ -54,6 +55,16 @@ class TestMtpRuns(RunTests):
             outputs = [await on.launch(appends=appends if not step else []) for step in range(12)]
         # 48 runs
         assert sum(len(output.tokens) for output in outputs) >= least
+
+    async def test_a_step_drafts_as_many_tokens_as_it_is_told(self) -> None:
+        async with on_bench(self.make(self.limits)) as on:
+            start = on.start(1, on.prompt(9), [0, 1])
+            await on.launch(starts=[start], chunks=[Chunk(1, 9, True)], own_drafts=2)
+            appends = [on.append(1, block) for block in (4, 8)]
+            outputs = [await on.launch(appends=appends, own_drafts=0)]
+            outputs += [await on.launch(own_drafts=most) for most in (1, None, None)]
+            forwarded = [output.own_drafts for output in outputs]
+        assert forwarded == [(2,), (0,), (1,), (3,)]
 
     async def test_the_host_s_drafts_go_first(self) -> None:
         """A wrong one ends a run that the layers would have made longer; behind it they go on as before."""

@@ -435,7 +435,9 @@ class DeviceExecutor(Executor):
         """Queue what the model's own layers do behind a step: they draft for the next one."""
         batch = device_batch(begun.batch, begun.sent, begun.way)
         drafter.keep(passed, batch, begun.batch.num_decodes if begun.placed is not None else 0)
-        drafter.draft(own(begun.sent, OWN), begun.own_plan, own(begun.sent, OWN_SAMPLER))
+        if begun.drafted is not None:
+            most = begun.drafted.own_drafts
+            drafter.draft(most, own(begun.sent, OWN), begun.own_plan, own(begun.sent, OWN_SAMPLER))
 
     def _abandon(self, holds: list[Hold], results: dict[str, torch.Tensor]) -> None:
         """A step broke: the queued part runs on, and its buffers and tensors come back with a completion, for which a

@@ -96,7 +96,7 @@ class HostExecutor(Executor):
         if not len(batch.positions):
             return self._taken(batch, runs, StepOutput(step.step_id, ()))
         if not leads:
-            return self._follow(batch, runs)
+            return self._follow(batch, runs, step.own_drafts)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
@@ -112,7 +112,7 @@ class HostExecutor(Executor):
                 share_step(bound.collectives, step.step_id, values, hidden, told)
             if self._drafter is not None:
                 # of tokens that all ranks know
-                self._draft(self._drafter, part, runs)
+                self._draft(self._drafter, part, runs, step.own_drafts)
         output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands
@@ -120,7 +120,7 @@ class HostExecutor(Executor):
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
-    def _follow(self, batch: Batch, runs: StepRuns) -> StepOutput:
+    def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int | None) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
@@ -134,7 +134,7 @@ class HostExecutor(Executor):
             counts, tokens = np.split(told, [len(batch.sampled)])
             runs.follow(counts, tokens)
             if self._drafter is not None:
-                self._draft(self._drafter, part, runs)
+                self._draft(self._drafter, part, runs, own_drafts)
         return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
 
     def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
@@ -183,16 +183,16 @@ class HostExecutor(Executor):
         output = runs.output(parts)
         return msgspec.structs.replace(output, problems=tuple(problems)) if problems else output
 
-    def _draft(self, drafter: MtpDrafter, batch: Batch, runs: StepRuns) -> None:
+    def _draft(self, drafter: MtpDrafter, batch: Batch, runs: StepRuns, own_drafts: int | None) -> None:
         """Store the KV of the multi-token prediction layers, and draft for the next step where it may have drafts.
 
-        `batch`: the part of the step that was forwarded.
+        `batch`: the part of the step that was forwarded; `own_drafts`: of the step.
         """
         bound = self._bound
         stood = runs.stood
         stood = stood[stood > 0]
         most = np.zeros_like(stood)
-        most[batch.sampled] = bound.speculation
+        most[batch.sampled] = bound.speculation if own_drafts is None else min(own_drafts, bound.speculation)
         hidden = self._model.head.hidden
         choose = partial(self._guess, batch, stood)
         if bound.collectives is not None:

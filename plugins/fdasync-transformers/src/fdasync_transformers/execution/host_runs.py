@@ -105,9 +105,13 @@ class DraftedSteps:
         for lane, end, count, tokens in zip(
             batch.lanes.tolist(), ends, drafted.counts.tolist(), drafted.tokens, strict=True
         ):
+            key = self._table.keys[lane]
             # the token at `end` is sampled
             if count:
-                self._own[self._table.keys[lane]] = Path(end + 1, count, tokens[:count])
+                self._own[key] = Path(end + 1, count, tokens[:count])
+            else:
+                # of what was drafted before, some may lie behind
+                self._own.pop(key, None)
 
 
 class Round(NamedTuple):

@@ -108,11 +108,12 @@ class OwnDrafts:
         self._mtp.keep(passed.states, batch, num_runs, self._lanes, self._bound.pool)
 
     def draft(
-        self, sent: Mapping[str, torch.Tensor], plan: SamplePlan | None, numbers: dict[str, torch.Tensor]
+        self, most: int, sent: Mapping[str, torch.Tensor], plan: SamplePlan | None, numbers: dict[str, torch.Tensor]
     ) -> None:
         """Queue the drafts behind the tokens of a step, after `keep`; nothing where `sent` has no sequence that drafts.
 
         Args:
+            most: drafts of each sequence (`StepRows.own_drafts`).
             sent: `arrays`, on the device.
             plan: of `plan`; None on ranks that do not sample.
             numbers: the plan's arrays, on the device; written.
@@ -120,9 +121,9 @@ class OwnDrafts:
         if "lanes" not in sent:
             return
         lanes, tables = sent["lanes"], self._lanes
-        draft_room(lanes, sent["rooms"], tables.lengths, tables.drafted, self._most, tables.tokens.shape[1])
+        draft_room(lanes, sent["rooms"], tables.lengths, tables.drafted, most, tables.tokens.shape[1])
         states = None
-        for depth in range(self._most):
+        for depth in range(most):
             replayed = None if self._graphs is None else self._graphs.replay(depth, lanes)
             states, logits = self._pass(depth, lanes, states) if replayed is None else replayed
             tokens = None

@@ -55,6 +55,7 @@ class StepRows(NamedTuple):
         aux_index, generations: int64 and uint32 [n, reach at most], of the positions from `known` on.
         owns: bool [n], which verify what the device drafted.
         drafting: int64 [D], which of the N the device drafts behind.
+        own_drafts: how many tokens it drafts behind each, at most.
     """
 
     number: int
@@ -72,6 +73,7 @@ class StepRows(NamedTuple):
     generations: NDArray[np.uint32]
     owns: NDArray[np.bool_]
     drafting: Ints
+    own_drafts: int
 
 
 class Settled(NamedTuple):
@@ -109,8 +111,8 @@ class RowPlanner:
         self._speculation = speculation
         self._depth = depth
         self._own = speculation if own else 0
-        # whose last step the device has drafted behind
-        self._drafted = np.zeros(lanes, np.bool_)
+        # how many the device has drafted behind each last step, at most
+        self._drafted = np.zeros(lanes, np.int64)
         # positions that steps in flight may take of each lane
         self._flying = np.zeros(lanes, np.int64)
         self._planned = 0
@@ -150,15 +152,17 @@ class RowPlanner:
         places = known[:, None] + np.arange(span)
         size = table.block_tokens
         owns = np.array([len(path.tokens) == 0 and path.most > 0 for path in laid], np.bool_)
-        drafting = np.flatnonzero(self._takes[batch.lanes[batch.sampled]]) if self._own else np.zeros(0, np.int64)
-        self._drafted[batch.lanes[batch.sampled[drafting]]] = True
+        sampling = batch.lanes[batch.sampled]
+        most = self._own if step.own_drafts is None else min(step.own_drafts, self._own)
+        drafting = np.flatnonzero(self._takes[sampling]) if most else np.zeros(0, np.int64)
+        self._drafted[sampling] = np.where(self._takes[sampling], most, 0)
         # positions past the table are never taken
         blocks = table.blocks[lanes[:, None], np.minimum(places, room[:, None] - 1) // size]
         slots, generations = table.slots_of(blocks)
         return StepRows(
             number=number,
             rows=_rows_of(batch, int(wide.sum())),
-            runs=_runs_of(batch, laid, table.room_of(batch.lanes[batch.sampled])),
+            runs=_runs_of(batch, laid, table.room_of(sampling)),
             paths=np.concatenate([np.zeros(1, np.int32), *[path.tokens for path in laid]]),
             noise=self._noise_of(batch, reach, span),
             lanes=lanes,
@@ -171,6 +175,7 @@ class RowPlanner:
             generations=generations,
             owns=owns,
             drafting=drafting,
+            own_drafts=most,
         )
 
     def settle(
@@ -223,7 +228,7 @@ class RowPlanner:
         for start in step.starts:
             lane = self._table.lane_of(start.key)
             self._flying[lane] = self._undrawn[lane] = 0
-            self._drafted[lane] = False
+            self._drafted[lane] = 0
             self._uses[lane] += 1
             self._takes[lane] = takes_drafts(start.sampler)
 
@@ -233,10 +238,10 @@ class RowPlanner:
             raise InvariantBroken(f"step {step_id} has drafts for {sorted(left)}, which it does not decode")
         if not paths and not self._own:
             return [_NO_PATH] * len(keys)
-        own = Path(0, self._own, _NO_PATH.tokens)
+        own = [Path(0, most, _NO_PATH.tokens) for most in range(self._own + 1)]
         takes, drafted = self._takes[decodes].tolist(), self._drafted[decodes].tolist()
         return [
-            paths.get(key, own if mine else _NO_PATH) if ours else _NO_PATH
+            paths.get(key, own[mine]) if ours else _NO_PATH
             for key, ours, mine in zip(keys, takes, drafted, strict=True)
         ]
 
