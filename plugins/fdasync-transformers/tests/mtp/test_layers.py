@@ -154,6 +154,23 @@ def test_layers_with_windows_have_no_kernels(tmp_path: Path, kernels: str) -> No
         open_it()
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_the_model_is_what_it_is_without_them(tmp_path: Path, family: str) -> None:
+    """Every tensor of it, rotary frequencies and other buffers too, where it is narrower than they are."""
+    make_mtp_checkpoint(tmp_path, family)
+    bare, with_them = (
+        open_mtp(tmp_path, {"dtype": "bfloat16", "mtp": mtp, "self_check": False}).step_model.model
+        for mtp in (False, True)
+    )
+    tensors, others = (dict([*model.named_parameters(), *model.named_buffers()]) for model in (bare, with_them))
+    assert any("inv_freq" in name for name in tensors)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == others[name].dtype, name
+        assert torch.equal(tensor, others[name]), name
+    assert {name.split(".")[0] for name in others.keys() - tensors.keys()} == {"mtp"}
+    assert all(tensor.dtype == torch.bfloat16 for name, tensor in others.items() if "eh_proj" in name)
+
+
 def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, new, bare = tmp_path / "old", tmp_path / "new", tmp_path / "bare"
     for folder, seed in ((old, 0), (new, 5)):

@@ -176,6 +176,11 @@ async def test_results_with_fixed_numerics_are_those_without_drafts(tmp_path: Pa
     async with Engine(config(tmp_path, mtp=False)) as engine:
         wanted = await play(engine)
     async with Engine(config(tmp_path, mtp=True)) as engine:
+        if family != "deepseek_v3":
+            # the prediction layer is fused as those of the model are
+            (line,) = [note for note in engine.capacity.notes if note.startswith("fused:")]
+            fused, _, layers = line.split()[1:4]
+            assert fused == layers == str(engine.capacity.num_hidden_layers + 1)
         results = await play(engine)
         stats = engine.stats().scheduler
         engine.check()

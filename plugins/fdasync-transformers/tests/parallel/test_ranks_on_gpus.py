@@ -132,7 +132,8 @@ async def test_ranks_draft_with_the_model_s_own_layers(tmp_path: Path, family: s
             assert await answers(engine) == plain
             stats = engine.stats().scheduler
             engine.check()
-        assert stats.preemptions > 0
+        # blocks went to the host, and came back
+        assert stats.swapped_in_blocks > 0
         found.append(stats)
     for stats in found:
         assert 100 < stats.own_accepted_tokens < stats.own_drafted_tokens

@@ -49,6 +49,12 @@ class MtpHead(torch.nn.Module):
         """How many layers there are."""
         return len(self.layers)
 
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """The decoder layer of each."""
+        library: list[Any] = list(self.layers)
+        return [layer.mtp_block for layer in library]
+
     def kind(self, number: int) -> str:
         """The kind of a layer's attention, by the library's name."""
         kinds: Any = getattr(self.config, "layer_types", None)
@@ -106,12 +112,12 @@ def attach(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> None:
         with torch.device("meta"):
             plain = _with_config(model, config)
             built: Any = MtpModel(plain, layers)
-            built = built.to(dtype)
     except Exception as error:  # the library raises errors of many types where its layer does not fit a family
         raise UnsupportedModel(kind, f"no MTP layer can be built: {type(error).__name__}: {error}") from error
     if getattr(built, "has_per_layer_rope", False):
         raise UnsupportedModel(kind, "its MTP layers have rotary angles of their own")
-    head = MtpHead(built, int(model.config.num_hidden_layers))
+    # and not what it has of the model, whose rotary angles stay float32
+    head = MtpHead(built, int(model.config.num_hidden_layers)).to(dtype)
     for number in range(layers):
         if head.kind(number) not in _ATTENTIONS:
             raise UnsupportedModel(kind, f"MTP layer {number} is of kind {head.kind(number)}")

@@ -115,10 +115,11 @@ def _fuse(
     parts: list[Any] = []
     one = alone if sums is None else partial(_agree, sums)
     moe = 0 if layers is None else len(layers.ids)
+    head = head_of(model)
+    depth = 0 if head is None else head.depth
     if config.experts == "fused" and layers is None:
         notes = ("experts: this model has none that could be fused",)
     if fuses_experts(config, model.device) and layers is not None:
-        head = head_of(model)
         # by the same interface
         further = [] if head is None else [each.module for each in find_experts(head).values()]
         experts = fuse_experts(model, layers, live, one, further)
@@ -133,7 +134,13 @@ def _fuse(
         # operations first: what a fused layer does not take over is fused then
         operations, whole = (
             fuse_operations(model, one),
-            fuse_layers(model, exact=FixedNumerics if limits.numerics == "fixed" else None, sums=sums, agree=one),
+            fuse_layers(
+                model,
+                exact=FixedNumerics if limits.numerics == "fixed" else None,
+                sums=sums,
+                agree=one,
+                further=[] if head is None else head.blocks,
+            ),
         )
         notes += (*operations.notes, *whole.notes)
         fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
@@ -141,7 +148,7 @@ def _fuse(
         if config.fused_layers and not any(fused):
             problem = "; ".join((*operations.notes, *whole.notes))
             raise ConfigError("runner_config.fused_layers", f"nothing is fused: {problem}", hint="leave it out")
-        counts.insert(0, f"{len(whole.indices)} of {len(decoder_layers(model))} decoder layers")
+        counts.insert(0, f"{len(whole.indices)} of {len(decoder_layers(model)) + depth} decoder layers")
         counts += [
             f"{len(operations.norms)} norms",
             f"{len(operations.rotary)} rotary embeddings",

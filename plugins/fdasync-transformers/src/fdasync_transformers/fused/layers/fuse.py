@@ -22,6 +22,8 @@ from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.model.families import decoder_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.layers.proof import Exact
@@ -79,7 +81,12 @@ class FusedLayers:
 
 @torch.inference_mode()
 def fuse_layers(
-    model: PreTrainedModel, *, exact: Exact | None = None, sums: Sums | None = None, agree: Agree = alone
+    model: PreTrainedModel,
+    *,
+    exact: Exact | None = None,
+    sums: Sums | None = None,
+    agree: Agree = alone,
+    further: Sequence[torch.nn.Module] = (),
 ) -> FusedLayers:
     """Replace the decoder layers of a model that are of a known kind, in place.
 
@@ -93,6 +100,7 @@ def fuse_layers(
             by one, as a trainer runs them. Norms must have been fused by themselves (`fuse_operations`).
         sums: of the ranks of a group, which are apart meanwhile.
         agree: what the ranks make of a reason not to fuse a layer.
+        further: layers behind the model's own, numbered on, of which none is fed by another.
 
     Returns:
         What was fused, and notes on the rest.
@@ -102,7 +110,8 @@ def fuse_layers(
     except ModuleNotFoundError as error:
         return FusedLayers(notes=(f"decoder layers are the library's own: no module {error.name}",))
     decoder: Any = decoder_of(model)
-    layers = list(decoder.layers) if hasattr(decoder, "layers") else []
+    own = list(decoder.layers) if hasattr(decoder, "layers") else []
+    layers = [*own, *further]
     kinds = {type(layer).__name__ for layer in layers}
     unknown = kinds - _KNOWN.keys()
     if unknown or not kinds:
@@ -118,8 +127,11 @@ def fuse_layers(
         return FusedLayers(notes=(f"decoder layers are the library's own: of the rotary embedding, {columns}",))
     # the last first: a layer norms the next one's input only where that one is fused
     for number, layer in reversed(list(enumerate(layers))):
-        last = number == len(layers) - 1
-        follower = decoder.norm if last else layers[number + 1].input_layernorm if number + 1 in fused else None
+        follower = None
+        if number == len(own) - 1:
+            follower = decoder.norm
+        elif number < len(own) and number + 1 in fused:
+            follower = layers[number + 1].input_layernorm
         made = guarded(partial(_proven, model, layer, follower, carry, columns, exact, sums), str)
         problem = agree(made if isinstance(made, str) else "")
         if problem or isinstance(made, str):
@@ -128,7 +140,7 @@ def fuse_layers(
             fused[number] = made
     for number, one in fused.items():
         layers[number].forward = one
-    if len(layers) - 1 in fused:
+    if len(own) - 1 in fused:
         decoder.norm.forward = LastNorm(decoder.norm, carry)
     if model.device.type == "cuda":
         # the parts' former memory

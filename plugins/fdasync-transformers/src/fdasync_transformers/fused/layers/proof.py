@@ -91,9 +91,12 @@ def difference(
     `follower`: the norm module behind the layer that the fused one computes, or None; `rotary`: of the decoder;
     `exact`: within it the whole layer must have the bits of its modules.
     """
-    before = model.config._attn_implementation
+    # of a layer behind the model's own it is another one
+    config: Any = fused.layer.self_attn.config
+    before, its_own = model.config._attn_implementation, config._attn_implementation
     paged.register()
     model.set_attn_implementation(paged.NAME)
+    config._attn_implementation = paged.NAME
     try:
         return _difference(model, fused, follower, rotary) or (_inexact(model, fused, rotary, exact) if exact else "")
     except torch.OutOfMemoryError:
@@ -101,6 +104,7 @@ def difference(
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return f"it cannot be compared: {type(error).__name__}: {error}"
     finally:
+        config._attn_implementation = its_own
         model.set_attn_implementation(before)
 
 
