@@ -3,8 +3,8 @@
 Every sequence of a step gets as many, so a number of drafts has one price at a number of running sequences: what steps
 take that draft and verify so many. It is measured and not modelled, since the passes of a drafter cost what rows do not
 tell. How often the first draft is right, the second one behind a right first one and so on, is a running mean over all
-sequences. A number that was never played near the present number of sequences is tried for some steps; later the best
-of the others is, ever more rarely while nothing comes of it.
+sequences. A number that was never played near the present number of sequences is tried for some steps; later the others
+are looked at in turn, ever more rarely while nothing changes.
 
 Numbers in, numbers out: it knows no sequence, no drafter and no clock. Called by `fdasync.scheduler.drafts`.
 """
@@ -12,11 +12,10 @@ Numbers in, numbers out: it knows no sequence, no drafter and no clock. Called b
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from fdasync.drafting.budget import StepPrices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +23,15 @@ if TYPE_CHECKING:
 # the acceptance of a depth is a mean over about so many verdicts, the last ones; at first over two that are imagined
 _MOST_VERDICTS = 200.0
 _FIRST_ACCEPTANCE, _FIRST_VERDICTS = 0.5, 2.0
-# steps of a try, of which those count that verify what such a step has drafted
-_TRY_STEPS = 8
-# steps between tries of what is not played: the interval doubles while they change nothing
-_TRY_EVERY, _TRY_EVERY_AT_MOST = 256, 2048
+# a price is the median of so many steps, the last ones: one that stalled says nothing
+_MEASURED = 5
+# steps of the first try of a number, and of a later look; the first step verifies what was drafted before, and is no
+# measure
+_TRY_STEPS, _LOOK_STEPS = 6, 4
+# steps between looks: the interval doubles while they change nothing
+_LOOK_EVERY, _LOOK_EVERY_AT_MOST = 64, 1024
+# steps that go on with a number before all are weighed again
+_WEIGH_EVERY = 8
 # drafts must give so many times the tokens of the plain step
 _MARGIN = 1.02
 
@@ -40,6 +44,25 @@ class _Flight(NamedTuple):
     running: int
 
 
+class _Prices:
+    """Seconds of steps of one number of drafts, by how many sequences ran."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def measure(self, running: int, seconds: float) -> None:
+        self._seconds.setdefault(_bucket(running), deque(maxlen=_MEASURED)).append(seconds)
+
+    def knows(self, running: int) -> bool:
+        """Whether steps of as many sequences were measured, up to a factor of 2."""
+        return any(_bucket(running) - 2 <= bucket <= _bucket(running) + 2 for bucket in self._seconds)
+
+    def of(self, running: int) -> float:
+        """Seconds at so many sequences, after `knows`: by straight lines between what was measured, level beyond."""
+        at = sorted(self._seconds)
+        return float(np.interp(np.log2(running) * 4, at, [median(self._seconds[bucket]) for bucket in at]))
+
+
 class OwnBudget:
     """See the module. One `plan` for each planned step and one `done` for each completed one, in the same order.
 
@@ -50,17 +73,16 @@ class OwnBudget:
     def __init__(self, most: int) -> None:
         numbers = range(most + 1) if most <= 4 else [0, *[1 << bit for bit in range(most.bit_length())], most]
         self._choices = sorted(set(numbers))
-        self._prices = {number: StepPrices() for number in self._choices}
-        # where each was measured last: by the octave of the number that ran
-        self._played: dict[int, set[int]] = {number: set() for number in self._choices}
+        self._prices = {number: _Prices() for number in self._choices}
         self._acceptance = np.full(most, _FIRST_ACCEPTANCE)
         self._verdicts = np.full(most, _FIRST_VERDICTS)
         self._flights: deque[_Flight] = deque()
         self._last = 0
-        self._trying = 0
-        self._left = 0
+        # a try or a look that goes on, and whose turn it is next
+        self._trying = self._left = self._turn = 0
         self._planned = 0
-        self._try_at, self._try_every = _TRY_EVERY, _TRY_EVERY
+        self._look_at, self._look_every = _LOOK_EVERY, _LOOK_EVERY
+        self._weigh_at = 0
         self._best = 0
 
     def plan(self, running: int) -> int:
@@ -82,9 +104,8 @@ class OwnBudget:
         flight = self._flights.popleft()
         forwarded = np.array(drafts, np.int64)
         right = np.clip(np.array(counts, np.int64) - 1, 0, forwarded)
-        if seconds is not None and flight.steady and flight.running:
+        if seconds is not None and 0 < seconds < float("inf") and flight.steady and flight.running:
             self._prices[flight.drafts].measure(flight.running, seconds)
-            self._played[flight.drafts].add(_octave(flight.running))
         for depth in range(len(self._acceptance)):
             tried = int(((right >= depth) & (forwarded > depth)).sum())
             if not tried:
@@ -101,32 +122,35 @@ class OwnBudget:
         if self._left:
             self._left -= 1
             return self._trying
-        octave = _octave(running)
+        if self._planned < self._weigh_at:
+            return self._best
         # the plain step first: what it gives is what drafts are held against
         for number in self._choices:
-            if octave not in self._played[number]:
-                return self._try(number)
-        rates = {number: self._rate(number, running) for number in self._choices}
-        best = max(self._choices, key=lambda number: rates[number] / (_MARGIN if number else 1.0))
+            if not self._prices[number].knows(running):
+                return self._try(number, _TRY_STEPS)
+        rates = {
+            number: self.expected_tokens(number) / self._prices[number].of(running) / (_MARGIN if number else 1.0)
+            for number in self._choices
+        }
+        best = max(self._choices, key=rates.__getitem__)
         if best != self._best:
-            self._try_every = _TRY_EVERY
-            self._try_at = min(self._try_at, self._planned + _TRY_EVERY)
+            self._look_every = _LOOK_EVERY
+            self._look_at = min(self._look_at, self._planned + _LOOK_EVERY)
         self._best = best
-        if self._planned >= self._try_at:
-            self._try_every = min(2 * self._try_every, _TRY_EVERY_AT_MOST)
-            self._try_at = self._planned + self._try_every
-            return self._try(max([number for number in self._choices if number != best], key=rates.__getitem__))
-        return best
+        if self._planned < self._look_at:
+            self._weigh_at = self._planned + _WEIGH_EVERY
+            return best
+        self._look_every = min(2 * self._look_every, _LOOK_EVERY_AT_MOST)
+        self._look_at = self._planned + self._look_every
+        others = [number for number in self._choices if number != best]
+        self._turn += 1
+        return self._try(others[self._turn % len(others)], _LOOK_STEPS)
 
-    def _try(self, number: int) -> int:
-        self._trying, self._left = number, _TRY_STEPS - 1
+    def _try(self, number: int, steps: int) -> int:
+        self._trying, self._left = number, steps - 1
         return number
 
-    def _rate(self, number: int, running: int) -> float:
-        """Tokens a second of each sequence."""
-        seconds = float(self._prices[number].of(np.array([running]))[0])
-        return self.expected_tokens(number) / seconds
 
-
-def _octave(running: int) -> int:
-    return running.bit_length()
+def _bucket(running: int) -> int:
+    """Four for each power of two."""
+    return round(float(np.log2(running)) * 4)

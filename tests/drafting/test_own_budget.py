@@ -103,6 +103,22 @@ def test_what_changes_is_noticed():
     assert play.numbers[0] > 80
 
 
+def test_a_stall_is_no_price():
+    """Neither in the first measure of a number nor later."""
+    for stalled in (1, 2, 8, 14, 20, 300):
+        times = iter(range(10_000))
+        price = linear(0.3)
+
+        def stalls(drafts, running, *, times=times, price=price, stalled=stalled):
+            return price(drafts, running) * (20 if next(times) == stalled else 1)
+
+        play = Played(OwnBudget(3), stalls, 0.02)
+        play.steps(60, 32)
+        play.numbers.clear()
+        play.steps(400, 32)
+        assert play.numbers[0] > 340, stalled
+
+
 def test_steps_of_prompts_alone_go_on_as_before():
     budget = OwnBudget(3)
     play = Played(budget, linear(0.01), 0.9)
