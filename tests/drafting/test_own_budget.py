@@ -78,10 +78,12 @@ def test_the_number_that_runs_decides():
             play.steps(150, running)
     play.numbers.clear()
     play.steps(100, 4)
-    assert play.numbers[0] > 85
+    assert play.numbers[0] > 80
     play.numbers.clear()
     play.steps(100, 64)
-    assert play.numbers[3] > 85
+    # two are nearly as good as three
+    assert play.numbers[3] + play.numbers[2] > 80
+    assert play.numbers[0] <= 10
 
 
 def test_what_changes_is_noticed():
@@ -104,8 +106,8 @@ def test_what_changes_is_noticed():
 
 
 def test_a_stall_is_no_price():
-    """Neither in the first measure of a number nor later."""
-    for stalled in (1, 2, 8, 14, 20, 300):
+    """Whatever step it falls on, of a first try or later."""
+    for stalled in (*range(1, 30), 300):
         times = iter(range(10_000))
         price = linear(0.3)
 
@@ -113,10 +115,9 @@ def test_a_stall_is_no_price():
             return price(drafts, running) * (20 if next(times) == stalled else 1)
 
         play = Played(OwnBudget(3), stalls, 0.02)
-        play.steps(60, 32)
-        play.numbers.clear()
-        play.steps(400, 32)
-        assert play.numbers[0] > 340, stalled
+        play.steps(460, 32)
+        # three tries and a few looks are all that drafts
+        assert play.numbers[0] > 415, stalled
 
 
 def test_steps_of_prompts_alone_go_on_as_before():
