@@ -138,6 +138,8 @@ class Scheduler:
         self._now = 0.0
         self._step_ended_at = 0.0
         self._inflight: deque[StepPlan] = deque()
+        # the last step that gave runs of tokens
+        self._runs_step = -config.pipeline_depth
         self._deadlines: list[tuple[float, int]] = []
         self._wake_at = float("inf")
         self._emits: list[EmitTokens] = []
@@ -420,11 +422,15 @@ class Scheduler:
         samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
         # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
         attention: list[tuple[Sequence, int]] = []
-        if event.counts is not None and not one_each(plan.decodes, len(samplers), event, plan.full):
+        maybe_cut = plan.step_id - self._runs_step < self.config.pipeline_depth
+        if event.counts is not None and not one_each(
+            plan.decodes, len(samplers), event, plan.full, maybe_cut=maybe_cut
+        ):
+            self._runs_step = plan.step_id
             runs = take_runs(plan.decodes, len(samplers), event, self.config, plan.full)
-            attention += [(run.seq, run.length) for run in runs if run.is_due]
-            rows = [(run.row + at, run.seq) for run in runs if run.seq.emits for at in range(run.length)]
-            self._counters.dropped += sum([run.dropped for run in runs])
+            attention += runs.due
+            rows = runs.emitted
+            self._counters.dropped += runs.dropped
         elif len(tokens) != len(plan.decodes) + len(samplers):
             raise InvariantBroken(
                 f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"

@@ -22,27 +22,24 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.config import SchedulerConfig
 
 
-class Run(NamedTuple):
-    """The tokens of one decoding sequence.
+class Runs(NamedTuple):
+    """What a step gave its decodes; their sequences have the tokens that count.
 
     Attributes:
-        seq: the sequence; it has the tokens that count.
-        row: place of its first token in the step's tokens.
-        length: how many tokens count.
-        dropped: how many do not: overrun, or all of them where the sequence has ended.
-        is_due: a block is full, or the sequence ends, or the planner has to look at it.
+        due: sequences of which a block is full, that end, or that the planner has to look at; and how many tokens each
+            got.
+        emitted: place of each token that is wanted as it comes, and its sequence.
+        dropped: tokens that do not count: overrun, and all those of sequences that have ended.
     """
 
-    seq: Sequence
-    row: int
-    length: int
+    due: list[tuple[Sequence, int]]
+    emitted: list[tuple[int, Sequence]]
     dropped: int
-    is_due: bool
 
 
 def take_runs(
     decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig, full: dict[int, int]
-) -> list[Run]:
+) -> Runs:
     """Give each sequence its tokens. Raises InvariantBroken where the counts are not those of the step.
 
     Args:
@@ -57,43 +54,57 @@ def take_runs(
             f"step {event.step_id} returned {len(tokens)} tokens in runs of {counts} for {len(decodes)} sequences that "
             f"decode and {num_samplers} that begin to"
         )
-    runs = []
-    row = 0
+    due: list[tuple[Sequence, int]] = []
+    emitted: list[tuple[int, Sequence]] = []
+    row = dropped = 0
     for seq, count in zip(decodes, counts, strict=False):
+        known = seq.tokens
         if not seq.is_cut:
-            room = full.get(seq.key, len(seq.blocks) * size) - len(seq.tokens) + 1
+            length = len(known)
+            room = full.get(seq.key, len(seq.blocks) * size) - length + 1
             # behind its length limit there may be no room to go on, and no token is missed
-            least = 1 if room > 0 and len(seq.tokens) < seq.max_len else 0
-            if not least <= count <= min(most, room):
+            least = 1 if room > 0 and length < seq.max_len else 0
+            if not least <= count <= most or count > room:
                 raise InvariantBroken(
                     f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and its "
                     f"blocks have room for {room}"
                 )
         kept = _take(seq, tokens[row : row + count])
-        is_due = kept > 0 and (len(seq.tokens) >= seq.due or seq.tokens[-1] in seq.stop_ids)
-        runs.append(Run(seq, row, kept, count if seq.state is State.ENDED else count - kept, is_due))
+        if kept and (len(known) >= seq.due or known[-1] in seq.stop_ids):
+            due.append((seq, kept))
+        if seq.emits:
+            emitted += [(place, seq) for place in range(row, row + kept)]
+        dropped += count if seq.state is State.ENDED else count - kept
         row += count
-    return runs
+    return Runs(due, emitted, dropped)
 
 
-def one_each(decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int]) -> bool:
+def one_each(
+    decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int], *, maybe_cut: bool
+) -> bool:
     """Whether a step with counts gave one token of each sequence, which all of them had room for and no cut before: the
-    same as a step without counts. Arguments as of `take_runs`."""
+    same as a step without counts. Arguments as of `take_runs`.
+
+    Args:
+        maybe_cut: a step that was in flight when this one was planned gave runs, so some may have been cut.
+    """
     counts = event.counts or ()
     if full or len(counts) != len(decodes) + num_samplers or counts.count(1) != len(counts):
         return False
-    return len(event.tokens) == len(counts) and not any(s.is_cut or len(s.tokens) >= s.max_len for s in decodes)
+    if len(event.tokens) != len(counts):
+        return False
+    return not maybe_cut or not any(s.is_cut or len(s.tokens) >= s.max_len for s in decodes)
 
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:
     """Append the tokens up to the one that ends the sequence; returns how many."""
+    known, stop_ids, max_len = seq.tokens, seq.stop_ids, seq.max_len
     # at its length limit it may await a stop answer, while a step that was in flight went on behind its last token
-    if seq.is_cut or len(seq.tokens) >= seq.max_len:
+    if seq.is_cut or len(known) >= max_len:
         return 0
-    known, stop_ids = seq.tokens, seq.stop_ids
     for number, token in enumerate(run, 1):
         known.append(token)
-        if len(known) >= seq.max_len or (token in stop_ids and len(known) >= seq.min_len):
+        if len(known) >= max_len or (token in stop_ids and len(known) >= seq.min_len):
             seq.is_cut = number < len(run)
             return number
     return len(run)

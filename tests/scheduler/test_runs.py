@@ -335,4 +335,6 @@ def test_a_step_is_as_one_without_counts_where_nothing_can_be_cut(counts, tokens
     plain = {"is_cut": False, "tokens": [0] * 3, "max_len": 8}
     decodes = [SimpleNamespace(**plain), SimpleNamespace(**{**plain, **change})]
     event = StepDone(step_id=0, tokens=tuple(range(tokens)), at=0.0, counts=counts)
-    assert one_each(decodes, 1, event, full) is same
+    assert one_each(decodes, 1, event, full, maybe_cut=True) is same
+    # where no step in flight gave runs, no sequence is looked at
+    assert one_each(decodes, 1, event, full, maybe_cut=False) is (same or bool(change))
