@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks._report import Report, calibrate_us
-from fdasync.drafting import DrafterLimits, DraftPlanner, make_drafter
+from fdasync.drafting import Beginning, DrafterLimits, DraftPlanner, make_drafter
 from fdasync.events.actions import path_tokens
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def planner_run(load: Load, steps: int) -> tuple[float, float, float]:
     """CPU microseconds per token, tokens per step of a sequence, accepted drafts over forwarded ones."""
     planner = DraftPlanner(new_drafter(DEPTH), name="ngram", max_drafts=MAX_DRAFTS, depth=DEPTH)
     for key, begun in enumerate(load.begun):
-        planner.begin(key, key // GROUP * GROUP, load.prompts[key], load.answers[key][:begun].tobytes())
+        planner.begin([Beginning(key, key // GROUP * GROUP, load.prompts[key], load.answers[key][:begun].tobytes())])
     keys = tuple(range(RUNNING))
     replayer = Replayer(load)
     launched: deque[tuple[tuple[int, ...], tuple[int, ...]]] = deque()

@@ -65,6 +65,8 @@ class Drafter(ABC):
     """Makes paths for sequences that decode.
 
     All calls are synchronous, from one thread, and take columns: entry i of each argument belongs to one sequence.
+    Calls may come late: what happens while no path is wanted is told before the next `propose`, that of many steps
+    together. So a sequence may begin with a long answer, or end right after it began.
     Equal calls in equal order give equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is
     bounded by what `stats` tells as `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and
     proposes less. What a drafter learns from a sequence shows in paths of sequences of the same prompt and salt alone.
@@ -90,6 +92,27 @@ class Drafter(ABC):
             salt: sequences of different salts must not learn from each other.
             now: seconds of the caller's clock, which never goes back.
         """
+
+    def begin_all(
+        self,
+        keys: tuple[int, ...],
+        groups: tuple[int, ...],
+        prompts: tuple[bytes, ...],
+        answers: tuple[bytes, ...],
+        salts: tuple[str, ...],
+        *,
+        now: float = 0.0,
+    ) -> None:
+        """Sequences begin to decode, in this order: the same as so many calls of `begin`. Worth overriding where many
+        cost less together."""
+        for key, group, prompt, answer, salt in zip(keys, groups, prompts, answers, salts, strict=True):
+            self.begin(key, group, prompt, answer, salt=salt, now=now)
+
+    @property
+    def outlasts(self) -> bool:
+        """Whether a sequence may show in paths when all sequences of its prompt and salt have ended. Where this is
+        False, what was not told of them by then never is."""
+        return True
 
     @abstractmethod
     def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:

@@ -28,12 +28,29 @@ class GuardedDrafter:
         self._drafter = drafter
         self._name = name
 
-    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str, now: float) -> None:
+    def begin_all(
+        self,
+        keys: tuple[int, ...],
+        groups: tuple[int, ...],
+        prompts: tuple[bytes, ...],
+        answers: tuple[bytes, ...],
+        salts: tuple[str, ...],
+        *,
+        now: float,
+    ) -> None:
         """See `Drafter`."""
         try:
-            self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
+            self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
         except Exception as error:
             raise self._broken("begin", error) from error
+
+    @property
+    def outlasts(self) -> bool:
+        """See `Drafter`."""
+        try:
+            return bool(self._drafter.outlasts)
+        except Exception as error:
+            raise self._broken("outlasts", error) from error
 
     def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
         """See `Drafter`."""

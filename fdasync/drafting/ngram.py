@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import blake2b
 from itertools import repeat
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ import numpy.typing as npt
 from fdasync.drafting.base import Counts, Drafter, DrafterLimits, DrafterStats, Tokens
 from fdasync.drafting.token_pages import BLANK, PAGE_TOKENS, TokenPages
 from fdasync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # window of an n-gram: as many bytes as a flag for each token fill one word
 _WINDOW = 8
@@ -44,6 +47,8 @@ _LATE_NBYTES = 16
 # the n-grams that wait
 _PAGE_NBYTES = 1024
 _ROW_NBYTES = 256
+# as many sequences that begin cost less by arrays than one by one
+_TOGETHER = 4
 
 
 class NgramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,27 +134,40 @@ class NgramDrafter(Drafter):
         self._stops = np.zeros(0, np.int64)
         self._owners = np.zeros(0, np.int64)
 
-    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:  # noqa: ARG002
+    def begin(self, key: int, group: int, prompt: bytes, answer: bytes, *, salt: str = "", now: float = 0.0) -> None:
+        self.begin_all((key,), (group,), (prompt,), (answer,), (salt,), now=now)
+
+    def begin_all(
+        self,
+        keys: tuple[int, ...],
+        groups: tuple[int, ...],  # noqa: ARG002
+        prompts: tuple[bytes, ...],
+        answers: tuple[bytes, ...],
+        salts: tuple[str, ...],
+        *,
+        now: float = 0.0,
+    ) -> None:
         self._expire(now)
-        digest = self._digest(prompt, salt)
-        owner = self._prompts.get(digest)
-        if owner is None:
-            owner = self._kept.pop(digest, None) or self._new_prompt(digest, np.frombuffer(prompt, "<i4"))
-            self._prompts[digest] = owner
-        owner.live += 1
-        page = self._pages.take(owner.number)
-        if page < 0:
-            self._let_go(owner, now)
+        owners = [self._join(*asked) for asked in zip(prompts, salts, strict=True)]
+        texts = [np.frombuffer(answer, "<i4") for answer in answers]
+        if len(keys) < _TOGETHER or max(map(len, texts)) > PAGE_TOKENS - self._overlap:
+            for key, owner, text in zip(keys, owners, texts, strict=True):
+                page = self._pages.take(owner.number)
+                tail, stop = self._write(owner.number, page, owner.head, text) if page >= 0 else (0, 0)
+                if tail:
+                    self._enter([key], [owner], np.array([tail]), np.array([stop]))
+                else:
+                    self._let_go(owner, now)
             return
-        tail, stop = self._write(owner.number, page, owner.head, np.frombuffer(answer, "<i4"))
-        if not tail:
-            self._let_go(owner, now)
-            return
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        self._rows[key], self._of_row[row], self._cached = row, owner, None
-        self._tails[row], self._stops[row], self._owners[row] = tail, stop, owner.number
+        lanes = []
+        pages = self._pages.take_all([owner.number for owner in owners])
+        for lane in zip(keys, owners, texts, pages, strict=True):
+            if lane[3] >= 0:
+                lanes.append(lane)
+            else:
+                self._let_go(lane[1], now)
+        if lanes:
+            self._begin_pages(*zip(*lanes, strict=True))
 
     def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
         rows = self._rows_of(keys)
@@ -210,6 +228,10 @@ class NgramDrafter(Drafter):
             self._forget(key, row, now)
         self._expire(now)
 
+    @property
+    def outlasts(self) -> bool:
+        return self.config.keep_s > 0
+
     def stats(self) -> DrafterStats:
         return DrafterStats(
             sequences=len(self._rows),
@@ -258,6 +280,21 @@ class NgramDrafter(Drafter):
             page = self._pages.take(owner)
             if page < 0:
                 return 0, 0
+
+    def _begin_pages(
+        self, keys: Sequence[int], owners: Sequence[_Prompt], texts: Sequence[Tokens], pages: Sequence[int]
+    ) -> None:
+        """Sequences begin with these answers, each of which fits in its page."""
+        text = self._pages.tokens
+        bases = np.array(pages) * PAGE_TOKENS
+        heads = np.concatenate([owner.head for owner in owners]).reshape(-1, self._overlap)
+        text[bases[:, None] + np.arange(self._overlap)] = heads
+        counts = np.array([len(one) for one in texts])
+        tails = bases + self._overlap + counts
+        places = np.repeat(tails - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
+        text[places] = np.concatenate(texts)
+        self._enter_late(places - self._path, np.repeat([owner.number for owner in owners], counts))
+        self._enter(keys, owners, tails, bases + PAGE_TOKENS)
 
     def _turn(self, row: int, tokens: Tokens) -> bool:
         """The page of a row lacks room for these tokens: begin the next one. False: the tokens are written, or the
@@ -313,6 +350,35 @@ class NgramDrafter(Drafter):
         return self._last_asked[2]
 
     # -- sequences and prompts --------------------------------------------------------------------
+
+    def _join(self, prompt: bytes, salt: str) -> _Prompt:
+        """One sequence more of this prompt and salt."""
+        digest = self._digest(prompt, salt)
+        owner = self._prompts.get(digest)
+        if owner is None:
+            owner = self._kept.pop(digest, None) or self._new_prompt(digest, np.frombuffer(prompt, "<i4"))
+            self._prompts[digest] = owner
+        owner.live += 1
+        return owner
+
+    def _enter(
+        self,
+        keys: Sequence[int],
+        owners: Sequence[_Prompt],
+        tails: npt.NDArray[np.int64],
+        stops: npt.NDArray[np.int64],
+    ) -> None:
+        """Sequences have their pages."""
+        while len(self._free) < len(keys):
+            self._grow()
+        taken = [self._free.pop() for _ in keys]
+        self._rows.update(zip(keys, taken, strict=True))
+        for row, owner in zip(taken, owners, strict=True):
+            self._of_row[row] = owner
+        rows = np.array(taken)
+        self._tails[rows], self._stops[rows] = tails, stops
+        self._owners[rows] = [owner.number for owner in owners]
+        self._cached = None
 
     def _rows_of(self, keys: tuple[int, ...]) -> npt.NDArray[np.int64]:
         """The row of each key; -1: it has no page."""

@@ -4,6 +4,9 @@ One `plan` belongs to each planned step and one `done` to each completed one, in
 in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head,
 also where they differ from the path. So what was drafted and accepted is counted exactly as the runner sees it.
 
+While no path is in flight and none is asked for, tokens cost next to nothing: the caller tells of completed steps by
+`passed`, keeps sequences and their tokens to itself, and tells of all of them at once when `plan` calls it back.
+
 Pure: the same calls give the same drafts. It knows no queue, no block and no step's layout. Called by the scheduler.
 """
 
@@ -21,7 +24,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Drafts, path_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -54,6 +57,24 @@ class DraftCounters(NamedTuple):
     steps: int
 
 
+class Beginning(NamedTuple):
+    """A sequence that begins to draft.
+
+    Attributes:
+        key, group, prompt, answer, salt: as of `Drafter.begin`.
+        limit: the most tokens that it may have, prompt and answer: nothing is drafted for its last token or behind.
+        steps: decode steps that gave tokens of its answer, since the caller counts them.
+    """
+
+    key: int
+    group: int
+    prompt: bytes
+    answer: bytes
+    limit: int = _NO_LIMIT
+    salt: str = ""
+    steps: int = 0
+
+
 class _Flight(NamedTuple):
     """A planned step: its decodes, and its rows if all paths are followed."""
 
@@ -82,6 +103,8 @@ class DraftPlanner:
         self._depth = depth
         self._prices = StepPrices()
         self._flights: deque[_Flight] = deque()
+        # how many of them have paths
+        self._followed = 0
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
@@ -89,7 +112,7 @@ class DraftPlanner:
         # when its step begins
         self._lengths = np.zeros(0, np.int64)
         self._limits = np.zeros(0, np.int64)
-        # by row: what `end` returns
+        # by row: what `tally` returns
         self._tally = np.zeros((0, 3), np.int64)
         self._acceptance = np.zeros(0)
         self._reach = np.zeros(0)
@@ -111,64 +134,72 @@ class DraftPlanner:
 
     # -- sequences --------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        key: int,
-        group: int,
-        prompt: bytes,
-        answer: bytes,
-        *,
-        limit: int = _NO_LIMIT,
-        salt: str = "",
-        now: float = 0.0,
-    ) -> None:
-        """A sequence has its first tokens, or came from elsewhere with some; arguments as of `Drafter.begin`. A
-        sequence that is preempted goes on after that, and begins no second time. Raises InvariantBroken for a live
-        key.
-
-        Args:
-            limit: the most tokens that it may have, prompt and answer: nothing is drafted for its last token or behind.
-        """
-        if key in self._rows:
-            raise InvariantBroken(f"sequence {key} began to draft twice")
-        if not self._free:
+    def begin(self, fresh: Sequence[Beginning], *, now: float = 0.0) -> None:
+        """Sequences have their first tokens, or came from elsewhere with some. A sequence that is preempted goes on
+        after that, and begins no second time. Raises InvariantBroken for a live key."""
+        keys, groups, prompts, answers, limits, salts, steps = zip(*fresh, strict=True)
+        while len(self._free) < len(keys):
             self._grow()
-        row = self._free.pop()
-        self._rows[key] = row
+        taken = []
+        for key in keys:
+            if key in self._rows:
+                raise InvariantBroken(f"sequence {key} began to draft twice")
+            self._rows[key] = row = self._free.pop()
+            taken.append(row)
         self._keys_of_rows = None
-        self._lengths[row] = (len(prompt) + len(answer)) // 4
-        self._limits[row] = limit
-        self._tally[row] = 0
-        self._acceptance[row] = self._common
-        self._reach[row] = self._common_reach
-        self._ends[:, row] = self._forward[:, row] = 0
-        self._drafter.begin(key, group, prompt, answer, salt=salt, now=now)
+        rows = np.array(taken)
+        self._lengths[rows] = [(len(one.prompt) + len(one.answer)) // 4 for one in fresh]
+        self._limits[rows] = limits
+        self._tally[rows] = 0
+        self._tally[rows, 0] = steps
+        self._acceptance[rows] = self._common
+        self._reach[rows] = self._common_reach
+        self._ends[:, rows] = self._forward[:, rows] = 0
+        self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
 
-    def end(self, key: int, *, now: float = 0.0) -> tuple[int, int, int]:
-        """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live.
-
-        Returns of this sequence: decode steps that gave tokens since it began, drafts forwarded, drafts accepted.
-        """
+    def end(self, key: int, *, now: float = 0.0) -> None:
+        """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live."""
         row = self._rows.pop(key, None)
-        if row is None:
-            return (0, 0, 0)
-        self._free.append(row)
-        self._keys_of_rows = None
-        self._drafter.end(key, now=now)
-        steps, drafted, accepted = self._tally[row].tolist()
+        if row is not None:
+            self._free.append(row)
+            self._keys_of_rows = None
+            self._drafter.end(key, now=now)
+
+    def tally(self, key: int) -> tuple[int, int, int]:
+        """Of a live sequence: decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
+        steps, drafted, accepted = self._tally[self._rows[key]].tolist()
         return steps, drafted, accepted
+
+    def length(self, key: int) -> int:
+        """Tokens that are known here of a live sequence, its prompt's included."""
+        return int(self._lengths[self._rows[key]])
+
+    def lengths(self, keys: tuple[int, ...]) -> list[int]:
+        """`length` of each."""
+        return [int(length) for length in self._lengths[self._rows_of(keys)].tolist()]
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def plan(self, keys: tuple[int, ...]) -> Drafts | None:
+    def plan(self, keys: tuple[int, ...], catch_up: Callable[[], None] | None = None) -> Drafts | None:
         """Drafts for the next step, which decodes these sequences; None: there are none. Sequences that have not begun
         get none. Called once for each planned step, also where `keys` is empty. Raises InvariantBroken where `depth`
-        steps are in flight."""
+        steps are in flight.
+
+        Args:
+            catch_up: called before the drafter is asked, and only then. Tells by `begin`, `take` and `end` what the
+                caller has kept to itself.
+        """
         ahead = len(self._flights)
         if ahead >= self._depth:
             raise InvariantBroken(f"{ahead} steps are in flight")
         turn = self._planned % self._depth
         self._planned += 1
+        asks = self._asks(len(keys))
+        if asks and catch_up is not None:
+            catch_up()
+        if not asks or not self._rows:
+            self._flights.append(_Flight(keys, len(keys), False))
+            return None
         rows = self._rows_of(keys)
         live = rows >= 0
         if not live.all():
@@ -176,10 +207,10 @@ class DraftPlanner:
             known = tuple([key for key in keys if key in self._rows])
         else:
             known = keys
-        self._ends[turn, rows] = self._forward[turn, rows] = 0
-        if not self._asks(len(keys)) or not len(rows):
+        if not len(rows):
             self._flights.append(_Flight(keys, len(keys), False))
             return None
+        self._ends[turn, rows] = self._forward[turn, rows] = 0
         # the last token of a sequence is sampled behind the draft before it
         useful = np.clip(self._limits[rows] - self._lengths[rows] - 1, 0, self._paths.shape[2])
         counts, tokens = self._drafter.propose(known, useful)
@@ -198,6 +229,7 @@ class DraftPlanner:
         mine, ends, forward = rows[has], ends[has], drafts[has]
         self._ends[turn, mine], self._heads[turn, mine], self._forward[turn, mine] = ends, 0, forward
         self._flights.append(_Flight(keys, len(keys) + int(forward.sum()), True))
+        self._followed += 1
         return Drafts(
             known if has.all() else tuple([known[number] for number in np.flatnonzero(has).tolist()]),
             tuple(self._lengths[mine].tolist()),
@@ -224,16 +256,10 @@ class DraftPlanner:
             tokens: all of them, int32.
             seconds: what the step took, if it did nothing but decode.
         """
-        if not self._flights:
-            raise InvariantBroken("a step is done, and none was planned")
-        flight = self._flights.popleft()
-        decodes = len(flight.keys)
-        if keys[:decodes] != flight.keys:
-            raise InvariantBroken(f"a step of {flight.keys} is done, and was told as one of {keys}")
         turn = self._done % self._depth
-        self._done += 1
-        if seconds is not None and flight.rows:
-            self._prices.measure(flight.rows, seconds)
+        flight = self._complete(keys, seconds)
+        decodes = len(flight.keys)
+        self._followed -= flight.has_paths
         rows = self._rows_of(keys)
         given = np.asarray(tokens, np.int32)
         many = np.ones(len(keys), np.int64) if counts is None else np.asarray(counts, np.int64)
@@ -256,6 +282,29 @@ class DraftPlanner:
         self._drafter.take(keys, many, given)
 
     @property
+    def follows(self) -> bool:
+        """Whether a step in flight has paths. Then `done` must be told of the next step that completes; else `passed`
+        is enough."""
+        return self._followed > 0
+
+    def passed(self, keys: tuple[int, ...], *, seconds: float | None = None) -> None:
+        """The oldest step in flight completed, and none in flight has paths; arguments as of `done`. Its tokens come
+        later, by `take`, or in what a sequence begins with."""
+        self._complete(keys, seconds)
+
+    def take(self, keys: tuple[int, ...], steps: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tokens of live sequences from steps that have `passed`: so many steps gave so many of each."""
+        rows, many = self._rows_of(keys), np.array(counts, np.int64)
+        self._lengths[rows] += many
+        self._tally[rows, 0] += np.array(steps, np.int64)
+        self._drafter.take(keys, many, np.array(tokens, np.int32))
+
+    @property
+    def outlasts(self) -> bool:
+        """See `Drafter`."""
+        return self._drafter.outlasts
+
+    @property
     def counters(self) -> DraftCounters:
         """See `DraftCounters`."""
         return DraftCounters(self._name, self._drafted, self._accepted, self._drafting_steps)
@@ -265,6 +314,18 @@ class DraftPlanner:
         return float(self._acceptance[self._rows[key]])
 
     # -- parts ------------------------------------------------------------------------------------
+
+    def _complete(self, keys: tuple[int, ...], seconds: float | None) -> _Flight:
+        """Take the oldest step out of those in flight, and its price into account."""
+        if not self._flights:
+            raise InvariantBroken("a step is done, and none was planned")
+        flight = self._flights.popleft()
+        if keys[: len(flight.keys)] != flight.keys:
+            raise InvariantBroken(f"a step of {flight.keys} is done, and was told as one of {keys}")
+        self._done += 1
+        if seconds is not None and flight.rows:
+            self._prices.measure(flight.rows, seconds)
+        return flight
 
     def _asks(self, running: int) -> bool:
         """Whether the next step asks the drafter at all."""

@@ -47,21 +47,31 @@ class TokenPages:
 
     def take(self, owner: int) -> int:
         """A blank page; -1: streams write to all pages. The caller writes to it until `close`."""
-        if self._free:
-            page = self._free.pop()
-        elif self._fresh < self.most:
-            page, self._fresh = self._fresh, self._fresh + 1
-        elif (page := self._oldest()) < 0:
+        page = self._next()
+        if page < 0:
             return -1
         self.owners[page] = owner
         self.tokens[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = BLANK
         self._written[page] = True
         self._uses[page] += 1
         self._used.append((page, int(self._uses[page])))
-        self.in_use += 1
-        if len(self._used) > 2 * self.most:
-            self._used = deque(entry for entry in self._used if self._is_current(*entry))
+        self._count(1)
         return page
+
+    def take_all(self, owners: list[int]) -> list[int]:
+        """`take` for each of these: many pages at once cost less."""
+        pages = [self._next() for _ in owners]
+        had = [(page, owner) for page, owner in zip(pages, owners, strict=True) if page >= 0]
+        if had:
+            given = np.array(had)
+            fresh = given[:, 0]
+            self.owners[fresh] = given[:, 1]
+            self.tokens.reshape(-1, PAGE_TOKENS)[fresh] = BLANK
+            self._written[fresh] = True
+            self._uses[fresh] += 1
+            self._used.extend(zip(fresh.tolist(), self._uses[fresh].tolist(), strict=True))
+            self._count(len(had))
+        return pages
 
     def close(self, page: int) -> None:
         """The page is written to no more."""
@@ -80,6 +90,21 @@ class TokenPages:
         """Bytes of the arrays, and of the list of used pages."""
         arrays = self.tokens.nbytes + self.owners.nbytes + self._uses.nbytes + self._written.nbytes
         return arrays + len(self._used) * _ENTRY_NBYTES
+
+    def _next(self) -> int:
+        """A page for a stream, still with its old tokens; -1: there is none."""
+        if self._free:
+            return self._free.pop()
+        if self._fresh < self.most:
+            self._fresh += 1
+            return self._fresh - 1
+        return self._oldest()
+
+    def _count(self, more: int) -> None:
+        """So many more pages have an owner."""
+        self.in_use += more
+        if len(self._used) > 2 * self.most:
+            self._used = deque(entry for entry in self._used if self._is_current(*entry))
 
     def _oldest(self) -> int:
         """Take the oldest page that no stream writes from its owner; -1: there is none."""

@@ -481,7 +481,7 @@ class Scheduler:
         if self._drafts is not None:
             for seq in samplers:
                 if seq.state is State.DECODE:
-                    self._drafts.begin(seq, self._now)
+                    self._drafts.begin(seq)
         self.queues.step_done(plan.step_id)
 
     def _measure(self, plan: StepPlan, now: float) -> float:

@@ -2,19 +2,20 @@
 runner drafts by itself. Pure.
 
 A sequence begins to draft when its first token is known and it is to decode here, and ends with its result. In between
-it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. This module
-knows no queue and no block; `fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where
-the configuration names a drafter, or the runner has one.
+it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. All that is
+told late, when the drafter is asked for paths (`held_text.py`). This module knows no queue and no block;
+`fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where the configuration names a
+drafter, or the runner has one.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.drafting import DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
 from fdasync.errors import InvariantBroken
+from fdasync.scheduler.held_text import HeldText
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,29 +57,27 @@ class StepDrafts:
                 depth=config.pipeline_depth,
                 weighs=config.weighs_drafts,
             )
+            self._held = HeldText(self._planner)
         self._own = DraftCounters(config.own_drafter, 0, 0, 0)
         # None: the runner drafts as many as it may
         self._own_budget = OwnBudget(config.max_run_tokens - 1) if config.own_drafter and config.weighs_drafts else None
         # of the steps in flight, whether the engine's drafter has paths in them
         self._with_paths: deque[bool] = deque()
-        # by live sequence: decode steps that gave tokens of it, the runner's drafts, those of them that were accepted
+        # where the runner drafts by itself, by live sequence: decode steps that gave tokens of it, the runner's drafts,
+        # those of them that were accepted
         self._begun: dict[int, tuple[int, int, int]] = {}
         # of the last plan: plans share the list while no sequence joins or leaves
         self._decodes: list[Sequence] = []
         self._keys: tuple[int, ...] = ()
 
-    def begin(self, seq: Sequence, now: float) -> None:
+    def begin(self, seq: Sequence) -> None:
         """The sequence has a token of its answer, and decodes. Does nothing where it has begun before."""
-        if seq.key in self._begun:
-            return
-        self._begun[seq.key] = (0, 0, 0)
-        if self._planner is None:
-            return
-        tokens = array("i", seq.tokens).tobytes()
-        cut = 4 * seq.prompt_len
-        self._planner.begin(seq.key, seq.group, tokens[:cut], tokens[cut:], limit=seq.max_len, salt=seq.salt, now=now)
+        if self._own.drafter:
+            self._begun.setdefault(seq.key, (0, 0, 0))
+        if self._planner is not None:
+            self._held.begin(seq)
 
-    def propose(self, decodes: list[Sequence]) -> tuple[Drafts | None, int | None]:
+    def propose(self, decodes: list[Sequence], now: float) -> tuple[Drafts | None, int | None]:
         """Drafts for the step that is being planned, which decodes these; None: it has none. And how many the runner
         drafts behind it (`RunStep.own_drafts`). Called for every step."""
         drafts = None
@@ -86,7 +85,7 @@ class StepDrafts:
             if decodes is not self._decodes:
                 self._decodes = decodes
                 self._keys = tuple([seq.key for seq in decodes])
-            drafts = self._planner.plan(self._keys)
+            drafts = self._planner.plan(self._keys, lambda: self._held.tell(now))
         if self._own_budget is None:
             return drafts, None
         self._with_paths.append(drafts is not None)
@@ -105,6 +104,12 @@ class StepDrafts:
         if self._planner is None:
             return
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
+        follows = self._planner.follows
+        self._held.step_done(samplers, is_told=follows)
+        if not follows:
+            # each step gave one token at most, but for the runner's own drafts, which are counted apart
+            self._planner.passed(keys, seconds=seconds)
+            return
         if samplers:
             keys += tuple([seq.key for seq in samplers])
         counts = event.counts
@@ -114,12 +119,11 @@ class StepDrafts:
 
     def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
         """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""
-        steps, drafted, accepted = self._begun.pop(seq.key, (0, 0, 0))
-        if self._planner is not None:
-            # what is not live there has (0, 0, 0)
-            steps, of_host, right = self._planner.end(seq.key, now=now)
-            drafted, accepted = drafted + of_host, accepted + right
-        return steps, drafted, accepted
+        own = self._begun.pop(seq.key, (0, 0, 0))
+        if self._planner is None:
+            return own
+        steps, drafted, accepted = self._held.end(seq, now)
+        return own[0] if self._own.drafter else steps, own[1] + drafted, own[2] + accepted
 
     @property
     def counters(self) -> DraftCounters:
@@ -133,7 +137,8 @@ class StepDrafts:
 
     def check(self, live: Iterable[Sequence]) -> None:
         """Raise InvariantBroken where a sequence that is not live has not ended here."""
-        left = self._begun.keys() - {seq.key for seq in live}
+        begun = self._begun.keys() if self._planner is None else self._held.keys
+        left = set(begun) - {seq.key for seq in live}
         if left:
             raise InvariantBroken(f"sequences {sorted(left)} have ended, and their drafts have not")
 

@@ -179,7 +179,7 @@ class StepPlanner:
             if chunk.last:
                 self._join(chunk.seq, plan)
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
-        drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes)
+        drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes, now)
         return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts, own), plan
 
     def _attend(self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int]) -> list[Sequence]:

@@ -71,6 +71,26 @@ class DrafterTests:
             other, text = theirs.propose((1,), np.array([7]))
             assert told == (other.tolist(), text.tolist()), "the drafter and its caller share an array"
 
+    def test_sequences_that_begin_together_begin_as_one_after_the_other(self) -> None:
+        """`begin_all` is so many calls of `begin`: of one prompt and of several, with answers of any length."""
+        one_by_one, together = self.make(_LIMITS), self.make(_LIMITS)
+        random = Random("together")
+        keys = tuple(range(12))
+        prompts = tuple([_packed([[1, 2, 3], [4]][key % 2]) for key in keys])
+        lengths = (0, 1, 40, 300, 3, 700, 12, 40, 1, 0, 90, 260)
+        answers = tuple([_packed([random.choice((1, 2, _TOP)) for _ in range(length)]) for length in lengths])
+        salts = tuple(["s" if key % 5 == 0 else "" for key in keys])
+        for key in keys:
+            one_by_one.begin(key, key % 2, prompts[key], answers[key], salt=salts[key], now=3.0)
+        together.begin_all(keys, tuple([key % 2 for key in keys]), prompts, answers, salts, now=3.0)
+        for _ in range(8):
+            most = [random.randrange(8) for _ in keys]
+            assert _ask(one_by_one, keys, most) == _ask(together, keys, most)
+            tokens = np.array([random.choice((1, 2, _TOP)) for _ in keys], np.int32)
+            for drafter in (one_by_one, together):
+                drafter.take(keys, np.ones(len(keys), np.int64), tokens)
+        assert one_by_one.stats().sequences == together.stats().sequences
+
     def test_a_salt_keeps_sequences_apart(self) -> None:
         """Nothing of a sequence shows in the paths of one with another salt, or another prompt."""
         random = Random("salt")

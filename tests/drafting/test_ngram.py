@@ -94,6 +94,30 @@ def test_a_long_text_is_found_across_pages(at_once):
         assert ask(drafter, 0) == [naive.propose(0, PATH)]
 
 
+def test_answers_that_end_with_their_page_begin_together():
+    """The longest answers that a page holds, and those that are a token longer or shorter."""
+    random = np.random.default_rng(4)
+    room = PAGE_TOKENS - (PATH + 7)
+    drafter, naive = make(ExactNgram), NaiveNgram((8, 4, 2), PATH)
+    keys = tuple(range(6))
+    answers = [random.integers(0, 3, room + more).tolist() for more in (0, 1, -1, 0, 1 - room, -room)]
+    prompts = [[1, 2, 3] if key % 2 else [4] for key in keys]
+    drafter.begin_all(keys, keys, tuple(map(packed, prompts)), tuple(map(packed, answers)), ("",) * 6)
+    for key in keys:
+        naive.begin(key, prompts[key], answers[key])
+    for _ in range(40):
+        assert ask(drafter, *keys) == [naive.propose(key, PATH) for key in keys]
+        tokens = random.integers(0, 3, len(keys))
+        drafter.take(keys, column([1] * 6), tokens.astype(np.int32))
+        for key in keys:
+            naive.take(key, [int(tokens[key])])
+
+
+def test_a_text_outlasts_its_sequences_where_it_is_kept():
+    assert not make().outlasts
+    assert make(keep_s=1.0).outlasts
+
+
 def test_hashing_loses_next_to_nothing():
     """The tables as they are: what they say was there, and most of what was there is said."""
     random = np.random.default_rng(2)

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, DraftPlanner
+from fdasync.drafting import Beginning, Drafter, DrafterLimits, DrafterStats, DraftPlanner
 from fdasync.drafting.ngram import NgramConfig, NgramDrafter
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import path_tokens
@@ -112,7 +112,7 @@ def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn
             key = next(fresh)
             live.append(key)
             runner.lengths[key] = 3
-            planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+            planner.begin([Beginning(key, key, packed([1, 2]), packed([truth(key, 2)]))])
         keys = tuple(live)
         columns = planner.plan(keys)
         rows = len(keys) + (sum(columns.most) if columns else 0)
@@ -194,7 +194,7 @@ def test_few_sequences_draft_at_once_where_many_did_not():
     runner = Runner(Random(0))
     for key in range(32):
         runner.lengths[key] = 3
-        planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+        planner.begin([Beginning(key, key, packed([1, 2]), packed([truth(key, 2)]))])
 
     def step(keys):
         columns = planner.plan(keys)
@@ -226,7 +226,7 @@ def test_no_drafts_before_a_step_was_measured():
 def test_sequences_that_have_not_begun_are_passed_over():
     seer = Seer(0.0)
     planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=1)
-    planner.begin(1, 1, packed([1, 2]), packed([truth(1, 2)]))
+    planner.begin([Beginning(1, 1, packed([1, 2]), packed([truth(1, 2)]))])
     for _ in range(200):
         columns = planner.plan((9, 1, 8))
         assert columns is None or columns.keys == (1,)
@@ -245,9 +245,9 @@ def test_calls_out_of_turn_are_told():
     planner = DraftPlanner(Seer(0.0), name="seer", max_drafts=3, depth=2)
     with pytest.raises(InvariantBroken, match="none was planned"):
         planner.done((), None, ())
-    planner.begin(1, 1, packed([1]), b"")
+    planner.begin([Beginning(1, 1, packed([1]), b"")])
     with pytest.raises(InvariantBroken, match="twice"):
-        planner.begin(1, 1, packed([1]), b"")
+        planner.begin([Beginning(1, 1, packed([1]), b"")])
     planner.plan((1,))
     planner.plan((1,))
     with pytest.raises(InvariantBroken, match="in flight"):
@@ -263,7 +263,7 @@ def test_equal_calls_give_equal_drafts():
         random = Random(1)
         keys = tuple(range(8))
         for key in keys:
-            planner.begin(key, 0, packed([1, 2]), b"")
+            planner.begin([Beginning(key, 0, packed([1, 2]), b"")])
         out = []
         for _ in range(300):
             out.append(planner.plan(keys))
@@ -283,7 +283,7 @@ def test_a_sequence_that_was_preempted_goes_on(depth):
     runner = Runner(Random(0))
     runner.lengths = {1: 3, 2: 3}
     for key in (1, 2):
-        planner.begin(key, key, packed([1, 2]), packed([truth(key, 2)]))
+        planner.begin([Beginning(key, key, packed([1, 2]), packed([truth(key, 2)]))])
 
     def step(keys, sampler=None):
         runner.launch(keys, planner.plan(keys))
@@ -310,7 +310,7 @@ def test_a_sequence_that_was_preempted_goes_on(depth):
 def test_nothing_is_drafted_for_the_last_token_or_behind():
     seer = Seer(0.0)
     planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=2, weighs=False)
-    planner.begin(1, 1, packed([1, 2]), packed([truth(1, 2)]), limit=6)
+    planner.begin([Beginning(1, 1, packed([1, 2]), packed([truth(1, 2)]), limit=6)])
     first, second = planner.plan((1,)), planner.plan((1,))
     # positions 3 and 4 can be drafted; the step in flight gives one of them at least
     assert (first.counts, first.most) == ((2,), (2,))
@@ -318,6 +318,53 @@ def test_nothing_is_drafted_for_the_last_token_or_behind():
     planner.done((1,), (2,), (truth(1, 3), truth(1, 4)))
     planner.done((1,), None, (truth(1, 5),))
     assert planner.plan((1,)) is None
+
+
+def test_steps_without_paths_are_told_together():
+    """Nothing reaches the drafter until it is asked; then its paths go on from all tokens, and steps are counted."""
+    seer = Seer(0.0)
+    planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=1)
+    runner = Runner(Random(0))
+    runner.lengths = {1: 3, 2: 3}
+    told = {1: 3}
+    calls = 0
+
+    def catch_up():
+        nonlocal calls
+        calls += 1
+        if 2 not in told:
+            planner.begin(
+                [Beginning(2, 2, packed([1, 2]), packed([truth(2, at) for at in range(2, runner.lengths[2])]))]
+            )
+            told[2] = runner.lengths[2]
+        keys = tuple([key for key in told if told[key] < runner.lengths[key]])
+        counts = [runner.lengths[key] - told[key] for key in keys]
+        tokens = [truth(key, at) for key in keys for at in range(told[key], runner.lengths[key])]
+        planner.take(keys, counts, counts, tokens)
+        told.update(runner.lengths)
+
+    planner.begin([Beginning(1, 1, packed([1, 2]), packed([truth(1, 2)]))])
+    follows = 0
+    for _ in range(400):
+        # rows are as dear as tokens, so drafts pay in no step but those that try
+        drafts = planner.plan((1, 2), catch_up)
+        runner.launch((1, 2), drafts)
+        keys, counts, tokens = runner.launched.popleft()
+        seconds = len(keys) if drafts is None else 2.0 * len(keys) + sum(drafts.most) * 10.0
+        assert planner.follows is (drafts is not None)
+        if planner.follows:
+            follows += 1
+            planner.done(keys, counts, tokens, seconds=seconds)
+            told.update(runner.lengths)
+        else:
+            planner.passed(keys, seconds=seconds)
+    assert 1 <= follows <= calls <= 30
+    catch_up()
+    assert seer.known == runner.lengths == {key: planner.length(key) for key in (1, 2)}
+    assert planner.lengths((2, 1)) == [runner.lengths[2], runner.lengths[1]]
+    assert planner.tally(1) == (400, planner.counters.drafted // 2, planner.counters.accepted // 2)
+    with pytest.raises(InvariantBroken, match="none was planned"):
+        planner.passed((), seconds=0.1)
 
 
 def test_a_step_that_is_told_as_another_one_is_refused():
