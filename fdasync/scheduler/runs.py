@@ -59,22 +59,31 @@ def take_runs(
     row = dropped = 0
     for seq, count in zip(decodes, counts, strict=False):
         known = seq.tokens
+        length = len(known)
+        kept = 0
         if not seq.is_cut:
-            length = len(known)
             room = full.get(seq.key, len(seq.blocks) * size) - length + 1
             # behind its length limit there may be no room to go on, and no token is missed
-            least = 1 if room > 0 and length < seq.max_len else 0
+            least = room > 0 and length < seq.max_len
             if not least <= count <= most or count > room:
                 raise InvariantBroken(
                     f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and its "
                     f"blocks have room for {room}"
                 )
-        kept = _take(seq, tokens[row : row + count])
-        if kept and (len(known) >= seq.due or known[-1] in seq.stop_ids):
+            # at its length limit it may await a stop answer, while a step that was in flight went on behind its last
+            # token
+            if length < seq.max_len:
+                if count == 1:
+                    known.append(tokens[row])
+                    kept = 1
+                else:
+                    kept = _take(seq, tokens[row : row + count])
+        if kept and (length + kept >= seq.due or known[-1] in seq.stop_ids):
             due.append((seq, kept))
         if seq.emits:
             emitted += [(place, seq) for place in range(row, row + kept)]
-        dropped += count if seq.state is State.ENDED else count - kept
+        if kept < count or seq.state is State.ENDED:
+            dropped += count if seq.state is State.ENDED else count - kept
         row += count
     return Runs(due, emitted, dropped)
 
@@ -97,14 +106,11 @@ def one_each(
 
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:
-    """Append the tokens up to the one that ends the sequence; returns how many."""
-    known, stop_ids, max_len = seq.tokens, seq.stop_ids, seq.max_len
-    # at its length limit it may await a stop answer, while a step that was in flight went on behind its last token
-    if seq.is_cut or len(known) >= max_len:
-        return 0
+    """Append the tokens up to the one that ends the sequence, which has not ended before; returns how many."""
+    known, stop_ids, max_len, min_len = seq.tokens, seq.stop_ids, seq.max_len, seq.min_len
     for number, token in enumerate(run, 1):
         known.append(token)
-        if len(known) >= max_len or (token in stop_ids and len(known) >= seq.min_len):
+        if len(known) >= max_len or (token in stop_ids and len(known) >= min_len):
             seq.is_cut = number < len(run)
             return number
     return len(run)
