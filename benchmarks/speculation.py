@@ -9,7 +9,9 @@ is void.
     tokens_per_step_all      with as many drafts in every step as the drafter has
     tokens_per_step_epoch    likewise, with `keep_s`: drafts also come from the epoch before (aim: 1.6)
     cpu_per_token_ratio      CPU time of the engine's process for each emitted token, over none, whole requests of some
-                             ten tokens at 128 running; the model is in a worker
+                             ten tokens at 128 running; the model is in a worker. What this program imported before is
+                             out of the garbage collector's rounds, as in a serving process: one full round over the
+                             training library takes half of a rollout's CPU time, and fell to any arm
     accepted_share           drafts that were right, over all that were forwarded; those behind the end of an answer
                              count too, and make tokens_per_step a little too high
     rollout_ratio            wall time, `ngram` over none
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 import tempfile
 import time
@@ -76,6 +79,7 @@ async def rollout(folder: Path, prompts: list[tuple[int, ...]], speculation: Spe
     )
     async with Engine(config) as engine:
         await asyncio.gather(*[_ask(engine, prompt, _EPOCH + number) for number, prompt in enumerate(prompts)])
+        gc.collect()
         before = engine.stats().scheduler
         began, cpu = time.perf_counter(), time.process_time()
         results = await asyncio.gather(*[_ask(engine, prompt, number) for number, prompt in enumerate(prompts)])
@@ -144,6 +148,8 @@ def main() -> None:
         )
         prompts = [problem.prompt for problem in problems(options.questions, seed=3)]
         found: dict[str, list[Rollout]] = {arm: [] for arm in _ARMS}
+        gc.collect()
+        gc.freeze()
         for _ in range(options.pairs):
             for arm, speculation in _ARMS.items():
                 one = uvloop.run(rollout(folder, prompts, speculation))
