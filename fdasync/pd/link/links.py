@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable
 from fdasync.pd.link.address import absolute
 from fdasync.pd.link.inbound import Inbound
+from fdasync.pd.link.looks import Looks
 from fdasync.pd.link.peer import Peer
 from fdasync.pd.link.session import (
     NEVER,
@@ -70,6 +71,7 @@ class Links:
         self._dialed: dict[str, Peer] = {}
         self._by_incarnation: dict[bytes, Peer] = {}
         self._incoming = Inbound(self, wire, owner, self._by_pipe, self.time)
+        self._looks = Looks()
         self._due = NEVER
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._finished = False
@@ -268,8 +270,8 @@ class Links:
 
     def arm(self, when: float, peer: Peer | None = None) -> None:
         """Have `_tick` called by then, and look after this peer."""
-        if peer is not None and when < peer.look_due:
-            peer.look_due = when
+        if peer is not None:
+            self._looks.add(when, peer)
         if when < self._due and not self._finished:
             self._due = when
             if self._timer is not None:
@@ -280,28 +282,24 @@ class Links:
     def _tick(self) -> None:
         now = self.time()
         late = now - self._due
-        self._timer, self._due, due = None, NEVER, NEVER
+        self._timer, self._due = None, NEVER
         self._incoming.dismissed.clear()
-        for peer in list(self._by_pipe.values()):
-            if late > self.config.beat_s and peer.session is not None:
-                # this loop stood still, and has not read the frames that came meanwhile
-                peer.session.heard += late
-                peer.session.cut_at = NEVER
-            if peer.look_due <= now:
-                # a router has hundreds of peers, of which few have anything due
-                self._look(peer, now)
-            if peer.look_due < due:
-                due = peer.look_due
-        self.arm(max(due, now + _MIN_TICK_S))
+        if late > self.config.beat_s:
+            # this loop stood still, and has not read the frames that came meanwhile
+            for session in [peer.session for peer in self._by_pipe.values() if peer.session is not None]:
+                session.heard += late
+                session.cut_at = NEVER
+        for peer in self._looks.take(now):
+            self._look(peer, now)
+        self.arm(max(self._looks.next(), now + _MIN_TICK_S))
 
     def _look(self, peer: Peer, now: float) -> None:
-        peer.look_due = NEVER
         try:
             due = self._look_after(peer, now)
         except Exception as error:
             due = now + self.config.beat_s
             self._owner.on_failure(error)
-        peer.look_due = min(peer.look_due, due)
+        self._looks.add(due, peer)
 
     def _look_after(self, peer: Peer, now: float) -> float:
         """Do what is due for a peer; returns the time of the next look."""
