@@ -6,7 +6,7 @@ Engines, instances and routers name blocks alike by these functions; this module
 
 from __future__ import annotations
 
-import hashlib
+from hashlib import blake2b
 from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +30,7 @@ class PromptHashes(NamedTuple):
 
 def root_key(*parts: bytes) -> bytes:
     """Identity of an empty prefix under these parts: the namespace, and a tenant's salt."""
-    digest = hashlib.blake2b(digest_size=KEY_NBYTES)
+    digest = blake2b(digest_size=KEY_NBYTES)
     for part in parts:
         digest.update(len(part).to_bytes(4, "little"))
         digest.update(part)
@@ -40,7 +40,7 @@ def root_key(*parts: bytes) -> bytes:
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Identity of the block of these tokens behind `parent`."""
     tokens = pack(f"{len(token_ids)}i", *token_ids)
-    return hashlib.blake2b(parent + tokens, digest_size=KEY_NBYTES).digest()
+    return blake2b(parent + tokens, digest_size=KEY_NBYTES).digest()
 
 
 def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: int = 0) -> list[bytes]:
@@ -58,7 +58,7 @@ def packed_block_keys(root: bytes, tokens: bytes, block_tokens: int) -> list[byt
     step = 4 * block_tokens
     keys = []
     for first in range(0, len(tokens) - step + 1, step):
-        root = hashlib.blake2b(root + tokens[first : first + step], digest_size=KEY_NBYTES).digest()
+        root = blake2b(root + tokens[first : first + step], digest_size=KEY_NBYTES).digest()
         keys.append(root)
     return keys
 
@@ -68,7 +68,7 @@ def are_block_keys(keys: Sequence[bytes], parent: bytes, tokens: bytes, block_to
     `first` on, behind `parent`."""
     step = 4 * block_tokens
     for number, key in enumerate(keys, first):
-        parent = hashlib.blake2b(parent + tokens[number * step : (number + 1) * step], digest_size=KEY_NBYTES).digest()
+        parent = blake2b(parent + tokens[number * step : (number + 1) * step], digest_size=KEY_NBYTES).digest()
         if parent != key:
             return False
     return True

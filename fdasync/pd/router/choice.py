@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Role
     from fdasync.pd.router.instances import InstanceTable
     from fdasync.pd.router.limits import Need, Room
+    from fdasync.pd.router.loads import Column
 
 _MAX_DECODERS = 8
 # what a prompt token weighs that the instance does not have: computing it delays this request, and others there, while
@@ -65,12 +66,14 @@ class _Costs:
 
     def missing(self, instance: InstanceHandle) -> int:
         """Prompt tokens that an instance would compute."""
-        had = next((depth for depth, bits in self._had if bits >> instance.slot & 1), 0)
-        return max(self._num_tokens - had * self._size, 0)
+        for had, bits in self._had:
+            if bits >> instance.slot & 1:
+                return max(self._num_tokens - had * self._size, 0)
+        return self._num_tokens
 
     def prefill_cost(self, instance: InstanceHandle) -> int:
         """What the prefill of this request costs on an instance, in prompt tokens."""
-        return int(self._loads.work[instance.slot]) + _MISSING * self.missing(instance)
+        return self._loads.work.one[instance.slot] + _MISSING * self.missing(instance)
 
     def _able(self, role: Role, fits: Callable[[Room], bool]) -> int:
         able = self._loads.able(role, fits)
@@ -82,25 +85,28 @@ class _Costs:
         able = self._able(role, fits)
         if not able:
             return None
+        costs = self._loads.burden if role == "mixed" else self._loads.work
         # those that have a part of the prompt are among those that have none at least; each counts by its own part
-        found = [self._lightest(able, 0, mixed=role == "mixed")]
-        found += [self._lightest(some, had, mixed=role == "mixed") for had, bits in self._had if (some := bits & able)]
-        return self._table.at(min(found)[-1])
+        least = self._lightest(able, 0, costs)
+        for had, bits in self._had:
+            if some := bits & able:
+                least = min(least, self._lightest(some, had, costs))
+        return self._table.at(least[-1])
 
-    def _lightest(self, bits: int, had: int, *, mixed: bool) -> tuple[float, int, int]:
+    def _lightest(self, bits: int, had: int, costs: Column[int] | Column[float]) -> tuple[float, int, int]:
         """Cost, live requests and slot of the best of some instances, which have so many blocks of the prompt."""
-        loads = self._loads
-        costs = loads.burden if mixed else loads.work
+        live = self._loads.live
         missing = _MISSING * max(self._num_tokens - had * self._size, 0)
         if bits.bit_count() <= _FEW:
-            cost, live, slot = min([(costs[slot], loads.live[slot], slot) for slot in slots_of(bits)])
-            return float(cost) + missing, int(live), slot
-        rows = loads.slots(bits)
-        here = costs[rows]
-        cost = here.min()
-        near = rows[here == cost]
-        slot = int(near[0] if len(near) == 1 else near[loads.live[near].argmin()])
-        return float(cost) + missing, int(loads.live[slot]), slot
+            one, alive = costs.one, live.one
+            cost, busy, slot = min([(one[slot], alive[slot], slot) for slot in slots_of(bits)])
+            return cost + missing, busy, slot
+        rows = self._loads.slots(bits)
+        here = costs.all.take(rows)
+        first = int(here.argmin())
+        near = (here == here[first]).nonzero()[0]
+        slot = int(rows[first if len(near) == 1 else near[live.all.take(rows.take(near)).argmin()]])
+        return costs.one[slot] + missing, live.one[slot], slot
 
     def decoders(
         self, fits: Callable[[Room], bool], count: int, without: InstanceHandle | None
@@ -118,7 +124,7 @@ class _Costs:
             near = costs <= np.partition(costs, count - 1)[count - 1]
             rows, costs = rows[near], costs[near]
         # columns of numpy, at most `count` of them
-        order = np.lexsort((self._loads.live[rows], costs))[:count]
+        order = np.lexsort((self._loads.live.all[rows], costs))[:count]
         return [self._table.at(slot) for slot in rows[order].tolist()]
 
     def _decode_costs(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -126,12 +132,13 @@ class _Costs:
         request's prefix that they have already."""
         loads = self._loads
         # requests that the latest status does not count yet
-        newer = np.maximum(loads.live[rows] - loads.counted[rows], 0)
-        used = loads.used.copy()
+        newer = np.maximum(loads.live.all[rows] - loads.counted.all[rows], 0)
+        used = loads.used.all.copy()
         for had, bits in self._had:
             used[slots_of(bits) if bits.bit_count() <= _FEW else loads.slots(bits)] -= had
-        costs: NDArray[np.float64] = used[rows] + newer * max(self._num_blocks, 256 // self._size, 1)
-        return costs / np.maximum(loads.total[rows], 1)
+        taken = used[rows] + newer * max(self._num_blocks, 256 // self._size, 1)
+        costs: NDArray[np.float64] = taken / np.maximum(loads.total.all[rows], 1)
+        return costs
 
 
 def choose(

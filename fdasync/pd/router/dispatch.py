@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 #: a message of an instance about one request, but for new output
 RequestMessage = PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
+# those that only the instance sends that answers; the frequent ones first
+_OF_SERVER = Outputs, SampleEnd, Ended, Rows, ScoredPrompt
+REQUEST_MESSAGES = *_OF_SERVER, PromptTokens, Moved, Failed
 
 _RETRY_S = 0.05
 
@@ -165,12 +168,13 @@ class Dispatch:
         absent_s = 0.0
         while not request.done.done():
             self._check_open()
-            try:
-                await self.wait_open(max(request.ends_at - self._loop.time(), 0.0), request.done)
-            except DeadlineExceeded:
-                self.finish(request, request.so_far("deadline"), None)
-            if request.done.done():
-                return
+            if self._held is not None:
+                try:
+                    await self.wait_open(max(request.ends_at - self._loop.time(), 0.0), request.done)
+                except DeadlineExceeded:
+                    self.finish(request, request.so_far("deadline"), None)
+                if request.done.done():
+                    return
             keys = await self._keys(request)
             if request.done.done():
                 return
@@ -227,7 +231,7 @@ class Dispatch:
         submit = request.submit
         request.specs = wanted_specs(first.shape.aux, submit.routing, submit.aux)
         rooms = [room for instance in (first, *decoders) if (room := instance.room) is not None]
-        most = max(room.facts.max_context_tokens for room in rooms)
+        most = max([room.facts.max_context_tokens for room in rooms])
         scores = prompt_logprobs_of(submit.params)
         request.incoming = Incoming(request.specs, submit.params.n, most, submit.start, scores)
         request.samples = [None] * submit.params.n
@@ -273,32 +277,38 @@ class Dispatch:
         message: RequestMessage,
         payload: Frame | None,
     ) -> None:
-        if isinstance(message, PromptTokens):
+        if isinstance(message, _OF_SERVER):
+            if request.server is instance or self._serves(request, instance):
+                self._on_output(request, instance, message, payload)
+        elif isinstance(message, PromptTokens):
             request.add_prompt(tokens_of(message.tokens))
-            return
-        if isinstance(message, Moved):
-            if instance is request.first:
-                self._settle(request)
-                if request.server is None:
-                    self._follow(request, instance, message.address)
-            return
-        if isinstance(message, Failed):
+        elif isinstance(message, Failed):
             if request.server is None or request.server is instance:
                 self._on_failed(request, instance, message)
-            return
-        if not self._serves(request, instance):
-            return
-        assert request.incoming is not None
-        if isinstance(message, Rows):
-            request.incoming.add(message, payload)
-        elif isinstance(message, Outputs):
-            request.incoming.add_outputs(message)
-        elif isinstance(message, ScoredPrompt):
-            request.incoming.add_scores(message, instance.facts.vocab_size)
+        elif instance is request.first:
+            self._settle(request)
+            if request.server is None:
+                self._follow(request, instance, message.address)
+
+    def _on_output(
+        self,
+        request: RoutedRequest,
+        instance: InstanceHandle,
+        message: Outputs | SampleEnd | Ended | Rows | ScoredPrompt,
+        payload: Frame | None,
+    ) -> None:
+        incoming = request.incoming
+        assert incoming is not None
+        if isinstance(message, Outputs):
+            incoming.add_outputs(message)
         elif isinstance(message, SampleEnd):
-            request.add_sample(request.incoming.add_end(message, instance.facts))
+            request.add_sample(incoming.add_end(message, instance.facts))
+        elif isinstance(message, Ended):
+            self.finish(request, incoming.result(request.request_id, request.prompt), None)
+        elif isinstance(message, Rows):
+            incoming.add(message, payload)
         else:
-            self.finish(request, request.incoming.result(request.request_id, request.prompt), None)
+            incoming.add_scores(message, instance.facts.vocab_size)
 
     def _serves(self, request: RoutedRequest, instance: InstanceHandle) -> bool:
         """Whether output of this instance is the request's; the first instance that sends some serves it."""

@@ -70,6 +70,8 @@ class InstanceHandle:
         self._tokens = self._fresh = 0
         self._live = 0
         self._size = 0
+        self._room: Room | None = None
+        self._room_of: Hello | None = None
         self._leaving = self._behind = False
         self._incarnation = b""
 
@@ -83,7 +85,7 @@ class InstanceHandle:
         self.beats += 1
         # what was sent before is part of what it reports
         self._tokens = self._fresh = 0
-        self._loads.counted[self.slot] = 0 if status is None else status.running + status.leased
+        self._loads.counted.one[self.slot] = 0 if status is None else status.running + status.leased
         self._weigh()
         if (before is None or before.state) != (status is None or status.state):
             self.refresh()
@@ -99,7 +101,7 @@ class InstanceHandle:
     @live.setter
     def live(self, live: int) -> None:
         self._live = live
-        self._loads.live[self.slot] = live
+        self._loads.live.one[self.slot] = live
 
     @property
     def leaving(self) -> bool:
@@ -154,7 +156,11 @@ class InstanceHandle:
     @property
     def room(self) -> Room | None:
         """How much it holds, by its latest handshake; None before the first."""
-        return None if self.peer.hello is None else Room(self.facts, self.shape.block_tokens)
+        hello = self.peer.hello
+        if hello is not self._room_of:
+            self._room_of = hello
+            self._room = None if hello is None else Room(self.facts, self.shape.block_tokens)
+        return self._room
 
     def may(self, fits: Callable[[Room], bool]) -> bool:
         """Whether it can hold a request; True as long as it has not answered."""
@@ -202,7 +208,7 @@ class InstanceHandle:
         self.weight_version, self.weight_order = self.facts.weight_version, self.facts.weight_order
         self._size = self.shape.block_tokens
         self._loads.set_room(self.slot, self.hello.role, Room(self.facts, self._size))
-        self._loads.total[self.slot] = self.facts.num_blocks
+        self._loads.total.one[self.slot] = self.facts.num_blocks
         self.leaving = False
 
     def _forget_blocks(self) -> None:
@@ -262,9 +268,9 @@ class InstanceHandle:
     def _weigh(self) -> None:
         status, loads, slot = self._status, self._loads, self.slot
         queued, used = (0, 0) if status is None else (status.queued_tokens, status.num_blocks - status.free_blocks)
-        loads.work[slot] = work = queued + self._tokens
-        loads.burden[slot] = work + (used + self._fresh) * self._size * _IN_USE
-        loads.used[slot] = used
+        loads.work.one[slot] = work = queued + self._tokens
+        loads.burden.one[slot] = work + (used + self._fresh) * self._size * _IN_USE
+        loads.used.one[slot] = used
 
 
 class InstanceTable:

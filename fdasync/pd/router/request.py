@@ -62,6 +62,42 @@ class RoutedRequest:
         timer: ends the request when no instance does.
     """
 
+    __slots__ = (
+        "aborted",
+        "beats",
+        "decoder",
+        "decoders",
+        "done",
+        "ends_at",
+        "error",
+        "expected",
+        "failed",
+        "first",
+        "first_token_at",
+        "incoming",
+        "missing",
+        "name",
+        "need",
+        "num_blocks",
+        "num_tokens",
+        "outputs",
+        "prefill",
+        "prompt_of_text",
+        "request_id",
+        "result",
+        "samples",
+        "server",
+        "sessions",
+        "specs",
+        "started_at",
+        "submit",
+        "timer",
+        "tries",
+        "waiter",
+        "wanted_decoders",
+        "whole",
+    )
+
     def __init__(self, request_id: str, submit: Submit, num_tokens: int, now: float) -> None:
         self.request_id = request_id
         self.submit = submit

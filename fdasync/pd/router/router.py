@@ -34,23 +34,15 @@ from fdasync.pd.messages import (
     PROTOCOL,
     Command,
     Done,
-    Ended,
-    Failed,
     Heartbeat,
     Hello,
     KvEventBatch,
-    Moved,
-    Outputs,
     Progress,
-    PromptTokens,
     Refused,
-    Rows,
-    SampleEnd,
-    ScoredPrompt,
 )
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.control import ControlPlane
-from fdasync.pd.router.dispatch import Dispatch
+from fdasync.pd.router.dispatch import REQUEST_MESSAGES, Dispatch
 from fdasync.pd.router.gathering import gather, misfit, misfits
 from fdasync.pd.router.instances import InstanceHandle, InstanceTable
 from fdasync.pd.router.request import RoutedRequest
@@ -277,7 +269,8 @@ class Router(Generator):
         request = self._request(ask_of(prompt, params, options, streams=False), prefill, decoders)
         try:
             await self.dispatch.submit(request)
-            await asyncio.shield(request.done)
+            # nobody else waits for it: what cancels this call may end it, as the lines below do
+            await request.done
         except asyncio.CancelledError:
             self.dispatch.abort_everywhere(request)
             self.dispatch.finish(request, request.so_far("abort"), None)
@@ -347,7 +340,7 @@ class Router(Generator):
             self.commands.on_done(instance, message)
         elif isinstance(message, Progress):
             self.dispatch.take_pieces(instance, message.pieces)
-        elif isinstance(message, PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed):
+        elif isinstance(message, REQUEST_MESSAGES):
             self.dispatch.take(instance, message, payload)
 
     def hello(self) -> Hello:

@@ -139,7 +139,7 @@ def test_what_was_sent_counts_until_a_status_counts_it():
     # it was sent before that status: it is not taken off again
     stage["m0"].settled(100, 0, beats, expected)
     assert (stage["m0"].tokens, stage["m0"].live) == (0, 0)
-    assert int(stage.fleet.loads.work[stage["m0"].slot]) == 0
+    assert int(stage.fleet.loads.work.one[stage["m0"].slot]) == 0
 
 
 def test_the_row_of_an_instance_that_was_removed_is_free_for_another():
@@ -159,5 +159,5 @@ def test_the_row_of_an_instance_that_was_removed_is_free_for_another():
     gone.settled(32, len(KEYS), gone.beats, expected)
     gone.status = Status("running", 0, 1000, 0, 0, 0, 100)
     assert (stage["m3"].live, stage["m3"].tokens) == (1, 8)
-    assert int(stage.fleet.loads.work[slot]) == 8
+    assert int(stage.fleet.loads.work.one[slot]) == 8
     assert [depth for depth, bits in stage.fleet.index.prefixes(KEYS, 1 << slot)] == [2]
