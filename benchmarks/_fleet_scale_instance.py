@@ -26,7 +26,6 @@ from fdasync.pd.messages import (
     Abort,
     Command,
     Done,
-    Ended,
     Facts,
     Failed,
     Heartbeat,
@@ -37,7 +36,7 @@ from fdasync.pd.messages import (
     Status,
     Submit,
 )
-from fdasync.pd.results import sample_messages
+from fdasync.pd.results import answer_message
 from fdasync.result import CachedTokens, Sample, WeightSpan
 
 if TYPE_CHECKING:
@@ -335,9 +334,9 @@ class StandIn:
             aux={},
             start=0,
         )
-        for message, payload in sample_messages(request.name, sample):
-            self._say(request.peer, message, payload)
-        self._say(request.peer, Ended(request.name))
+        answer = answer_message(request.name, sample)
+        assert answer is not None
+        self._say(request.peer, answer)
 
     def _all_keys(self, request: _Request) -> list[bytes]:
         """With those of the output; the last token was never computed."""

@@ -494,8 +494,8 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
     """The tokens of a prompt. The instance that tokenised a text sends them before its other messages, for a caller
-    whose request ends without an `Ended`; the instance that answers sends them before the first `SampleEnd`. A router
-    gives out no output of a text before it has them."""
+    whose request ends without an `Ended`; the instance that answers sends them before the first sample, unless it knows
+    that the caller sent tokens. A router gives out no output of a text before it has them."""
 
     request: Name
     tokens: Tokens
@@ -611,6 +611,20 @@ class Ended(Message, frozen=True, array_like=True, tag="ended"):
     """A request ended with a result. The ends of all its samples were sent before."""
 
     request: Name
+
+
+class Answered(Message, frozen=True, array_like=True, tag="answered"):
+    """A request of one sample ended with a result, and this is all of it: as `Outputs`, `SampleEnd` and `Ended` in this
+    order. Most requests end so, with one message in place of three.
+
+    Attributes:
+        outputs: all of the sample's output.
+        end: the sample's end.
+    """
+
+    request: Name
+    outputs: Outputs
+    end: SampleEnd
 
 
 class Failed(Message, frozen=True, array_like=True, tag="failed"):
@@ -731,6 +745,7 @@ AnyMessage = (
     | SampleEnd
     | Moved
     | Ended
+    | Answered
     | Failed
     | KvEventBatch
     | Command

@@ -14,7 +14,7 @@ import numpy as np
 
 from fdasync.cache.aux import ROUTING, AuxSpec
 from fdasync.errors import InvariantBroken, ProtocolError
-from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
+from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Answered, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
@@ -49,7 +49,19 @@ def sample_messages(name: str, sample: Sample) -> Iterator[tuple[Message, memory
             yield words, run.view(np.uint8).reshape(-1).data
     for outputs in _outputs(name, sample):
         yield outputs, None
-    end = SampleEnd(
+    yield _end(name, sample, arrays), None
+
+
+def answer_message(name: str, sample: Sample) -> Answered | None:
+    """A request with this sample alone as one message; None: it has rows, or more than a run."""
+    if len(sample.token_ids) > RUN_TOKENS or len(sample.text) > RUN_CHARS or _arrays(sample):
+        return None
+    (outputs,) = _outputs(name, sample)
+    return Answered(name, outputs, _end(name, sample, []))
+
+
+def _end(name: str, sample: Sample, arrays: list[tuple[AuxSpec, NDArray[Any]]]) -> SampleEnd:
+    return SampleEnd(
         name,
         sample.index,
         num_tokens=len(sample.token_ids),
@@ -61,7 +73,6 @@ def sample_messages(name: str, sample: Sample) -> Iterator[tuple[Message, memory
         aux=tuple([spec for spec, _ in arrays]),
         drafts=None if (drafts := sample.drafts) is None else (drafts.steps, drafts.drafted, drafts.accepted),
     )
-    yield end, None
 
 
 def _outputs(name: str, sample: Sample) -> Iterator[Outputs]:

@@ -25,7 +25,7 @@ from fdasync.pd.messages import (
     decode,
     encode,
 )
-from fdasync.pd.results import Incoming, delta_of, sample_messages, score_messages
+from fdasync.pd.results import Incoming, answer_message, delta_of, sample_messages, score_messages
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, TopLogprobs
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
@@ -153,6 +153,23 @@ def test_a_result_comes_back_as_it_went(given_result):
                 assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
                 # it is the caller's
                 assert one.flags.writeable
+
+
+def test_a_sample_without_rows_is_one_message():
+    sample = msgspec.structs.replace(sample_with(1), routing=None, token_ids=(3, 1, 2), text="abc")
+    answer = decode(encode(answer_message("r", sample)))
+    incoming = Incoming([], 1, 10, 0)
+    incoming.add_outputs(answer.outputs)
+    assert incoming.add_end(answer.end, FACTS) == sample
+    assert answer.request == answer.end.request == answer.outputs.request == "r"
+
+
+def test_rows_or_more_than_a_run_are_no_single_message():
+    sample = msgspec.structs.replace(sample_with(1), routing=None)
+    assert answer_message("r", sample_with(1)) is None
+    assert answer_message("r", msgspec.structs.replace(sample, token_ids=(1,) * (results.RUN_TOKENS + 1))) is None
+    assert answer_message("r", msgspec.structs.replace(sample, text="a" * (results.RUN_CHARS + 1))) is None
+    assert answer_message("r", msgspec.structs.replace(sample, token_ids=(1,) * results.RUN_TOKENS)) is not None
 
 
 def sample_with(rows, index=0):

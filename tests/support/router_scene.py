@@ -13,6 +13,7 @@ from fdasync.pd.link.links import Links
 from fdasync.pd.messages import (
     PROTOCOL,
     Abort,
+    Answered,
     Command,
     Done,
     Ended,
@@ -147,6 +148,13 @@ class Script:
         for index, tokens in enumerate(samples):
             self.sample(name, *tokens, index=index, reason=reason)
         self.router.send(Ended(name))
+
+    def answer(self, name: str, *tokens: int, count: int | None = None) -> None:
+        """All of a request of one sample in one message; `count`: tokens that it says it has."""
+        outputs = Outputs(name, 0, 0, array("i", tokens).tobytes(), "", None, None, None)
+        count = len(tokens) if count is None else count
+        end = SampleEnd(name, 0, count, "length", (0, 0, 0), (), None, None, ())
+        self.router.send(Answered(name, outputs, end))
 
     def moved(self, name: str, to: Script) -> None:
         self.router.send(Moved(name, to.address))

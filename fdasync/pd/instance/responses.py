@@ -55,7 +55,7 @@ class Responses:
         """Send a request that this instance took over to this caller from now on."""
         peer = self._context.links.find(caller)
         assert peer is not None
-        self._watch(peer, name, request)
+        self._watch(peer, name, request, tokens=False)
 
     def lose(self, request: RequestState) -> None:
         """A request was handed over in part only, or given up by the prefill side: end it, and tell its caller that it
@@ -94,19 +94,20 @@ class Responses:
             self._aborted.discard(place)
             self._context.tell(caller, failed(name, error))
             return
-        if isinstance(asked.prompt, str) and request.prompt:
+        text = isinstance(asked.prompt, str)
+        if text and request.prompt:
             self._context.tell(caller, prompt_message(name, request.prompt))
-        self._watch(caller, name, request)
+        self._watch(caller, name, request, tokens=not text)
         if place in self._aborted:
             self._context.frontend.abort(request)
 
-    def _watch(self, caller: Peer, name: str, request: RequestState) -> None:
+    def _watch(self, caller: Peer, name: str, request: RequestState, *, tokens: bool) -> None:
         """Send a request's tokens and samples as they come, and its end. Callbacks do this, so that a request needs a
-        task only while something of its result is sent."""
+        task only while something of its result is sent. `tokens`: see `ResultSender`."""
         self._live[caller.incarnation, name] = request
         asked = request.asked
         streams = asked is not None and asked[0].streams and asked[0].hand_off is None
-        sender = ResultSender(self._context, caller, name, request, self._result_sent)
+        sender = ResultSender(self._context, caller, name, request, self._result_sent, tokens=tokens)
         if streams:
             self._token_streams.add(caller, name, request, sender.send_sample)
         ended = self._context.guarded(lambda: self._ended(sender, caller, name, request, streams))

@@ -1,8 +1,8 @@
 """Sends the result of one request to its caller: each sample when it ends, if the caller reads deltas, then the end.
 
-A sample goes as its rows, its output and its `SampleEnd`; none is sent twice. The caller's link bounds what waits: a
-task makes and sends one message after the other. Knows of a request only its samples and its result. Made by
-`responses.py`.
+A sample goes as its rows, its output and its `SampleEnd`; none is sent twice. A request of one sample without rows ends
+with one message, `Answered`. The caller's link bounds what waits: a task makes and sends one message after the other.
+Knows of a request only its samples and its result. Made by `responses.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fdasync.errors import (
 )
 from fdasync.pd.instance.token_streams import groups
 from fdasync.pd.messages import Ended, Failed, Progress, brief
-from fdasync.pd.results import prompt_message, sample_messages, score_messages
+from fdasync.pd.results import answer_message, prompt_message, sample_messages, score_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,17 +38,26 @@ class ResultSender:
     """See the module.
 
     Args:
+        tokens: the caller sent the prompt as tokens; False: as text, or it is not known.
         on_end: called once after `send_end`, when all was sent or cannot be.
     """
 
     def __init__(
-        self, context: InstanceContext, caller: Peer, name: str, request: RequestState, on_end: Callable[[], None]
+        self,
+        context: InstanceContext,
+        caller: Peer,
+        name: str,
+        request: RequestState,
+        on_end: Callable[[], None],
+        *,
+        tokens: bool,
     ) -> None:
         self._context = context
         self._caller = caller
         self._name = name
         self._request = request
         self._on_end = on_end
+        self._tokens = tokens
         self._waiting: deque[int] = deque()
         self._sent: set[int] = set()
         self._last: tuple[Piece, ...] | None = None
@@ -91,11 +100,14 @@ class ResultSender:
                 self._on_end()
 
     async def _say_sample(self, sample: Sample) -> None:
-        if not self._sent:
-            await self._context.say(self._caller, prompt_message(self._name, self._request.prompt))
+        await self._say_prompt()
         self._sent.add(sample.index)
         for message, payload in sample_messages(self._name, sample):
             await self._context.say(self._caller, message, payload)
+
+    async def _say_prompt(self) -> None:
+        if not self._sent and not self._tokens:
+            await self._context.say(self._caller, prompt_message(self._name, self._request.prompt))
 
     async def _say_end(self, last: tuple[Piece, ...]) -> None:
         context, caller, name, request = self._context, self._caller, self._name, self._request
@@ -106,6 +118,11 @@ class ResultSender:
             result = context.frontend.result(request)
         except FdasyncError as error:
             await context.say(caller, failed(name, error))
+            return
+        whole = len(result.samples) == 1 and not self._sent and request.scores is None
+        if whole and (answer := answer_message(name, result.samples[0])) is not None:
+            await self._say_prompt()
+            await context.say(caller, answer)
             return
         for sample in result.samples:
             if sample.index not in self._sent:

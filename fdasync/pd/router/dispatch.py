@@ -31,7 +31,18 @@ from fdasync.errors import (
     RemoteError,
 )
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
-from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
+from fdasync.pd.messages import (
+    Abort,
+    Answered,
+    Ended,
+    Failed,
+    Moved,
+    Outputs,
+    PromptTokens,
+    Rows,
+    SampleEnd,
+    ScoredPrompt,
+)
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
 from fdasync.pd.router.blocks.prompt_keys import PromptKeys
 from fdasync.pd.router.choice import choose
@@ -48,9 +59,9 @@ if TYPE_CHECKING:
     from fdasync.result import Result
 
 #: a message of an instance about one request, but for new output
-RequestMessage = PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
+RequestMessage = Answered | PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
 # those that only the instance sends that answers; the frequent ones first
-_OF_SERVER = Outputs, SampleEnd, Ended, Rows, ScoredPrompt
+_OF_SERVER = Answered, Outputs, SampleEnd, Ended, Rows, ScoredPrompt
 REQUEST_MESSAGES = *_OF_SERVER, PromptTokens, Moved, Failed
 
 _RETRY_S = 0.05
@@ -281,7 +292,8 @@ class Dispatch:
             if request.server is instance or self._serves(request, instance):
                 self._on_output(request, instance, message, payload)
         elif isinstance(message, PromptTokens):
-            request.add_prompt(tokens_of(message.tokens))
+            if request.submit.text is not None:
+                request.add_prompt(tokens_of(message.tokens))
         elif isinstance(message, Failed):
             if request.server is None or request.server is instance:
                 self._on_failed(request, instance, message)
@@ -294,12 +306,16 @@ class Dispatch:
         self,
         request: RoutedRequest,
         instance: InstanceHandle,
-        message: Outputs | SampleEnd | Ended | Rows | ScoredPrompt,
+        message: Answered | Outputs | SampleEnd | Ended | Rows | ScoredPrompt,
         payload: Frame | None,
     ) -> None:
         incoming = request.incoming
         assert incoming is not None
-        if isinstance(message, Outputs):
+        if isinstance(message, Answered):
+            incoming.add_outputs(message.outputs)
+            request.add_sample(incoming.add_end(message.end, instance.facts))
+            self.finish(request, incoming.result(request.request_id, request.prompt), None)
+        elif isinstance(message, Outputs):
             incoming.add_outputs(message)
         elif isinstance(message, SampleEnd):
             request.add_sample(incoming.add_end(message, instance.facts))

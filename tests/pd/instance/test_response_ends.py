@@ -47,7 +47,7 @@ class Ending:
 
     async def end(self) -> None:
         caller: Any = SimpleNamespace(incarnation=b"router", is_up=True)
-        self.responses._watch(caller, "r", self.request)
+        self.responses._watch(caller, "r", self.request, tokens=True)
         self.request.done.set_result(None)
         await asyncio.sleep(0)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
+import msgspec
+
 from fdasync.errors import BadInput, EngineBusy
 from fdasync.events.actions import FinishRequest
 from fdasync.pd.instance.responses import Responses
 from fdasync.pd.messages import (
     Abort,
+    Answered,
     Ended,
     Failed,
     Moved,
@@ -18,6 +21,7 @@ from fdasync.pd.messages import (
     PromptTokens,
     SampleEnd,
 )
+from fdasync.pd.results import RUN_TOKENS
 from fdasync.request import GenerateRequest, HandOffTarget, SamplingParams
 from fdasync.testing.sim.loop import run_sim
 from tests.engine.output_stage import OutputStage
@@ -96,8 +100,8 @@ async def test_tokens_come_as_they_are_made_and_then_the_end(desk):
     assert desk.tokens() == [(0, (5,)), (0, (6,))]
     stage.finish((5, 6))
     await desk.settle()
-    (sample,), (end,) = desk.caller.take(SampleEnd), desk.caller.take(Ended)
-    assert (end.request, sample.request, sample.finish_reason) == ("r", "r", "length")
+    (answer,) = desk.caller.take(Answered)
+    assert (answer.request, answer.end.request, answer.end.finish_reason) == ("r", "r", "length")
     assert desk.responses.num_live == 0
 
 
@@ -116,8 +120,8 @@ async def test_a_sample_is_sent_once_and_when_it_has_ended(desk):
     await desk.settle()
     for kind in (SampleEnd, Outputs):
         assert [message.index for message in desk.caller.take(kind)] == [2, 0, 1]
-    # the prompt comes with the first sample alone
-    assert len(desk.caller.take(PromptTokens)) == len(desk.caller.take(Ended)) == 1
+    # its caller sent the prompt's tokens
+    assert (len(desk.caller.take(PromptTokens)), len(desk.caller.take(Ended))) == (0, 1)
 
 
 @played
@@ -142,7 +146,7 @@ async def test_a_caller_that_goes_away_while_samples_are_sent_gets_no_end(desk):
     send = desk.caller.send
 
     def gone(message, payload=None):
-        desk.caller.is_up = desk.caller.is_up and not isinstance(message, PromptTokens)
+        desk.caller.is_up = desk.caller.is_up and not isinstance(message, Outputs)
         send(message, payload)
 
     desk.caller.send = gone
@@ -160,8 +164,11 @@ async def test_one_that_wants_only_the_end_gets_only_that(desk):
     await desk.settle()
     stage.finish((5, 6))
     await desk.settle()
-    assert [type(message) for message in desk.caller.sent] == [PromptTokens, Outputs, SampleEnd, Ended]
-    assert desk.caller.sent[1].token_ids == array("i", [5, 6]).tobytes()
+    # in one message, and without the prompt, whose tokens its caller sent
+    (answer,) = desk.caller.sent
+    assert isinstance(answer, Answered)
+    assert answer.outputs.token_ids == array("i", [5, 6]).tobytes()
+    assert (answer.end.num_tokens, answer.end.finish_reason) == (2, "length")
 
 
 @played
@@ -178,7 +185,7 @@ async def test_a_busy_caller_gets_fewer_longer_deltas_and_every_token_once(desk)
     stage.finish(range(5))
     await desk.settle()
     assert [tokens for _, tokens in desk.tokens() if tokens] == [(0, 1, 2, 3, 4)]
-    assert len(desk.caller.take(Ended)) == 1
+    assert len(desk.caller.take(Answered)) == 1
 
 
 @played
@@ -189,7 +196,38 @@ async def test_the_same_request_again_is_served_once(desk):
     assert desk.responses.num_live == 1
     stage.finish((5,))
     await desk.settle()
-    assert len(desk.caller.take(Ended)) == 1
+    assert len(desk.caller.take(Answered)) == 1
+
+
+@played
+async def test_the_prompt_of_a_text_comes_before_the_first_sample_and_of_one_taken_over_too(desk):
+    for name, taken_over in (("text", False), ("over", True)):
+        stage, ask = desk.make(name, streams=False)
+        if taken_over:
+            desk.context.links.find = lambda incarnation: desk.callers[incarnation]
+            desk.responses.follow(stage.request, desk.caller.incarnation, name)
+        else:
+            desk.responses.submit(desk.caller, name, msgspec.structs.replace(ask, prompt="a text"))
+        await desk.settle()
+        desk.caller.sent.clear()
+        stage.finish((5,))
+        await desk.settle()
+        assert [type(message) for message in desk.caller.sent] == [PromptTokens, Answered]
+
+
+@played
+async def test_two_samples_or_one_of_many_tokens_come_in_parts(desk):
+    for name, n, tokens in (("two", 2, (5,)), ("long", 1, range(RUN_TOKENS + 1))):
+        desk.begin(name, n=n, streams=False)
+        await desk.settle()
+        desk.caller.sent.clear()
+        for index in range(n):
+            desk.requests[name].finish(tokens, "length", index)
+        await desk.settle()
+        assert desk.caller.take(Answered) == []
+        assert len(desk.caller.take(SampleEnd)) == n
+        assert len(desk.caller.take(Outputs)) == 2
+        assert isinstance(desk.caller.sent[-1], Ended)
 
 
 @played

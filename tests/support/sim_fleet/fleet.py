@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from fdasync.pd.messages import Ended, SampleEnd
+from fdasync.pd.messages import Answered, Ended, SampleEnd
 from fdasync.pd.router.router import Router
 from fdasync.testing.sim.network import SimNetwork
 from fdasync.testing.sim.process import ProcessWire, SimProcess
@@ -31,9 +31,11 @@ class _Router(Router):
     began: dict[str, tuple[str, str]]
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
-        if isinstance(message, SampleEnd) and (request := self.dispatch._by_name.get(message.request)) is not None:
+        ends = isinstance(message, SampleEnd | Ended | Answered)
+        request = self.dispatch._by_name.get(message.request) if ends else None
+        if request is not None and not isinstance(message, Ended):
             self.began[request.request_id] = (peer.name, message.request)
-        if isinstance(message, Ended) and (request := self.dispatch._by_name.get(message.request)) is not None:
+        if request is not None and not isinstance(message, SampleEnd):
             super().on_message(peer, message, payload)
             if request.done.done() and request.error is None:
                 self.answered[request.request_id] = (peer.name, message.request)
