@@ -12,6 +12,7 @@ from fdasync.errors import ProtocolError
 from fdasync.pd.link.handshake import hello_of
 from fdasync.pd.link.session import (
     ENVELOPE_NBYTES,
+    MAX_FRAME_NBYTES,
     NOBODY,
     NUMBERS_OF,
     PAIR_NBYTES,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.wire import Frame, Pipe, Wire
 
 _NO_NUMBERS = bytes(16)
+_UNNUMBERED = frozenset(LINK_MESSAGES)
 
 
 class Inbound:
@@ -53,10 +55,11 @@ class Inbound:
     def take(self, pipe: Pipe, frames: list[Frame]) -> None:
         """Handle the frames of one send. Raises what the owner's callbacks raise."""
         peer = self._by_pipe.get(pipe)
-        if not is_sound(frames):
+        head = frames[0]
+        # most are a single frame, which is looked at here
+        if (len(frames) > 1 or not ENVELOPE_NBYTES <= len(head) <= MAX_FRAME_NBYTES) and not is_sound(frames):
             self._malformed(pipe, peer)
             return
-        head = frames[0]
         session = peer.session if peer is not None else None
         if peer is None or session is None or head[:PAIR_NBYTES] != session.incoming:
             self._take_foreign(pipe, peer, head)
@@ -64,11 +67,13 @@ class Inbound:
         number, ack = NUMBERS_OF(head, PAIR_NBYTES)
         session.heard = now = self._time()
         if ack >= session.base and session.acknowledged(ack, now):
-            peer.pump()
+            if session.has_more:
+                peer.pump()
             if peer.has_waiters:
                 peer.wake()
         if not number:
-            self._take_aside(peer, session, head)
+            if len(head) > ENVELOPE_NBYTES or not session.confirmed:
+                self._take_aside(peer, session, head)
             return
         if not session.confirmed:
             self._states.up(peer, session)
@@ -84,7 +89,7 @@ class Inbound:
     def _deliver(self, peer: Peer, session: Session, frames: list[Frame], now: float) -> None:
         try:
             message = decode(frames[0][ENVELOPE_NBYTES:])
-            if isinstance(message, LINK_MESSAGES):
+            if type(message) in _UNNUMBERED:
                 raise ProtocolError(f"a {type(message).__name__} has a number")
         except ProtocolError as error:
             # a repeat would be the same, and the sender must not take the message for delivered
@@ -106,6 +111,9 @@ class Inbound:
             except ProtocolError:
                 peer.counters.malformed += 1
                 return
+        if isinstance(message, Heartbeat) and session.confirmed:
+            self._owner.on_heartbeat(peer, message)
+            return
         if isinstance(message, Bye):
             self._states.lose(peer, f"it said goodbye: {message.reason}")
             return

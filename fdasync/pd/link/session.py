@@ -208,6 +208,11 @@ class Session:
     def unacked(self) -> int:
         return len(self._unacked)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether messages wait that the wire has not taken."""
+        return self._cursor <= self._last
+
     def bare(self, body: bytes = b"") -> bytes:
         """A frame without a number: it acknowledges, and carries a message (if any) that may be lost."""
         self.owed = 0

@@ -86,17 +86,24 @@ class _Costs:
         if not able:
             return None
         costs = self._loads.burden if role == "mixed" else self._loads.work
-        # those that have a part of the prompt are among those that have none at least; each counts by its own part
-        least = self._lightest(able, 0, costs)
-        for had, bits in self._had:
+        least: tuple[float, int, int] | None = None
+        # those that have most of the prompt first; all of them are among those that have none at least
+        for had, bits in (*reversed(self._had), (0, able)):
+            missing = _MISSING * max(self._num_tokens - had * self._size, 0)
+            if least is not None and least[0] < costs.floor + missing:
+                # nobody who has no more of the prompt costs as little
+                break
             if some := bits & able:
-                least = min(least, self._lightest(some, had, costs))
+                found = self._lightest(some, missing, costs)
+                least = found if least is None else min(least, found)
+        else:
+            self._loads.raise_floor(costs)
+        assert least is not None
         return self._table.at(least[-1])
 
-    def _lightest(self, bits: int, had: int, costs: Column[int] | Column[float]) -> tuple[float, int, int]:
-        """Cost, live requests and slot of the best of some instances, which have so many blocks of the prompt."""
+    def _lightest(self, bits: int, missing: int, costs: Column[int] | Column[float]) -> tuple[float, int, int]:
+        """Cost, live requests and slot of the best of some instances, for which so much of the prompt is missing."""
         live = self._loads.live
-        missing = _MISSING * max(self._num_tokens - had * self._size, 0)
         if bits.bit_count() <= _FEW:
             one, alive = costs.one, live.one
             cost, busy, slot = min([(one[slot], alive[slot], slot) for slot in slots_of(bits)])

@@ -268,8 +268,9 @@ class InstanceHandle:
     def _weigh(self) -> None:
         status, loads, slot = self._status, self._loads, self.slot
         queued, used = (0, 0) if status is None else (status.queued_tokens, status.num_blocks - status.free_blocks)
-        loads.work.one[slot] = work = queued + self._tokens
-        loads.burden.one[slot] = work + (used + self._fresh) * self._size * _IN_USE
+        work = queued + self._tokens
+        loads.work.put(slot, work)
+        loads.burden.put(slot, work + (used + self._fresh) * self._size * _IN_USE)
         loads.used.one[slot] = used
 
 

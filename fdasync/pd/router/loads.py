@@ -31,15 +31,27 @@ class Column(Generic[N]):
     reads and writes some twenty.
 
     Attributes:
-        one: the numbers, to read or write a single one.
+        one: the numbers, to read a single one, or to write one whose `floor` nobody needs.
         all: the same memory, to compute with all of them.
+        floor: no number of a slot in use is below it, as far as `put` wrote them. A choice that has found less looks no
+            further.
     """
 
-    __slots__ = ("all", "one")
+    __slots__ = ("all", "floor", "one")
 
-    def __init__(self, numbers: array[N]) -> None:
+    def __init__(self, numbers: array[N], floor: float) -> None:
         self.one: array[N] = numbers
         self.all: NDArray[Any] = np.frombuffer(numbers, numbers.typecode)
+        self.floor = floor
+
+    def put(self, slot: int, number: N) -> None:
+        self.one[slot] = number
+        if number < self.floor:
+            self.floor = number
+
+    def raise_floor(self, rows: int) -> None:
+        """To the least of the first slots."""
+        self.floor = float(self.all[:rows].min())
 
 
 class Loads:
@@ -75,9 +87,11 @@ class Loads:
     def _resize(self, capacity: int) -> None:
         for name in _COLUMNS:
             numbers = array("d" if name == "burden" else "q", bytes(8 * capacity))
+            floor = 0.0
             if self._rows:
-                numbers[: self._rows] = getattr(self, name).one[: self._rows]
-            setattr(self, name, Column(numbers))
+                before = getattr(self, name)
+                numbers[: self._rows], floor = before.one[: self._rows], before.floor
+            setattr(self, name, Column(numbers, floor))
         self._capacity = capacity
 
     def new_slot(self) -> int:
@@ -88,14 +102,20 @@ class Loads:
         if self._rows == self._capacity:
             self._resize(2 * self._capacity)
         self._rows += 1
+        for name in _COLUMNS:
+            getattr(self, name).put(self._rows - 1, 0)
         return self._rows - 1
+
+    def raise_floor(self, costs: Column[int] | Column[float]) -> None:
+        """All of a column was looked at: its floor is its least number again."""
+        costs.raise_floor(self._rows)
 
     def give_back(self, slot: int) -> None:
         """The instance of this row is gone."""
         self.set_working(slot, works=False)
         self._forget_room(slot)
         for name in _COLUMNS:
-            getattr(self, name).one[slot] = 0
+            getattr(self, name).put(slot, 0)
         self._free.append(slot)
 
     def set_working(self, slot: int, *, works: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fdasync.pd.messages import Status
 from fdasync.pd.router.choice import choose
 from fdasync.pd.router.limits import Need
-from tests.pd.router.test_instances import KEYS, Stage, with_limits
+from tests.pd.router.test_instances import KEYS, FakePeer, Stage, with_limits
 
 SIZE = 4
 
@@ -61,6 +61,24 @@ class Plain:
         return (able[0].address, []) if able else None
 
 
+class Loaded(Plain):
+    """With what was sent since the latest status."""
+
+    def had(self, one):
+        depths = self.stage.fleet.index.prefixes(self.keys, 1 << one.slot)
+        return depths[0][0] if depths else 0
+
+    def prefill_cost(self, one):
+        return super().prefill_cost(one) + one.tokens
+
+    def mixed_cost(self, one):
+        return super().mixed_cost(one) + one._fresh * SIZE / 16
+
+    def best(self, role, fits, cost):
+        able = super().best(role, fits, cost)
+        return sorted(able, key=lambda one: (cost(one), one.live, one.slot))
+
+
 def random_stage(rng):
     roles = rng.choice(("m", "pd", "pdm", "d", "p"))
     # slots beyond one column of the first size
@@ -101,6 +119,60 @@ def test_columns_choose_as_one_who_looks_at_every_instance(seed):
             first = stage[route[0]]
             chosen = choose(stage.fleet, keys, num_tokens, without, "", (), need=need, direct_below_tokens=stage.direct)
             assert chosen.missing == plain.missing(first)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_choice_remembers_of_loads_is_never_above_them(seed):
+    rng = Random(seed)
+    names = [f"{rng.choice(('m', 'm', 'pdm'))[0]}{number}0" for number in range(rng.choice((12, 70)))]
+    names = [rng.choice("mmp") + name[1:] for name in names]
+    stage, sent = Stage(*names), []
+    # all have something to do, so that what is remembered is above 0
+    for name in names:
+        stage.status(name, queued=rng.randrange(50, 90), free=100 - rng.randrange(10))
+    for step in range(60):
+        name = rng.choice(names)
+        match rng.randrange(6):
+            case 0:
+                stage.status(name, queued=rng.choice((0, 10, 60)), free=100 - rng.randrange(10))
+            case 1:
+                stage[name].peer.is_up = not stage[name].peer.is_up
+            case 2:
+                stage.has(name, *range(rng.randrange(9)))
+            case 3 if sent:
+                one, beats, expected = sent.pop(rng.randrange(len(sent)))
+                one.settled(20, 5, beats, expected)
+            case 4 if step % 7 == 0:
+                stage.fleet.remove(stage[name])
+                names.remove(name)
+                sent = [each for each in sent if each[0].address != name]
+                names.append(f"m{100 + step}0")
+                stage.fleet.add(FakePeer(names[-1], "mixed")).came_up()
+            case _:
+                sent.append((stage[name], stage[name].beats, stage[name].sent(20, KEYS[:5])))
+        keys = KEYS[: rng.randrange(9)]
+        num_tokens = len(keys) * SIZE + rng.randrange(1, 20)
+        route = stage.choose(num_tokens=num_tokens, keys=keys)
+        assert route == Loaded(stage, keys, num_tokens, (), Need()).route()
+
+
+def test_a_load_that_no_other_can_be_below_ends_the_look(monkeypatch):
+    stage = Stage(*[f"m{number}0" for number in range(40)])
+    for name in [instance.address for instance in stage.fleet.instances.values()]:
+        stage.status(name, queued=50)
+    stage.has("m70", *range(8))
+    looked = []
+    loads = stage.fleet.loads
+    real = loads.slots
+    monkeypatch.setattr(loads, "slots", lambda bits: looked.append(bits) or real(bits))
+    # what is remembered is 0, of the time before the statuses; the prompt's 32 tokens count twice
+    assert stage.choose(num_tokens=34) == ("m70", [])
+    assert stage.choose(num_tokens=34) == ("m70", [])
+    assert len(looked) <= 1
+    # another is below that now
+    stage["m70"].sent(100, ())
+    assert stage.choose(num_tokens=34) == ("m00", [])
+    assert looked
 
 
 def test_samples_of_one_prompt_that_come_together_go_to_one_instance():
