@@ -2,7 +2,8 @@
 
 `MeteredLoop` times each callback of a process that a meter watches, in CPU time of the thread. `MeteredWire` takes the
 time of the simulated network out. `MeteredRouter` tells the meter what a frame was. Rounds of the garbage collector
-count by themselves, since its oldest generation holds all of the simulation. Knows no requests.
+count by themselves, since its oldest generation holds all of the simulation. What the metering itself takes is measured
+when a meter is made, and taken off. Knows no requests.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_TRIALS = 100
+
 
 class Meter:
     """See the module.
@@ -36,20 +39,19 @@ class Meter:
     Attributes:
         ns: CPU nanoseconds by what they were spent for.
         calls: callbacks, by the same names.
-        frames: frames that routers sent and got.
-        kind: what the callback that runs has turned out to be for; "" before that is known.
+        kind: what the callback that runs has turned out to be for; None before that is known.
     """
 
     def __init__(self) -> None:
         self.ns: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.frames: Counter[str] = Counter()
-        self.kind = ""
+        self.kind: type | None = None
         self._watched: set[SimProcess] = set()
         self._outside = 0
         self._gc_began = 0
-        self._clock_ns = _clock_ns()
         self._busy = False
+        self._run_ns = self._away_ns = 0
+        self._away_ns, self._run_ns = self._own_ns()
 
     def watch(self, process: SimProcess) -> None:
         self._watched.add(process)
@@ -58,14 +60,14 @@ class Meter:
         return process_of(context) in self._watched
 
     def run(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.kind, self._outside, self._busy = "", 0, True
+        self.kind, self._outside, self._busy = None, 0, True
         began = thread_time_ns()
         try:
             callback(*args)
         finally:
-            spent = thread_time_ns() - began - self._outside - self._clock_ns
+            spent = thread_time_ns() - began - self._outside - self._run_ns
             self._busy = False
-            kind = self.kind or _kind_of(callback)
+            kind = _kind_of(callback) if self.kind is None else self.kind.__name__
             self.ns[kind] += max(spent, 0)
             self.calls[kind] += 1
 
@@ -79,8 +81,7 @@ class Meter:
             return work(*args)
         finally:
             self._busy = True
-            # reading the clock twice is not the router's either
-            self._outside += thread_time_ns() - began + self._clock_ns
+            self._outside += thread_time_ns() - began + self._away_ns
 
     def on_gc(self, phase: str, info: dict[str, int]) -> None:
         """A callback of the collector."""
@@ -91,20 +92,31 @@ class Meter:
             self.ns[f"gc{info['generation']}"] += spent
 
     def reset(self) -> None:
-        for counter in (self.ns, self.calls, self.frames):
-            counter.clear()
+        self.ns.clear()
+        self.calls.clear()
+
+    def _own_ns(self) -> tuple[int, int]:
+        """What `away` and `run` take by themselves and do not see: the least of some trials."""
+
+        def goes_away() -> None:
+            for _ in range(_TRIALS):
+                self.away(_nothing)
+
+        away, run = [], []
+        for _ in range(_TRIALS):
+            self.run(_nothing, ())
+            run.append(self.ns["_nothing"])
+            self.run(goes_away, ())
+            away.append(self.ns["goes_away"])
+            self.reset()
+        return (min(away) - min(run)) // _TRIALS, min(run)
 
     def us(self, *kinds: str) -> float:
         """CPU microseconds spent for these."""
         return sum(self.ns[kind] for kind in kinds) / 1000
 
 
-def _clock_ns() -> int:
-    """What reading the clock takes."""
-    began = thread_time_ns()
-    for _ in range(1000):
-        thread_time_ns()
-    return (thread_time_ns() - began) // 1000
+def _nothing() -> None: ...
 
 
 def _kind_of(callback: Callable[..., object]) -> str:
@@ -155,7 +167,6 @@ class MeteredWire(ProcessWire):
     meter: Meter
 
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
-        self.meter.frames["sent"] += 1
         return self.meter.away(super().send, pipe, frames)
 
 
@@ -165,11 +176,9 @@ class MeteredRouter(Router):
     meter: Meter
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
-        self.meter.frames["got"] += 1
-        self.meter.kind = type(message).__name__
+        self.meter.kind = type(message)
         super().on_message(peer, message, payload)
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
-        self.meter.frames["beats"] += 1
-        self.meter.kind = "Heartbeat"
+        self.meter.kind = type(heartbeat)
         super().on_heartbeat(peer, heartbeat)

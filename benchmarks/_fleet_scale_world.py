@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks._fleet_scale_instance import NAMESPACE, VOCAB_SIZE, Pace, StandIn
 from benchmarks._fleet_scale_meter import Meter, MeteredRouter, MeteredWire
+from benchmarks._fleet_scale_replay import Recording, RecordingWire
 from benchmarks._fleet_scale_work import Ideal, Source, Work, between
 from fdasync.errors import FdasyncError
 from fdasync.pd.link.session import LinkConfig
@@ -29,7 +30,7 @@ from fdasync.testing.sim.process import SimProcess
 if TYPE_CHECKING:
     from fdasync.result import Result
 
-_LINKS = LinkConfig()
+LINKS = LinkConfig()
 _CONNECT_S = 60.0
 _AGAIN_S = 0.1
 
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pace: what steps cost.
     failing: share of the instances that are down at a time, in the mean.
     down_s: how long an instance, a rack's power or its switch is gone.
+    recorded: keep what the first router gets, for `_fleet_scale_replay.py`.
     racks, switches, dead_routers: racks that lose power, racks that are cut off, routers that die, in the run.
     """
 
@@ -55,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     racks: int = 0
     switches: int = 0
     dead_routers: int = 0
+    recorded: bool = False
     seed: int = 0
 
 
@@ -64,12 +67,17 @@ class RouterSide:
     def __init__(self, world: World, number: int) -> None:
         self.process = SimProcess(f"router{number}")
         world.meter.watch(self.process)
-        self.wire = MeteredWire(world.network, self.process)
-        self.wire.meter = world.meter
-        self.died: asyncio.Future[None] = world.loop.create_future()
         addresses = [one.address for one in world.instances]
         config = RouterConfig(require="all", connect_s=_CONNECT_S)
-        self.router = MeteredRouter(addresses, config, links=_LINKS, wire=self.wire, seed=number)
+        self.recording: Recording | None = None
+        if world.plan.recorded and number == 0:
+            self.recording = Recording(addresses, config, number)
+            self.wire: MeteredWire = RecordingWire(world.network, self.process, self.recording)
+        else:
+            self.wire = MeteredWire(world.network, self.process)
+        self.wire.meter = world.meter
+        self.died: asyncio.Future[None] = world.loop.create_future()
+        self.router = MeteredRouter(addresses, config, links=LINKS, wire=self.wire, seed=number)
         self.router.meter = world.meter
 
     def die(self, network: SimNetwork) -> None:
@@ -114,7 +122,7 @@ class World:
     def _instance(self, number: int) -> StandIn:
         self._processes += 1
         name = f"i{number}"
-        return StandIn(self.network, self.network.wire(name), name, self._processes, self.plan.pace, _LINKS)
+        return StandIn(self.network, self.network.wire(name), name, self._processes, self.plan.pace, LINKS)
 
     # -- the run --------------------------------------------------------------------------------------
 
@@ -208,6 +216,8 @@ class World:
     async def _complete(
         self, side: RouterSide, prompt: array[int], params: SamplingParams, left_s: float
     ) -> tuple[str, Result | None]:
+        if side.recording is not None:
+            side.recording.call(prompt, params, left_s)
         try:
             result = await side.router.complete(prompt, params, deadline_s=left_s)
         except FdasyncError as error:

@@ -9,7 +9,11 @@ the callers and the instances take is not in it. Three runs of one seed: **calm*
 instances down at a time, a rack that loses power, one that is cut off, and a router that dies.
 
 - `router_us_N`: CPU of the router for a request of the calm run, its share of heartbeats and of news of blocks
-  included.
+  included. What the metering itself takes is measured and taken off.
+- `router_alone_us_N`: the same requests, frames and times, given once more to a router that is alone
+  (`_fleet_scale_replay.py`): in the simulation the instances' steps run between its callbacks and take its caches, and
+  rounds of the garbage collector go over their objects, which makes the figure above larger than that of a router on a
+  core of its own.
 - `token_us`: what each token costs beyond that where it is read.
 - `hit_share`: prompt tokens that instances had, over those that one instance with all blocks would have had.
 - `goodput_failing`: requests that ended whole in time, of all that came.
@@ -34,13 +38,15 @@ import msgspec
 
 from benchmarks._fleet_scale_memory import Memory
 from benchmarks._fleet_scale_meter import Meter, MeteredLoop
+from benchmarks._fleet_scale_replay import replay
 from benchmarks._fleet_scale_work import Work
-from benchmarks._fleet_scale_world import Plan, World
+from benchmarks._fleet_scale_world import LINKS, Plan, World
 from benchmarks._report import Report, calibrate_us
 from fdasync.testing.sim.loop import run_sim
 
 if TYPE_CHECKING:
     from benchmarks._fleet_scale_instance import Pace
+    from benchmarks._fleet_scale_replay import Recording
 
 ROUTER_US_AIM, HIT_AIM, GOOD_AIM, MEMORY_AIM_NBYTES = 150.0, 0.95, 0.98, 2e9
 _ROOT = Path(__file__).parent.parent
@@ -81,6 +87,18 @@ def request_us(world: World, meter: Meter) -> float:
     return (sum(meter.ns.values()) - meter.ns["gc2"]) / 1000 / world.requests
 
 
+def alone_us(report: Report, recording: Recording | None) -> float:
+    """As `request_us`, of a router that is alone; the collector goes over nothing but its objects, so all rounds
+    count."""
+    assert recording is not None
+    replayed = replay(recording, LINKS)
+    if not replayed.same:
+        raise RuntimeError("the router that is alone did not send the same")
+    us_a_request = {kind: round(ns / 1000 / replayed.calls.total(), 2) for kind, ns in replayed.meter.ns.most_common()}
+    report.conditions["alone"] = {"outcomes": dict(replayed.calls), "us_a_request": us_a_request}
+    return replayed.us
+
+
 def measure_memory(instances: int) -> Memory:
     """In a process of its own."""
     command = [sys.executable, "-m", "benchmarks._fleet_scale_memory", str(instances), str(_BLOCKS), "0.0"]
@@ -109,13 +127,16 @@ def main() -> None:
     work = Work(requests=options.requests, per_s=options.per_s)
     plan = Plan(instances=options.instances, work=work, seed=options.seed)
 
-    world, meter = play(report, "calm", plan)
+    world, meter = play(report, "calm", msgspec.structs.replace(plan, recorded=True))
     us = report.add(f"router_us_{options.instances}", [request_us(world, meter)], aim=ROUTER_US_AIM)
+    recording = world.routers[0].recording
     report.add("hit_share", [world.hit_tokens / max(world.ideal.hit_tokens, 1)], aim=HIT_AIM)
     report.add("goodput_calm", [world.good / world.requests])
     report.add("gc2_us", [meter.us("gc2") / world.requests])
     report.add("full_at_instances", [full_at(us, work, plan.pace)])
     del world, meter
+    report.add(f"router_alone_us_{options.instances}", [alone_us(report, recording)], aim=ROUTER_US_AIM)
+    del recording
 
     tenth = msgspec.structs.replace(work, requests=max(options.requests // 10, 1), streams=1.0)
     world, meter = play(report, "streams", msgspec.structs.replace(plan, work=tenth))

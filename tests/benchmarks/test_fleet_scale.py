@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
 import pytest
 
+from benchmarks._fleet_scale_meter import Meter
+from benchmarks._fleet_scale_replay import replay
 from benchmarks._fleet_scale_work import Work
-from benchmarks._fleet_scale_world import Plan, World
+from benchmarks._fleet_scale_world import LINKS, Plan, World
 from benchmarks._report import Report
 from benchmarks.fleet_scale import full_at, measure_memory, play, request_us
-
-if TYPE_CHECKING:
-    from benchmarks._fleet_scale_meter import Meter
 
 WORK = Work(requests=120, per_s=80.0, question_tokens=(64, 128), answer_tokens=(16, 48), system_tokens=64, tasks=4)
 
@@ -29,6 +29,37 @@ def test_requests_end_where_their_prefixes_are() -> None:
     assert request_us(world, meter) > 0
     # what is not the router's is not in it: a stand-in's step is the loop's
     assert "_done" not in meter.ns
+
+
+def test_a_router_that_is_alone_gets_the_same_and_does_the_same() -> None:
+    world, _ = played(instances=6, recorded=True)
+    recording = world.routers[0].recording
+    assert recording is not None
+    for _ in range(2):
+        replayed = replay(recording, LINKS)
+        assert replayed.same
+        assert replayed.calls == {"length": world.requests}
+        assert replayed.us > 0
+    # a frame less, and it is not the same
+    numbered = [got for got in recording.got if got.call is not None]
+    recording.got.remove(numbered[-1])
+    assert not replay(recording, LINKS).same
+
+
+def test_what_metering_takes_is_not_counted() -> None:
+    meter = Meter()
+
+    def work() -> None:
+        for _ in range(1000):
+            meter.away(time.perf_counter)
+
+    least = []
+    for _ in range(50):
+        meter.run(work, ())
+        least.append(meter.ns["work"])
+        meter.reset()
+    # reading the thread's clock twice takes some 500 ns
+    assert min(least) / 1000 < 250
 
 
 @pytest.mark.parametrize("streams", [0.0, 1.0])
