@@ -6,7 +6,6 @@ Knows no engine and no tokenizer. The engine, the router, the scheduler and runn
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from array import array
 from collections.abc import Sequence
@@ -318,8 +317,8 @@ def ask_of(prompt: Any, params: SamplingParams | None, options: GenerateOptions,
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:
-    # `not (...)` so that NaN is refused as well
-    if not (low <= value <= high) or not math.isfinite(value):
+    # `not (...)` so that NaN is refused as well; the bounds are finite
+    if not (low <= value <= high):
         raise BadInput(field, f"{value!r} is out of range", limit=f"{low} to {high}")
 
 

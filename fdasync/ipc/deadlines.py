@@ -36,6 +36,8 @@ class DeadlineTimer:
         passed: called in the loop; it must not raise.
     """
 
+    __slots__ = ("_due", "_looks", "_loop", "_next", "_passed", "_turns")
+
     def __init__(self, loop: asyncio.AbstractEventLoop, when: float, passed: Callable[[], None]) -> None:
         self._loop = loop
         self._passed = passed

@@ -145,6 +145,20 @@ class Incoming:
         scores: collects the log-probs of the prompt; None: none were asked for.
     """
 
+    __slots__ = (
+        "_chars",
+        "_counts",
+        "_most_rows",
+        "_outputs",
+        "_runs",
+        "_samples",
+        "_scores",
+        "_specs",
+        "_start",
+        "_tokens",
+        "_whole",
+    )
+
     def __init__(
         self,
         specs: Sequence[AuxSpec],

@@ -309,7 +309,7 @@ class Router(Generator):
             if instance.peer.role == "prefill":
                 problem = f"{instance.address} is a prefill instance"
                 raise BadInput("decoders", problem, hint="name instances that decode, or are mixed")
-        others = tuple(dict.fromkeys([self._instance(address).address for address in decoders]))
+        others = tuple(dict.fromkeys([self._instance(address).address for address in decoders])) if decoders else ()
         request = RoutedRequest(
             request_id, submit, len(submit.tokens) // 4 or len(submit.text or "") // 4, self._loop.time()
         )

@@ -177,17 +177,23 @@ class BlockIndex:
         parts = self._holders
         found = []
         last: int | None = None
-        for depth, key in enumerate(keys):
-            held = parts[key[0]].get(key, 0)
-            # blocks behind each other mostly have one set
-            if held is last:
-                continue
-            last = held
-            if gone := among & ~held:
-                found.append((depth, gone))
-                among ^= gone
-                if not among:
-                    return found
+        depth = 0
+        try:
+            for depth, key in enumerate(keys):
+                held = parts[key[0]][key]
+                # blocks behind each other mostly have one set
+                if held is last:
+                    continue
+                last = held
+                if gone := among & ~held:
+                    found.append((depth, gone))
+                    among ^= gone
+                    if not among:
+                        return found
+        except KeyError:
+            # nobody has it
+            found.append((depth, among))
+            return found
         found.append((len(keys), among))
         return found
 

@@ -29,6 +29,8 @@ class PromptKeys:
     def __init__(self) -> None:
         # the identities of a run of blocks, by that of the block before it and its tokens; oldest first
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
+        # namespace and salt of the latest prompt, and the identity of an empty prefix under them
+        self._root: tuple[bytes, str, bytes] | None = None
 
     async def of(self, namespace: bytes, salt: str, tokens: bytes, block_tokens: int) -> Sequence[bytes]:
         """Identities of a prompt's full blocks. Yields to the loop between slices of a long prompt.
@@ -37,7 +39,10 @@ class PromptKeys:
             tokens: token ids, int32 as they lie in memory.
         """
         runs = self._runs
-        parent = root_key(namespace, salt.encode())
+        root = self._root
+        if root is None or root[0] != namespace or root[1] != salt:
+            root = self._root = namespace, salt, root_key(namespace, salt.encode())
+        parent = root[2]
         step = 4 * block_tokens * _RUN_BLOCKS
         keys: list[bytes] = []
         for number, first in enumerate(range(0, len(tokens) - 4 * block_tokens + 1, step), 1):
