@@ -122,7 +122,9 @@ def _nothing() -> None: ...
 def _kind_of(callback: Callable[..., object]) -> str:
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):
-        return owner.get_name().rpartition(": ")[2]
+        # a task that a router started has a number in place of a name
+        _, named, name = owner.get_name().rpartition(": ")
+        return name if named else str(getattr(owner.get_coro(), "__name__", "task"))
     return str(getattr(callback, "__name__", type(callback).__name__))
 
 

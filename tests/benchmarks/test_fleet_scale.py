@@ -71,6 +71,9 @@ def test_one_seed_is_one_run_whatever_fails(streams: float) -> None:
     assert runs[0].digest == runs[1].digest
     assert runs[0].faults == runs[1].faults
     assert {"rack", "switch", "router"} <= set(runs[0].faults)
+    # what a router spends has one name for each kind, not one for each task
+    assert not [kind for kind in runs[0].meter.ns if kind.startswith("Task-")]
+    assert "_again" in runs[0].meter.ns
     # each request ended once, well or with a name
     ends = runs[0].outcomes.total() - runs[0].outcomes["router died"]
     assert ends == runs[0].requests
