@@ -97,6 +97,8 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_serving
 	$(PYTHON) -m benchmarks.gpu_shapes
 	$(PYTHON) -m benchmarks.gpu_shapes --quantised
+	$(PYTHON) -m benchmarks.gpu_speculation
+	$(PYTHON) -m benchmarks.gpu_mtp
 	-$(PYTHON) -m benchmarks.gpu_pd  # needs two
 	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
 
