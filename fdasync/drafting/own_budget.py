@@ -55,7 +55,7 @@ class _Prices:
 
     def knows(self, running: int) -> bool:
         """Whether steps of as many sequences were measured, up to a factor of 2."""
-        return any(_bucket(running) - 2 <= bucket <= _bucket(running) + 2 for bucket in self._seconds)
+        return any(abs(_bucket(running) - bucket) <= 4 for bucket in self._seconds)
 
     def of(self, running: int) -> float:
         """Seconds at so many sequences, after `knows`: by straight lines between what was measured, level beyond."""
