@@ -18,7 +18,7 @@ from fdasync.events.actions import path_tokens
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync.events.actions import Drafts
+    from fdasync.events.actions import Drafts, RunStep
 
 
 class Path(NamedTuple):
@@ -57,6 +57,16 @@ def read_paths(drafts: Drafts, speculation: int, depth: int) -> dict[int, Path]:
         paths[key] = Path(start, most, tokens[at : at + count])
         at += count
     return paths
+
+
+def own_drafts_of(step: RunStep, speculation: int) -> int:
+    """How many tokens the runner's own drafter drafts behind a step. Raises InvariantBroken for a number beyond what a
+    step verifies."""
+    if step.own_drafts is None:
+        return speculation
+    if not 0 <= step.own_drafts <= speculation:
+        raise InvariantBroken(f"step {step.step_id} asks for {step.own_drafts} drafts, up to {speculation} are made")
+    return step.own_drafts
 
 
 def follow(path: Path, last: int, vocab_size: int) -> NDArray[np.int32]:

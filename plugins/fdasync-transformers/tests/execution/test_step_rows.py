@@ -227,6 +227,13 @@ def test_runs_outside_their_rows_are_a_defect(start: int, count: int) -> None:
         planner.settle(planned, np.array([start], np.int32), np.array([count], np.int32), np.ones(1, np.int32))
 
 
+@pytest.mark.parametrize("number", [-1, MOST + 1])
+def test_more_drafts_than_are_verified_are_refused(number: int) -> None:
+    planner = RowPlanner(InputBatch(2, CONTEXT, SIZE, 30, MOST + 1), MOST, DEPTH, own=True)
+    with pytest.raises(InvariantBroken, match=f"step 5 asks for {number} drafts, up to {MOST}"):
+        planner.plan(RunStep(5, own_drafts=number))
+
+
 def test_more_steps_than_may_be_in_flight_are_refused() -> None:
     planner, step = one_sequence()
     planner.plan(step)

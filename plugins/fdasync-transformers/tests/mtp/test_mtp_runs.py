@@ -11,6 +11,7 @@ import pytest
 from agreeing import make_agreeing_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
+from fdasync.errors import RunnerError
 from fdasync.events.actions import Chunk
 from fdasync.testing import RunTests
 from fdasync.testing.runners.bench import noisy, on_bench
@@ -64,6 +65,8 @@ class TestMtpRuns(RunTests):
             outputs = [await on.launch(appends=appends, own_drafts=0)]
             outputs += [await on.launch(own_drafts=most) for most in (1, None, None)]
             forwarded = [output.own_drafts for output in outputs]
+            with pytest.raises(RunnerError, match="asks for 4 drafts, up to 3 are made"):
+                await on.launch(own_drafts=4)
         assert forwarded == [(2,), (0,), (1,), (3,)]
 
     async def test_the_host_s_drafts_go_first(self) -> None:

@@ -19,6 +19,7 @@ from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
+from fdasync.runner.drafts import own_drafts_of
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.host_runs import DraftedSteps, StepRuns, forwarded
@@ -83,7 +84,7 @@ class HostExecutor(Executor):
 
     def _perform(self, step: RunStep) -> StepOutput:
         bound = self._bound
-        batch = self._drafts.plan(step)
+        batch, own_drafts = self._drafts.plan(step), own_drafts_of(step, bound.speculation)
         leads = bound.collectives is None or not bound.collectives.rank
         if leads:
             bound.matchers.follow(step)
@@ -96,7 +97,7 @@ class HostExecutor(Executor):
         if not len(batch.positions):
             return self._taken(batch, runs, StepOutput(step.step_id, ()))
         if not leads:
-            return self._follow(batch, runs, step.own_drafts)
+            return self._follow(batch, runs, own_drafts)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
@@ -112,7 +113,7 @@ class HostExecutor(Executor):
                 share_step(bound.collectives, step.step_id, values, hidden, told)
             if self._drafter is not None:
                 # of tokens that all ranks know
-                self._draft(self._drafter, part, runs, step.own_drafts)
+                self._draft(self._drafter, part, runs, own_drafts)
         output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands
@@ -120,7 +121,7 @@ class HostExecutor(Executor):
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
-    def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int | None) -> StepOutput:
+    def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
@@ -183,16 +184,16 @@ class HostExecutor(Executor):
         output = runs.output(parts)
         return msgspec.structs.replace(output, problems=tuple(problems)) if problems else output
 
-    def _draft(self, drafter: MtpDrafter, batch: Batch, runs: StepRuns, own_drafts: int | None) -> None:
+    def _draft(self, drafter: MtpDrafter, batch: Batch, runs: StepRuns, own_drafts: int) -> None:
         """Store the KV of the multi-token prediction layers, and draft for the next step where it may have drafts.
 
-        `batch`: the part of the step that was forwarded; `own_drafts`: of the step.
+        `batch`: the part of the step that was forwarded; `own_drafts`: tokens behind each of its samples.
         """
         bound = self._bound
         stood = runs.stood
         stood = stood[stood > 0]
         most = np.zeros_like(stood)
-        most[batch.sampled] = bound.speculation if own_drafts is None else min(own_drafts, bound.speculation)
+        most[batch.sampled] = own_drafts
         hidden = self._model.head.hidden
         choose = partial(self._guess, batch, stood)
         if bound.collectives is not None:

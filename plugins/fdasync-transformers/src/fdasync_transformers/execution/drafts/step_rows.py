@@ -21,7 +21,7 @@ import numpy as np
 
 from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.drafts import RUN_COLUMNS
-from fdasync.runner.drafts import Path, read_paths
+from fdasync.runner.drafts import Path, own_drafts_of, read_paths
 from fdasync.runner.input_batch import Batch
 from fdasync_transformers.sampling.plan import takes_drafts, uniforms
 
@@ -153,7 +153,7 @@ class RowPlanner:
         size = table.block_tokens
         owns = np.array([len(path.tokens) == 0 and path.most > 0 for path in laid], np.bool_)
         sampling = batch.lanes[batch.sampled]
-        most = self._own if step.own_drafts is None else min(step.own_drafts, self._own)
+        most = own_drafts_of(step, self._speculation) if self._own else 0
         drafting = np.flatnonzero(self._takes[sampling]) if most else np.zeros(0, np.int64)
         self._drafted[sampling] = np.where(self._takes[sampling], most, 0)
         # positions past the table are never taken
@@ -238,7 +238,7 @@ class RowPlanner:
             raise InvariantBroken(f"step {step_id} has drafts for {sorted(left)}, which it does not decode")
         if not paths and not self._own:
             return [_NO_PATH] * len(keys)
-        own = [Path(0, most, _NO_PATH.tokens) for most in range(self._own + 1)]
+        own = [Path(0, most, _NO_PATH.tokens) for most in range(self._speculation + 1)]
         takes, drafted = self._takes[decodes].tolist(), self._drafted[decodes].tolist()
         return [
             paths.get(key, own[mine]) if ours else _NO_PATH
