@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # the acceptance of a depth is a mean over about so many verdicts, the last ones; at first over two that are imagined
 _MOST_VERDICTS = 200.0
 _FIRST_ACCEPTANCE, _FIRST_VERDICTS = 0.5, 2.0
-# a price is the median of so many steps, the last ones: one that stalled says nothing
+# a price is the median of so many steps, the last ones: one that stalled says nothing, nor one that verifies what was
+# drafted before the number changed
 _MEASURED = 5
-# steps of the first try of a number, and of a later look; the first step verifies what was drafted before, and is no
-# measure
+# steps of the first try of a number, and of a later look
 _TRY_STEPS, _LOOK_STEPS = 6, 4
 # steps between looks: the interval doubles while they change nothing
 _LOOK_EVERY, _LOOK_EVERY_AT_MOST = 64, 1024
@@ -37,10 +37,9 @@ _MARGIN = 1.02
 
 
 class _Flight(NamedTuple):
-    """A planned step: it drafts so many behind it, and verifies what the step before drafted."""
+    """A planned step: how many it drafts behind it."""
 
     drafts: int
-    steady: bool
     running: int
 
 
@@ -77,7 +76,6 @@ class OwnBudget:
         self._acceptance = np.full(most, _FIRST_ACCEPTANCE)
         self._verdicts = np.full(most, _FIRST_VERDICTS)
         self._flights: deque[_Flight] = deque()
-        self._last = 0
         # a try or a look that goes on, and whose turn it is next
         self._trying = self._left = self._turn = 0
         self._planned = 0
@@ -90,8 +88,7 @@ class OwnBudget:
         # a step of prompts alone: they decode in the next one
         drafts = self._choose(running) if running else self._best
         self._planned += 1
-        self._flights.append(_Flight(drafts, drafts == self._last, running))
-        self._last = drafts
+        self._flights.append(_Flight(drafts, running))
         return drafts
 
     def done(self, drafts: Sequence[int], counts: Sequence[int], seconds: float | None) -> None:
@@ -104,7 +101,7 @@ class OwnBudget:
         flight = self._flights.popleft()
         forwarded = np.array(drafts, np.int64)
         right = np.clip(np.array(counts, np.int64) - 1, 0, forwarded)
-        if seconds is not None and 0 < seconds < float("inf") and flight.steady and flight.running:
+        if seconds is not None and 0 < seconds < float("inf") and flight.running:
             self._prices[flight.drafts].measure(flight.running, seconds)
         for depth in range(len(self._acceptance)):
             tried = int(((right >= depth) & (forwarded > depth)).sum())

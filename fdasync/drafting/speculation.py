@@ -38,14 +38,19 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field whose value is wrong."""
-        if not 1 <= self.max_tokens <= MAX_DRAFTS:
+        given: object = self.max_tokens
+        if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MAX_DRAFTS:
             raise ConfigError(
                 "config.speculation.max_tokens",
-                f"{self.max_tokens!r} is out of range",
+                f"{given!r:.100} is no whole number in range",
                 limit=f"1 to {MAX_DRAFTS}",
                 hint="leave config.speculation out for one token a step",
             )
-        if not self.drafter:
+        weighs: object = self.budget
+        if not isinstance(weighs, bool):
+            raise ConfigError("config.speculation.budget", f"{weighs!r:.100} is neither true nor false")
+        name: object = self.drafter
+        if not isinstance(name, str) or not name:
             raise ConfigError("config.speculation.drafter", "names no drafter", hint="'none': the runner drafts alone")
         if self.drafter == RUNNERS_OWN and self.drafter_config:
             raise ConfigError("config.speculation.drafter_config", "is set, and config.speculation.drafter is 'none'")

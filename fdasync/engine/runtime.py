@@ -488,6 +488,12 @@ def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
             limit=f"Capacity.max_run_tokens of {1 + speculation.max_tokens}",
             hint="leave config.speculation out, or take a runner that verifies drafts of this model",
         )
+    if speculation is not None and not speculation.host_drafter and not capacity.drafter:
+        raise ConfigError(
+            "config.speculation.drafter",
+            f"is {speculation.drafter!r}, and runner {config.runner!r} drafts nothing by itself",
+            hint="name a drafter, or have the runner draft (runner_config.mtp of the transformers runner)",
+        )
     if capacity.routing_debug != config.routing_debug:
         raise ConfigError("config.routing_debug", f"runner {config.runner!r} does not know it, or no routing")
     if capacity.tensor_parallel != config.tensor_parallel:

@@ -480,7 +480,8 @@ class Scheduler:
                 due[seq.key] = seq
         if self._drafts is not None:
             for seq in samplers:
-                if seq.state is State.DECODE:
+                # its last token may have been planned already
+                if seq.state is State.DECODE or (seq.state is State.TAIL and len(seq.tokens) < seq.max_len):
                     self._drafts.begin(seq)
         self.queues.step_done(plan.step_id)
 

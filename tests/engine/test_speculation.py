@@ -129,10 +129,9 @@ async def test_every_result_is_the_one_without_drafts(kind, depth):
         assert replay(engine.trace().encode(), make_drafter=lambda *_: foretold(kind, config))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "none"])
-async def test_drafters_by_name(drafter):
+async def test_a_drafter_by_name():
     """`ngram` finds what samples of a prompt repeat of each other: this prompt's greedy samples are all the same."""
-    config = drafting_config(drafter, runner={"num_blocks": 64})
+    config = drafting_config("ngram", runner={"num_blocks": 64})
     params = SamplingParams(max_tokens=40, temperature=0.0)
     async with synthetic_engine(config) as engine:
         first = await read(engine, PROMPTS[0], params)
@@ -142,11 +141,7 @@ async def test_drafters_by_name(drafter):
                 check_sample(sample, PROMPTS[0], params, oracle_of(config))
         stats = engine.stats().scheduler
         assert replay(engine.trace().encode())
-    if drafter == "none":
-        assert (stats.drafter, stats.drafted_tokens) == ("", 0)
-        assert first.samples[0].drafts is None
-    else:
-        assert stats.drafter == "ngram"
+    assert stats.drafter == "ngram"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +177,11 @@ def test_a_drafter_that_is_not_installed_is_refused_at_once():
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 65}, "1 to 64"),
         ({"max_tokens": "3"}, "max_tokens"),
+        (Speculation(max_tokens="3"), "max_tokens: '3' is no whole number"),
+        (Speculation(max_tokens=2.5), "max_tokens: 2.5 is no whole number"),
+        (Speculation(max_tokens=True), "max_tokens: True is no whole number"),
+        (Speculation(budget="no"), "budget: 'no' is neither"),
+        (Speculation(drafter=3), "names no drafter"),
         ({"drafter": ""}, "names no drafter"),
         ({"drafter": "none", "drafter_config": {"orders": [2]}}, "drafter_config"),
         ({"drafter_config": {"order": 2}}, "config.speculation.drafter_config.order"),
@@ -208,6 +208,23 @@ async def test_a_runner_that_verifies_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"asks for 3 drafts.*gives 1 tokens.*Capacity\.max_run_tokens of 4"):
         async with synthetic_engine(config, runner=runner):
             raise AssertionError("it started")
+
+
+async def test_nobody_who_drafts_is_refused():
+    config = drafting_config("none")
+    with pytest.raises(ConfigError, match=r"speculation\.drafter.*drafts nothing by itself.*runner_config\.mtp"):
+        async with synthetic_engine(config):
+            raise AssertionError("it started")
+
+
+async def test_a_last_token_that_was_planned_early_has_its_step():
+    """With two steps in flight the second of two tokens is planned before the first is known."""
+    config = drafting_config()
+    async with synthetic_engine(config, drafter=foretold("right", config)) as engine:
+        result = await engine.complete(PROMPTS[0], PARAMS[4])
+    (sample,) = result.samples
+    assert len(sample.token_ids) == 2
+    assert (sample.drafts.steps, sample.drafts.accepted) == (1, 0)
 
 
 def test_objects_that_do_not_fit_are_refused():

@@ -176,6 +176,44 @@ def test_all_texts_arrive_whole(seed, outlasts):
     assert list(world.held.keys) == []
 
 
+def test_a_group_may_go_on_after_all_of_it_has_ended():
+    world = World(outlasts=False)
+    for key in (1, 2, 3):
+        world.begin(key, 7, (1, 2))
+        world.step()
+        world.end(key)
+    assert list(world.held.keys) == []
+
+
+def test_what_is_not_told_takes_no_room(monkeypatch):
+    """Prompts that are over are forgotten with their answers, so the limit is never reached."""
+    monkeypatch.setattr(held_text, "_MOST_ENDED_TOKENS", 50)
+    world = World(outlasts=False)
+    world.begin(999, 999, (9,))
+    for key in range(0, 200, 2):
+        for each in (key, key + 1):
+            world.begin(each, key, (1, 2, key))
+        world.step((key, key + 1))
+        world.end(key)
+        world.end(key + 1)
+    assert world.listener.calls == 0
+
+
+def test_tokens_that_the_planner_has_of_a_step_are_not_counted_again():
+    """The first token after a preemption is of no decode step, whoever tells of it."""
+    world = World(outlasts=True)
+    world.begin(1, 0, (1, 2))
+    world.tell()
+    seq = world.live[1]
+    seq.tokens.append(9)
+    world.planner.take((1,), [0], [1], [9])
+    world.held.step_done([seq], is_told=True)
+    world.step()
+    world.end(1)
+    world.tell()
+    assert world.listener.over == world.ended
+
+
 @pytest.mark.parametrize("limit", ["_MOST_ENDED", "_MOST_ENDED_TOKENS"])
 def test_what_ended_is_held_up_to_a_limit(monkeypatch, limit):
     monkeypatch.setattr(held_text, limit, 20)

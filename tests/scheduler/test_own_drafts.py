@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from fdasync.drafting import DraftPlanner
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import Drafts
 from tests.scheduler.table import Table
 
 LONG = 400
@@ -66,6 +68,17 @@ def test_with_the_budget_it_drafts_as_many_as_pay(right: int, row_s: float, best
     assert runner.told[40:60] == [best] * 20
     stats = runner.table.scheduler.stats()
     assert (stats.own_drafted_tokens, stats.own_accepted_tokens) == (runner.forwarded, runner.accepted)
+
+
+def test_a_step_with_paths_of_the_host_is_no_price(monkeypatch: pytest.MonkeyPatch):
+    """It verifies other drafts too. So no number gets a price, and the first one is tried again and again."""
+    table = own_table(drafter="ngram", drafter_config={})
+    monkeypatch.setattr(DraftPlanner, "plan", lambda *_: Drafts((1,), (1,), (1,), (1,), bytes(4)))
+    monkeypatch.setattr(DraftPlanner, "done", lambda *_args, **_more: None)
+    monkeypatch.setattr(DraftPlanner, "passed", lambda *_args, **_more: None)
+    runner = Runner(table, right=3, row_s=0.1)
+    runner.play(60)
+    assert set(runner.told) == {0}
 
 
 def test_a_drafter_of_the_runner_alone_is_told_of_no_paths():
