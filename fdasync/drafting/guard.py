@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fdasync.drafting.base import Drafter
 from fdasync.errors import PluginError
 from fdasync.registry.registry import DRAFTERS
 
 if TYPE_CHECKING:
-    from fdasync.drafting.base import Counts, Drafter, Tokens
+    from fdasync.drafting.base import Counts, Tokens
 
 
 class GuardedDrafter:
@@ -42,15 +43,20 @@ class GuardedDrafter:
         try:
             self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
         except Exception as error:
-            raise self._broken("begin", error) from error
+            own = type(self._drafter).begin_all is not Drafter.begin_all
+            raise self._broken("begin_all" if own else "begin", error) from error
 
     @property
     def outlasts(self) -> bool:
         """See `Drafter`."""
         try:
-            return bool(self._drafter.outlasts)
+            answer: object = self._drafter.outlasts
         except Exception as error:
             raise self._broken("outlasts", error) from error
+        if not isinstance(answer, bool):
+            problem = f"its outlasts is {answer!r:.100}, and not a property that is True or False"
+            raise PluginError(DRAFTERS, self._name, "", problem)
+        return answer
 
     def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
         """See `Drafter`."""

@@ -91,6 +91,22 @@ class DrafterTests:
                 drafter.take(keys, np.ones(len(keys), np.int64), tokens)
         assert one_by_one.stats().sequences == together.stats().sequences
 
+    def test_what_does_not_outlast_its_prompt_is_forgotten(self) -> None:
+        """`outlasts` is a property. Where it is False, sequences show nothing of those that have ended before them."""
+        drafter, fresh = self.make(_LIMITS), self.make(_LIMITS)
+        outlasts: object = drafter.outlasts
+        assert isinstance(outlasts, bool), f"outlasts is {outlasts!r}, and not a property that is True or False"
+        random = Random("outlasts")
+        text = [random.randrange(1 << 20) for _ in range(100)]
+        for key in (1, 2):
+            drafter.begin(key, 1, _packed([1, 2]), _packed(text))
+        for key in (1, 2):
+            drafter.end(key)
+        for one in (drafter, fresh):
+            one.begin(3, 3, _packed([1, 2]), _packed(text[:50]))
+        if not outlasts:
+            assert _ask(drafter, (3,), [7]) == _ask(fresh, (3,), [7])
+
     def test_a_salt_keeps_sequences_apart(self) -> None:
         """Nothing of a sequence shows in the paths of one with another salt, or another prompt."""
         random = Random("salt")

@@ -39,4 +39,4 @@ def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "9 passed" in done.stdout
+    assert "10 passed" in done.stdout

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fdasync.drafting import DrafterLimits, make_drafter
+from fdasync.drafting.guard import GuardedDrafter
 from fdasync.drafting.ngram import NgramDrafter
 from fdasync.errors import ConfigError, PluginError
+from fdasync.testing import DrafterTests
 
 LIMITS = DrafterLimits(path_tokens=7, max_running=8)
 
@@ -35,3 +37,34 @@ def test_settings_that_do_not_fit_are_refused_by_name(config, field):
 def test_a_name_that_is_not_installed_is_told():
     with pytest.raises(PluginError, match="ngram"):
         make_drafter("nobody", {}, LIMITS)
+
+
+class Method(NgramDrafter):
+    """`outlasts` looks like a question, and is a property."""
+
+    def outlasts(self):  # type: ignore[override]
+        return False
+
+    def begin_all(self, *args, **more):
+        raise KeyError("at a loss")
+
+
+def odd():
+    return Method(NgramDrafter.config_type(), LIMITS)
+
+
+def test_what_is_wrong_is_told_by_its_name():
+    guarded = GuardedDrafter(odd(), "odd")
+    with pytest.raises(PluginError, match=r"odd.*its outlasts is .*not a property"):
+        assert guarded.outlasts
+    with pytest.raises(PluginError, match="its begin_all raised KeyError"):
+        guarded.begin_all((1,), (1,), (b"",), (b"",), ("",), now=0.0)
+
+
+def test_the_suite_finds_it():
+    class Suite(DrafterTests):
+        def make(self, limits):
+            return odd()
+
+    with pytest.raises(AssertionError, match="not a property"):
+        Suite().test_what_does_not_outlast_its_prompt_is_forgotten()

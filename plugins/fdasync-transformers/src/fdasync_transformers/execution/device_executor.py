@@ -221,6 +221,8 @@ class DeviceExecutor(Executor):
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
             if self._drafts is not None:
                 self._drafts.warm()
+            if self._own is not None:
+                self._own.warm()
             if self._ends is not None:
                 rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
                 self._ends.queue(0, rows, None, None, 0)

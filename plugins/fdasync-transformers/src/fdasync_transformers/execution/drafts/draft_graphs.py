@@ -89,8 +89,11 @@ class DraftGraphs:
 
     def differing(self, run: Pass) -> int:
         """A number of sequences whose graph computes other logits than the same pass launched operation by operation;
-        0: none. Drafts behind the second token of lane 0, for start-up. Waits for the device."""
+        0: none. Drafts behind the second token of lane 0, for start-up. Waits for the device.
+
+        All ranks of a group make all passes, and those that compute no logits find nothing."""
         tables = self._tables
+        wrong = 0
         tables.lengths[0], tables.drafted[0] = 1, len(self._captured[self.sizes[0]])
         try:
             for size, graphs in self._captured.items():
@@ -106,7 +109,7 @@ class DraftGraphs:
                     error = (self._logits[:1].float() - first).norm() / (first - first.mean()).norm()
                     # blocking: start-up, in a process of its own
                     if not float(error) < MOST_ERROR:
-                        return size
-            return 0
+                        wrong = size
+            return wrong
         finally:
             tables.lengths[0] = tables.drafted[0] = 0

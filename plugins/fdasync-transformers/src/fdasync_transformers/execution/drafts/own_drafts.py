@@ -67,6 +67,23 @@ class OwnDrafts:
                 raise RuntimeError(f"the graph of {wrong} drafting sequences does not answer as its operations do")
             self._graphs = graphs
 
+    def warm(self) -> None:
+        """Queue the kernels behind a step once, so that no step waits while they are compiled; they change nothing."""
+        tables, pool = self._lanes, self._bound.pool
+        states = tables.states
+        assert states is not None
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=states.device)
+        zeros = torch.zeros(2, dtype=torch.int64, device=states.device)
+        batch = DeviceBatch(1, 1, nobody, zeros[:1], torch.arange(2, dtype=torch.int32, device=states.device))
+        rows = states.new_zeros((1, states.shape[2]))
+        self._mtp.keep((rows,) * self._mtp.layers, batch, 1, tables, pool)
+        draft_room(nobody, zeros[:1], tables.lengths, tables.drafted, 0, tables.tokens.shape[1])
+        floats = torch.zeros((1, 4), dtype=torch.float64, device=states.device)
+        draft_noise(nobody, floats[:, :1].contiguous(), zeros[:1], tables.lengths, 0, floats)
+        # as ranks are told tokens, and as they are sampled
+        for tokens in (nobody, zeros[:1]):
+            take_drafts(nobody, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
+
     def arrays(self, step: RunStep, drafted: StepRows | None) -> dict[str, NDArray[np.generic]]:
         """What the device needs for `enter`, and for the rows of `draft`; may be empty."""
         table = self._bound.table
