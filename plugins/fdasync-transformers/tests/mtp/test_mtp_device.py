@@ -16,6 +16,8 @@ from agreeing import make_agreeing_checkpoint
 from device_path import DEVICE, ON_GPU
 from draft_results import assert_same
 from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.execution.host_executor import HostExecutor
+from fdasync_transformers.mtp.specs import LAYERS
 
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import Speculation
@@ -33,8 +35,10 @@ MOST = 3
 LIMITS = msgspec.structs.replace(RunTests.limits, speculation=MOST)
 # the interpreter takes a step of one layer a second
 STEPS = 12 if ON_GPU else 3
-# how many tokens steps are told to draft
-TOLD = (None, 1, 0, None, 2)
+# how many tokens steps are told to draft; the last one of a play some
+TOLD = (None, 0, None, 1, 2)
+# of the hidden states, enough that drafts of wrong ones are others
+TAKES = 0.6
 
 
 def runner(folder: Path, limits: RunnerLimits, **own: Any) -> Runner:
@@ -61,9 +65,32 @@ async def decode(on: Bench, keys: tuple[int, ...], steps: int, *, flying: int) -
     return outputs + [told(await flight) for flight in flights]
 
 
-async def plays(folder: Path, steps: int, *, flying: int = 2, **own: Any) -> tuple[list[Told], Any]:
+def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
+    """What the layers have drafted behind sequences, for their next step."""
+    executor: Any = on.runner._executor  # type: ignore[attr-defined]
+    found = []
+    for key in keys:
+        if isinstance(executor, HostExecutor):
+            path = executor._drafts._own.get(key)
+            found.append([] if path is None else path.tokens.tolist())
+        else:
+            tables, lane = executor._lanes, executor._bound.table.lane_of(key)
+            first = int(tables.lengths[lane]) + 1
+            found.append(tables.tokens[lane, first : first + int(tables.drafted[lane])].tolist())
+    return found
+
+
+def entered_keys(on: Bench, block: int) -> Any:
+    """The first prediction layer's key of the first token in a block."""
+    runner: Any = on.runner
+    layer = next(layer for layer in runner._step_model.layout.layers if layer.group == LAYERS)
+    return runner._executor._bound.pool.keys[layer.index][block, 0].float().cpu().numpy().copy()
+
+
+async def plays(folder: Path, steps: int, *, flying: int = 2, **own: Any) -> tuple[list[Told], list[Any], Any, Any]:
     """Two sequences, one of them with noise; then a third that begins on the first one's block, behind which it goes on
-    from what the block carries. What each step tells, and all rows."""
+    from what the block carries. What each step tells, what waits to be verified now and then, the first layer's key
+    that was made of what the block carries, and all rows."""
     limits = msgspec.structs.replace(LIMITS, pipeline_depth=2)
     async with on_bench(runner(folder, limits, **own)) as on:
         size = on.size
@@ -73,12 +100,17 @@ async def plays(folder: Path, steps: int, *, flying: int = 2, **own: Any) -> tup
             for key, (prompt, sampler) in enumerate(zip(prompts, (GREEDY, noisy(3)), strict=True))
         ]
         outputs = [told(await on.launch_prefill(*starts))]
+        drafts = [waiting_drafts(on, 0, 1)]
         outputs += await decode(on, (0, 1), steps, flying=flying)
+        drafts.append(waiting_drafts(on, 0, 1))
         again = on.start(2, [*prompts[0], 7], [0, 2], cached=size, sampler=noisy(5))
         outputs.append(told(await on.launch_prefill(again)))
+        drafts.append(waiting_drafts(on, 2))
+        entered = entered_keys(on, 2)
         await on.leave(0, 1)
         outputs += await decode(on, (2,), steps, flying=flying)
-        return outputs, on.rows([0, 2], 0, size + 2)
+        drafts.append(waiting_drafts(on, 2))
+        return outputs, drafts, entered, on.rows([0, 2], 0, size + 2)
 
 
 def counts_of(outputs: list[Told]) -> tuple[int, int]:
@@ -88,9 +120,12 @@ def counts_of(outputs: list[Told]) -> tuple[int, int]:
 
 
 async def compare(folder: Path, steps: int, **own: Any) -> None:
-    wanted, rows = await plays(folder, steps, device="cpu", kernels="torch")
-    found, same = await plays(folder, steps, **{**DEVICE, **own})
+    wanted, waiting, entered, rows = await plays(folder, steps, device="cpu", kernels="torch")
+    found, drafts, key, same = await plays(folder, steps, **{**DEVICE, **own})
     assert found == wanted
+    assert drafts == waiting
+    np.testing.assert_allclose(key, entered, rtol=0, atol=2e-3)
+    assert any(len(each) > 1 for part in drafts for each in part)
     drafted, accepted = counts_of(found)
     assert 0 < accepted < drafted
     for name, values in rows.items():
@@ -99,7 +134,7 @@ async def compare(folder: Path, steps: int, **own: Any) -> None:
 
 async def test_what_they_draft_is_what_they_draft_on_a_cpu(tmp_path: Path) -> None:
     """With the noise of its positions, behind prompts and behind a block of another sequence, two steps in flight."""
-    make_agreeing_checkpoint(tmp_path, num_hidden_layers=1)
+    make_agreeing_checkpoint(tmp_path, num_hidden_layers=1, takes=TAKES)
     await compare(tmp_path, STEPS, fused_router=False)
 
 
@@ -107,7 +142,7 @@ async def test_what_they_draft_is_what_they_draft_on_a_cpu(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 3)])
 async def test_layers_of_several_depths(tmp_path: Path, family: str, layers: int) -> None:
-    make_agreeing_checkpoint(tmp_path, family, layers=layers, num_hidden_layers=2)
+    make_agreeing_checkpoint(tmp_path, family, layers=layers, num_hidden_layers=2, takes=TAKES)
     await compare(tmp_path, STEPS)
 
 
@@ -115,7 +150,7 @@ async def test_layers_of_several_depths(tmp_path: Path, family: str, layers: int
 @pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 1), ("glm4_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 3)])
 async def test_on_a_gpu_too(tmp_path: Path, family: str, layers: int) -> None:
     """By graphs, in float32: the drafts of a CPU."""
-    make_agreeing_checkpoint(tmp_path, family, layers=layers)
+    make_agreeing_checkpoint(tmp_path, family, layers=layers, takes=TAKES)
     await compare(tmp_path, STEPS, graph_sizes=(1, 4, 16), fused_layers=True)
 
 

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_agreeing_checkpoint(folder: Path, family: str = "qwen3_moe", seed: int = 0, **overrides: Any) -> None:
+def make_agreeing_checkpoint(
+    folder: Path, family: str = "qwen3_moe", seed: int = 0, *, takes: float = 0.02, **overrides: Any
+) -> None:
     """Random weights, of which attention and experts add little to a token's embedding, and a prediction layer that
-    takes the embedding alone: the model and its layer then often say the same of a token, and differ in the rest."""
+    takes the embedding nearly alone: the model and its layer then often say the same of a token, and differ in the
+    rest. `takes`: how much the layer takes of the hidden state."""
     make_mtp_checkpoint(
         folder, family, seed, apart=family == "qwen3_moe" and overrides.get("layers", 1) == 1, **overrides
     )
@@ -25,5 +28,5 @@ def make_agreeing_checkpoint(folder: Path, family: str = "qwen3_moe", seed: int 
             tensor *= 0.08
         elif name.endswith((".eh_proj.weight", "mtp.fc.weight")):
             width = tensor.shape[0]
-            stored[name] = torch.cat((torch.eye(width), 0.02 * tensor[:, width:]), 1)
+            stored[name] = torch.cat((torch.eye(width), takes * tensor[:, width:]), 1)
     save_file(stored, path, metadata={"format": "pt"})

@@ -111,7 +111,7 @@ class RowPlanner:
         self._speculation = speculation
         self._depth = depth
         self._own = speculation if own else 0
-        # how many the device has drafted behind each last step, at most
+        # how many the device has drafted behind the last step that sampled, at most
         self._drafted = np.zeros(lanes, np.int64)
         # positions that steps in flight may take of each lane
         self._flying = np.zeros(lanes, np.int64)
@@ -228,7 +228,6 @@ class RowPlanner:
         for start in step.starts:
             lane = self._table.lane_of(start.key)
             self._flying[lane] = self._undrawn[lane] = 0
-            self._drafted[lane] = 0
             self._uses[lane] += 1
             self._takes[lane] = takes_drafts(start.sampler)
 
