@@ -103,8 +103,8 @@ class Drafter(ABC):
         *,
         now: float = 0.0,
     ) -> None:
-        """Sequences begin to decode, in this order: the same as so many calls of `begin`. Worth overriding where many
-        cost less together."""
+        """Sequences begin to decode, in this order: the same as so many calls of `begin`, but that a drafter whose
+        memory is full may forget other text. Worth overriding where many cost less together."""
         for key, group, prompt, answer, salt in zip(keys, groups, prompts, answers, salts, strict=True):
             self.begin(key, group, prompt, answer, salt=salt, now=now)
 

@@ -3,8 +3,9 @@
 Every sequence of a step gets as many, so a number of drafts has one price at a number of running sequences: what steps
 take that draft and verify so many. It is measured and not modelled, since the passes of a drafter cost what rows do not
 tell. How often the first draft is right, the second one behind a right first one and so on, is a running mean over all
-sequences. A number that was never played near the present number of sequences is tried for some steps; later the others
-are looked at in turn, ever more rarely while nothing changes.
+sequences. A number that was never played is tried for some steps, and so are none and the best near a new number of
+sequences; later the others are looked at in turn, ever more rarely while nothing changes. Where steps tell no times,
+since all of them compute prompts too, the most are drafted as long as they are often right.
 
 Numbers in, numbers out: it knows no sequence, no drafter and no clock. Called by `fdasync.scheduler.drafts`.
 """
@@ -30,6 +31,8 @@ _MEASURED = 5
 _TRY_STEPS, _LOOK_STEPS = 6, 4
 # steps between looks: the interval doubles while they change nothing
 _LOOK_EVERY, _LOOK_EVERY_AT_MOST = 64, 1024
+# so many tries in a row that showed no time, and the acceptance from which on drafts are made all the same
+_BLIND_TRIES, _BLIND_ACCEPTANCE = 3, 0.3
 # steps that go on with a number before all are weighed again
 _WEIGH_EVERY = 8
 # drafts must give so many times the tokens of the plain step
@@ -51,6 +54,11 @@ class _Prices:
 
     def measure(self, running: int, seconds: float) -> None:
         self._seconds.setdefault(_bucket(running), deque(maxlen=_MEASURED)).append(seconds)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any was measured."""
+        return bool(self._seconds)
 
     def knows(self, running: int) -> bool:
         """Whether steps of as many sequences were measured, up to a factor of 2."""
@@ -81,6 +89,8 @@ class OwnBudget:
         self._planned = 0
         self._look_at, self._look_every = _LOOK_EVERY, _LOOK_EVERY
         self._weigh_at = 0
+        # tries since the last step that told its time
+        self._blind = 0
         self._best = 0
 
     def plan(self, running: int) -> int:
@@ -103,6 +113,7 @@ class OwnBudget:
         right = np.clip(np.array(counts, np.int64) - 1, 0, forwarded)
         if seconds is not None and 0 < seconds < float("inf") and flight.running:
             self._prices[flight.drafts].measure(flight.running, seconds)
+            self._blind = 0
         for depth in range(len(self._acceptance)):
             tried = int(((right >= depth) & (forwarded > depth)).sum())
             if not tried:
@@ -123,8 +134,9 @@ class OwnBudget:
             return self._best
         # the plain step first: what it gives is what drafts are held against
         for number in self._choices:
-            if not self._prices[number].knows(running):
-                return self._try(number, _TRY_STEPS)
+            prices = self._prices[number]
+            if not (prices.knows(running) if number in (0, self._best) else prices.is_known):
+                return self._try_blindly(number)
         rates = {
             number: self.expected_tokens(number) / self._prices[number].of(running) / (_MARGIN if number else 1.0)
             for number in self._choices
@@ -142,6 +154,19 @@ class OwnBudget:
         others = [number for number in self._choices if number != best]
         self._turn += 1
         return self._try(others[self._turn % len(others)], _LOOK_STEPS)
+
+    def _try_blindly(self, number: int) -> int:
+        """A number without a price: it is tried, unless tries show none."""
+        self._blind += 1
+        if self._blind <= _BLIND_TRIES:
+            return self._try(number, _TRY_STEPS)
+        often = bool(self._acceptance[0] >= _BLIND_ACCEPTANCE)
+        if self._planned >= self._look_at:
+            self._look_at = self._planned + _LOOK_EVERY_AT_MOST
+            often = True
+        self._weigh_at = self._planned + _WEIGH_EVERY
+        self._best = self._choices[-1] if often else 0
+        return self._best
 
     def _try(self, number: int, steps: int) -> int:
         self._trying, self._left = number, steps - 1

@@ -86,16 +86,39 @@ def test_the_number_that_runs_decides():
     assert play.numbers[0] <= 10
 
 
-def test_all_numbers_are_tried_where_many_more_run():
-    play = Played(OwnBudget(3), linear(0.1), 0.5)
-    play.steps(60, 4)
+def test_near_another_number_of_sequences_none_and_the_best_are_tried():
+    play = Played(OwnBudget(3), linear(0.1), 0.8)
+    play.steps(100, 4)
     play.numbers.clear()
-    play.steps(8 + 4 * 6, 64)
-    assert min(play.numbers[drafts] for drafts in range(4)) >= 6
+    play.steps(8 + 2 * 6, 64)
+    assert play.numbers[0] >= 6
+    assert play.numbers[0] + play.numbers[3] == 20
     play.numbers.clear()
     # and not again for as many, or a few more
-    play.steps(40, 80)
-    assert len(play.numbers) < 4
+    play.steps(30, 80)
+    assert play.numbers[0] == 0
+
+
+def test_without_times_drafts_are_made_while_they_are_right():
+    """All steps compute prompts, too."""
+    play = Played(OwnBudget(3), linear(0.1), 0.8)
+    play.steps(400, 16, paths=True)
+    assert play.numbers[3] > 350
+    play.acceptance = 0.05
+    play.steps(200, 16, paths=True)
+    play.numbers.clear()
+    play.steps(2000, 16, paths=True)
+    # looked at now and then
+    assert 0 < play.numbers[3] < 60
+    play.acceptance = 0.8
+    play.steps(3000, 16, paths=True)
+    play.numbers.clear()
+    play.steps(100, 16, paths=True)
+    assert play.numbers[3] == 100
+    # and with times again it is as ever
+    play.numbers.clear()
+    play.steps(200, 16)
+    assert len(play.numbers) == 4
 
 
 @pytest.mark.parametrize(("price", "best"), [(1.29, 0), (1.25, 1)])
@@ -162,13 +185,6 @@ def test_steps_of_prompts_alone_go_on_as_before():
     play.steps(200, 8)
     assert budget.plan(0) == 3
     budget.done((), (), None)
-
-
-def test_nothing_is_learned_of_times_that_are_not_told():
-    """Each number is tried again and again, since none has a price."""
-    play = Played(OwnBudget(2), linear(0.1), 0.5)
-    play.steps(100, 8, paths=True)
-    assert set(play.numbers) == {0}
 
 
 def test_acceptance_is_that_of_each_depth():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
@@ -61,6 +61,8 @@ def entries(runs: Any, chunks: Any, flat: bool) -> tuple[list[list[int]], list[t
 
 @settings(max_examples=30, deadline=None)
 @given(step=steps())
+# a layer has nothing of the first position
+@example(step=([], [(2, 0, 1), (0, 0, 3)], False))
 def test_rows_get_the_state_before_and_the_last_ones_that_stand_stay(step: Any) -> None:
     runs, chunks, flat = step
     made, rows, stands = entries(runs, chunks, flat)
