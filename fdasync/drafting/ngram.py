@@ -338,7 +338,7 @@ class NgramDrafter(Drafter):
         owners = np.concatenate([np.full(len(ends), own) if isinstance(own, int) else own for ends, own in self._late])
         self._late.clear()
         self._num_late = 0
-        # of pages that were given back meanwhile too: entries of no use are found out by whoever looks them up
+        # of pages that were given back meanwhile, too: `propose` compares what it finds with the tokens that are there
         windows = self._pages.tokens[ends[:, None] + _BACK]
         self._table[self._slots(windows, owners)] = ends[:, None]
 

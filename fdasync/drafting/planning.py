@@ -176,7 +176,8 @@ class DraftPlanner:
 
     def lengths(self, keys: tuple[int, ...]) -> list[int]:
         """`length` of each."""
-        return [int(length) for length in self._lengths[self._rows_of(keys)].tolist()]
+        lengths: list[int] = self._lengths[self._rows_of(keys)].tolist()
+        return lengths
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class _Costs:
         for had, bits in (*reversed(self._had), (0, able)):
             missing = _MISSING * max(self._num_tokens - had * self._size, 0)
             if least is not None and least[0] < costs.floor + missing:
-                # nobody who has no more of the prompt costs as little
+                # an instance that has no more of the prompt costs more than the best so far
                 break
             if some := bits & able:
                 found = self._lightest(some, missing, costs)

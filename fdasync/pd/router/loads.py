@@ -31,7 +31,7 @@ class Column(Generic[N]):
     reads and writes some twenty.
 
     Attributes:
-        one: the numbers, to read a single one, or to write one whose `floor` nobody needs.
+        one: the numbers, to read a single one, or to write one of a column whose `floor` no choice reads.
         all: the same memory, to compute with all of them.
         floor: no number of a slot in use is below it, as far as `put` wrote them. A choice that has found less looks no
             further.

@@ -269,7 +269,8 @@ class Router(Generator):
         request = self._request(ask_of(prompt, params, options, streams=False), prefill, decoders)
         try:
             await self.dispatch.submit(request)
-            # nobody else waits for it: what cancels this call may end it, as the lines below do
+            # this call alone waits for the future, so its cancelling may cancel the future too. The request's timer
+            # ends the request at its deadline
             await request.done
         except asyncio.CancelledError:
             self.dispatch.abort_everywhere(request)

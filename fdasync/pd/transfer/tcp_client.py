@@ -347,7 +347,7 @@ class Connection:
         self._wake_for(max(min(self._left, _AT_ONCE_NBYTES) - ahead, 1))
 
     def _has_record(self) -> bool:
-        """Whether TLS holds bytes of a record that it has read whole: the socket wakes nobody for them."""
+        """Whether TLS holds bytes of a record that it has read whole, for which the socket calls no reader."""
         return self._over is not None and self._over.pending() > 0
 
     def _read_answer(self) -> None:

@@ -191,7 +191,7 @@ class BlockIndex:
                     if not among:
                         return found
         except KeyError:
-            # nobody has it
+            # no instance has this block
             found.append((depth, among))
             return found
         found.append((len(keys), among))

@@ -76,6 +76,7 @@ def waiting_drafts(on: Bench, *keys: int) -> list[list[int]]:
         else:
             tables, lane = executor._lanes, executor._bound.table.lane_of(key)
             first = int(tables.lengths[lane]) + 1
+            # blocking: a test, and no step is in flight
             found.append(tables.tokens[lane, first : first + int(tables.drafted[lane])].tolist())
     return found
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.states import keep_states, shift_states
 from fdasync_transformers.model.attention import NAME
 from fdasync_transformers.mtp.specs import LAYERS, carry_of
@@ -48,12 +49,18 @@ class DeviceMtp:
     """
 
     def __init__(self, passes: DevicePasses, head: MtpHead) -> None:
-        """`head` is a part of the model of `passes`; its attention implementation is set here."""
+        """`head` is a part of the model of `passes`; its attention implementation is set here.
+
+        Raises InvariantBroken for a layout without its specs."""
+        carry = carry_of(passes.layout)
+        if carry is None:
+            raise InvariantBroken("passes of prediction layers whose KV is not in the layout")
         config: PreTrainedConfig = head.config
         config._attn_implementation = NAME
         config._experts_implementation = passes.model.config._experts_implementation
         self._passes = passes
         self._head = head
+        self._carry = carry.index
         self._specs = [layer for layer in passes.layout.layers if layer.group == LAYERS]
         self.layers = len(self._specs)
 
@@ -99,7 +106,7 @@ class DeviceMtp:
             before: what the pass of the depth before returned; None at depth 0.
 
         Returns:
-            [rows, D], of all rows; the last of each sequence says what comes next.
+            [rows, D], of all rows; the last row of each sequence is the state that the next token is guessed from.
         """
         number = min(depth, self.layers - 1)
         each = self.rows_of(depth)
@@ -132,14 +139,11 @@ class DeviceMtp:
             num_runs: of the first rows, those before their lane's length stand; all others stand.
         """
         layout = self._passes.layout
-        carry = carry_of(layout)
-        if carry is None:
-            return
         for depth, each in enumerate(states):
             # a graph's states have its padding, too
             keep_states(
                 each[: batch.tokens], depth, lanes.lengths, num_runs, batch.lanes, batch.starts, batch.first_rows,
-                lanes.tables, self._kept(lanes), pool.keys[carry.index], shares=layout.shares,
+                lanes.tables, self._kept(lanes), pool.keys[self._carry], shares=layout.shares,
                 first_share=layout.first_share, block_tokens=pool.block_tokens,
             )  # fmt: skip
 
@@ -153,11 +157,8 @@ class DeviceMtp:
             group: whose ranks hold the shares of a block; all of them make the same calls.
         """
         layout = self._passes.layout
-        carry = carry_of(layout)
-        if carry is None:
-            return
         kept = self._kept(lanes)
-        held = pool.keys[carry.index].index_select(0, blocks)
+        held = pool.keys[self._carry].index_select(0, blocks)
         if group is not None and layout.held_shares < layout.shares:
             whole = held.new_zeros((*held.shape[:2], layout.shares, *held.shape[3:]))
             if layout.writes:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.sampling.sampler import SamplePlan
 
-# of the arrays that `begin` takes
+# of the arrays that `enter` takes
 _ENTERED = ("entered", "entered_blocks")
 _FLOATS = "floats"
 
@@ -72,17 +72,17 @@ class OwnDrafts:
         tables, pool = self._lanes, self._bound.pool
         states = tables.states
         assert states is not None
-        nobody = torch.full((1,), -1, dtype=torch.int32, device=states.device)
+        padding = torch.full((1,), -1, dtype=torch.int32, device=states.device)
         zeros = torch.zeros(2, dtype=torch.int64, device=states.device)
-        batch = DeviceBatch(1, 1, nobody, zeros[:1], torch.arange(2, dtype=torch.int32, device=states.device))
+        batch = DeviceBatch(1, 1, padding, zeros[:1], torch.arange(2, dtype=torch.int32, device=states.device))
         rows = states.new_zeros((1, states.shape[2]))
         self._mtp.keep((rows,) * self._mtp.layers, batch, 1, tables, pool)
-        draft_room(nobody, zeros[:1], tables.lengths, tables.drafted, 0, tables.tokens.shape[1])
+        draft_room(padding, zeros[:1], tables.lengths, tables.drafted, 0, tables.tokens.shape[1])
         floats = torch.zeros((1, 4), dtype=torch.float64, device=states.device)
-        draft_noise(nobody, floats[:, :1].contiguous(), zeros[:1], tables.lengths, 0, floats)
+        draft_noise(padding, floats[:, :1].contiguous(), zeros[:1], tables.lengths, 0, floats)
         # as ranks are told tokens, and as they are sampled
-        for tokens in (nobody, zeros[:1]):
-            take_drafts(nobody, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
+        for tokens in (padding, zeros[:1]):
+            take_drafts(padding, tables.lengths, tables.drafted, 0, tokens, tables.tokens)
 
     def arrays(self, step: RunStep, drafted: StepRows | None) -> dict[str, NDArray[np.generic]]:
         """What the device needs for `enter`, and for the rows of `draft`; may be empty."""
@@ -105,8 +105,9 @@ class OwnDrafts:
         """How drafts are sampled, as their sequences are; None: there are none, or this rank samples none."""
         if drafted is None or not len(drafted.drafting) or not self._leads:
             return None
+        # in host memory
         lanes = drafted.runs[drafted.drafting, 0]
-        # drafts are no answers: nobody asks for their log-probs
+        # drafts are no answers: no request asks for their log-probs
         specs = [
             msgspec.structs.replace(spec, raw=False, processed=False, top=0)
             for lane in lanes.tolist()
