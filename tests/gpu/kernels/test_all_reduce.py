@@ -52,10 +52,18 @@ def in_turn(
     return sums
 
 
+SIZES = [(2, 8), (2, 1400), (3, 2000), (4, 24), (4, 2048), (7, 256), (8, 256)]
+# each size by each way and, where time allows, in both dtypes
+SUMS = [
+    pytest.param(ranks, count, dtype, way, marks=[pytest.mark.slow] if (number + turn + other) % 2 else [])
+    for number, (ranks, count) in enumerate(SIZES)
+    for turn, way in enumerate(("one_shot", "two_shot"))
+    for other, dtype in enumerate((torch.float32, torch.bfloat16))
+]
+
+
 @needs_interpreter
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (2, 1400), (3, 2000), (4, 24), (4, 2048), (7, 256), (8, 256)])
+@pytest.mark.parametrize(("ranks", "count", "dtype", "way"), SUMS)
 def test_every_rank_has_the_sum_as_a_tree_of_neighbours(
     ranks: int, count: int, dtype: torch.dtype, way: Literal["one_shot", "two_shot"]
 ) -> None:
