@@ -1,5 +1,5 @@
-"""What holds for every test of the repository, plugins included: where the GPU's tests run, kernels without one, and
-how often garbage is looked for."""
+"""What holds for every test of the repository, plugins included: where the GPU's tests run, kernels without one, how
+often garbage is looked for, and no time limit for the examples of a property."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 #: an NVIDIA driver is loaded: torch may see a GPU
 HAS_DRIVER = Path("/dev/nvidiactl").exists()
+
+# a machine that is busy with something else is no fault of an example
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 if not HAS_DRIVER:
     # kernels run in Triton's interpreter, which must be known before triton is first imported; children inherit it
