@@ -1,8 +1,9 @@
-"""A router on one of the hosts, and its callers: `python -m tests.system.network._load CONFIG KEYS WEIGHTS ADDRESS...`.
+"""A router on one of the hosts, and its callers: `python -m tests.system.network._load CONFIG KEYS WEIGHTS LATE ADDRESS...`.
 
-It says `going` after the first right answer, asks on until its standard input ends, then asks until an answer is right
-once more, updates the weights where a folder is given, and prints one object: how the requests ended. Started by
-`test_instances.py`.
+It says `going` after the first right answer, and asks on until its standard input ends. A line on it has the weights
+updated from that folder while requests go on, and `updated` said. At the end it asks until an answer is right once
+more, and prints one object: how the requests ended. Every other request is read as a stream. With LATE 1 one more
+request runs longer than its deadline. Started by `fleets.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,12 +23,17 @@ from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError, TransientError
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
+from fdasync.request import FIRST_VERSION
+from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
 
 if TYPE_CHECKING:
     from fdasync.pd.router.router import Router
+    from fdasync.result import Result
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
+NEW_VERSION = "new"
+LATE_PARAMS, LATE_S = SamplingParams(max_tokens=200), 0.4
 _EVERY_S = 0.05
 _LIMIT_S = 30.0
 _QUIET_S = 10.0
@@ -49,24 +55,46 @@ def _held(router: Router) -> list[str]:
     ]
 
 
-async def main(config: EngineConfig, keys: str, weights: str, addresses: list[str]) -> None:
+async def main(config: EngineConfig, keys: str, weights: str, late: str, addresses: list[str]) -> None:
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
-
-    def end() -> None:
-        loop.remove_reader(0)
-        ended.set_result(None)
-
-    # nothing is written to it: it is readable at its end
-    loop.add_reader(0, end)
+    updates: list[asyncio.Task[None]] = []
     ends: Counter[str] = Counter()
-    oracle = oracle_of(config)
+    # the label of weights: what they compute
+    oracles = {FIRST_VERSION: oracle_of(config)}
+    if weights:
+        own = msgspec.json.decode((Path(weights) / WEIGHTS_FILE).read_bytes())
+        oracles[NEW_VERSION] = oracle_of(msgspec.structs.replace(config, runner_config={**config.runner_config, **own}))
     async with fdasync.connect(addresses, RouterConfig(require="all"), keys=keys, links=LinkConfig()) as router:
+
+        async def update() -> None:
+            await router.update_weights(NEW_VERSION, weights)
+            print("updated", flush=True)
+
+        def command() -> None:
+            if sys.stdin.buffer.raw.read(100):  # type: ignore[attr-defined]
+                updates.append(loop.create_task(update()))
+                return
+            loop.remove_reader(0)
+            ended.set_result(None)
+
+        loop.add_reader(0, command)
+
+        async def answer(prompt: list[int], *, streams: bool) -> Result:
+            if not streams:
+                return await router.complete(prompt, PARAMS, deadline_s=_LIMIT_S)
+            tokens: list[int] = []
+            async with router.generate(prompt, PARAMS, deadline_s=_LIMIT_S) as stream:
+                async for delta in stream:
+                    tokens += delta.token_ids
+                assert stream.result is not None
+                assert tuple(tokens) == stream.result.samples[0].token_ids, "the deltas are not the result"
+                return stream.result
 
         async def ask(number: int) -> bool:
             prompt = [(number * 37 + at * 5) % 90 + 1 for at in range(45 + number % 30)]
             try:
-                result = await router.complete(prompt, PARAMS, deadline_s=_LIMIT_S)
+                result = await answer(prompt, streams=number % 2 > 0)
             except TransientError as error:
                 ends[type(error).__name__] += 1
                 return False
@@ -74,7 +102,10 @@ async def main(config: EngineConfig, keys: str, weights: str, addresses: list[st
                 ends[f"wrong: {error}"] += 1
                 return False
             (sample,) = result.samples
-            check_sample(sample, prompt, PARAMS, oracle)
+            versions = [span.version for span in sample.weight_version]
+            assert len(versions) < 2, versions
+            names = () if sample.routing is None and sample.finish_reason != "length" else None
+            check_sample(sample, prompt, PARAMS, oracles[versions[0] if versions else FIRST_VERSION], names=names)
             ends[sample.finish_reason] += 1
             return sample.finish_reason == "length"
 
@@ -86,15 +117,18 @@ async def main(config: EngineConfig, keys: str, weights: str, addresses: list[st
             await asyncio.sleep(_EVERY_S)
         async with asyncio.timeout(2 * _LIMIT_S):
             # raises what a check found
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks, *updates)
             healed_at = loop.time()
             asked = len(tasks) + 2
             while not await ask(len(tasks)):
                 asked += 1
                 await asyncio.sleep(_EVERY_S)
             healed_s = loop.time() - healed_at
-        if weights:
-            await router.update_weights("new", weights)
+        overdue: dict[str, Any] = {}
+        if int(late):
+            began = loop.time()
+            result = await router.complete([1] * 45, LATE_PARAMS, deadline_s=LATE_S)
+            overdue = {"end": result.samples[0].finish_reason, "took_s": loop.time() - began}
         # heartbeats say what instances hold
         until = loop.time() + _QUIET_S
         while (held := _held(router)) and loop.time() < until:  # noqa: ASYNC110 - no event tells of heartbeats
@@ -103,6 +137,7 @@ async def main(config: EngineConfig, keys: str, weights: str, addresses: list[st
             "ends": dict(ends),
             "asked": asked,
             "healed_s": healed_s,
+            "late": overdue,
             "weights": sorted({one.weight_version for one in router.stats().instances}),
             "received_blocks": sum(one.status.totals.received_blocks for one in router.stats().instances if one.status),
             "live": router.stats().live,
@@ -113,5 +148,5 @@ async def main(config: EngineConfig, keys: str, weights: str, addresses: list[st
 
 if __name__ == "__main__":
     asyncio.run(
-        main(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineConfig), *sys.argv[2:4], sys.argv[4:])
+        main(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineConfig), *sys.argv[2:5], sys.argv[5:])
     )

@@ -2,10 +2,10 @@
 other with a delay and a loss drawn from a seed, and with directions cut by command.
 It knows nothing of what they hold.
 
-`python forwarder.py PID_A PID_B ADDRESS_A ADDRESS_B DELAY_S LOSS RATE_MBIT SEED`, started by `hosts.Wire` as root. A
-rate of 0 is none; else each direction has a queue of 50 ms, and loses what comes to a full one. It prints `ready`,
-then `ok` after each line on its standard input: the directions that are cut from now on, of `ab` and `ba`, parted by
-spaces. It ends with its standard input, and its devices with it.
+`python forwarder.py PID_A PID_B ADDRESS_A ADDRESS_B DEVICE_B DELAY_S LOSS RATE_MBIT SEED`, started by `hosts.Wire` as
+root. The device is `wire` on A and DEVICE_B on B. A rate of 0 is none; else each direction has a queue of 50 ms, and
+loses what comes to a full one. It prints `ready`, then `ok` after each line on its standard input: the directions that
+are cut from now on, of `ab` and `ba`, parted by spaces. It ends with its standard input, and its devices with it.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ _MTU_NBYTES = 1500
 _QUEUE_S = 0.05
 
 
-def open_tun(pid: int, address: str, peer: str) -> int:
-    """The descriptor of a new TUN device in the network namespace of process `pid`, up, with a route to `peer`.
+def open_tun(pid: int, address: str, peer: str, device: str = "wire") -> int:
+    """The descriptor of a new TUN device `device` in the network namespace of process `pid`, up, with a route to `peer`.
 
     Moves the calling process into that namespace. Raises OSError where the kernel refuses, or CalledProcessError."""
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
@@ -36,9 +36,9 @@ def open_tun(pid: int, address: str, peer: str) -> int:
     if refused:
         raise OSError(ctypes.get_errno(), f"setns to the network namespace of process {pid}")
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TUN | _IFF_NO_PI))
-    subprocess.run(["ip", "addr", "add", address, "peer", peer, "dev", "wire"], check=True)
-    subprocess.run(["ip", "link", "set", "wire", "mtu", str(_MTU_NBYTES), "up"], check=True)
+    fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
+    subprocess.run(["ip", "addr", "add", address, "peer", peer, "dev", device], check=True)
+    subprocess.run(["ip", "link", "set", device, "mtu", str(_MTU_NBYTES), "up"], check=True)
     return tun
 
 
@@ -86,9 +86,9 @@ async def carry(tun_a: int, tun_b: int, delay_s: float, loss: float, rate_mbit: 
 
 
 def main() -> None:
-    pid_a, pid_b, address_a, address_b, delay_s, loss, rate_mbit, seed = sys.argv[1:]
+    pid_a, pid_b, address_a, address_b, device, delay_s, loss, rate_mbit, seed = sys.argv[1:]
     tun_a = open_tun(int(pid_a), address_a, address_b)
-    tun_b = open_tun(int(pid_b), address_b, address_a)
+    tun_b = open_tun(int(pid_b), address_b, address_a, device)
     asyncio.run(carry(tun_a, tun_b, float(delay_s), float(loss), float(rate_mbit), int(seed)))
 
 
