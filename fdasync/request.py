@@ -268,11 +268,14 @@ class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
         name: the request's name among instances.
         caller: incarnation of the router that gets the answer.
         decoders: addresses of decode instances, in order of preference.
+        seen: of each of these, the incarnation of the process that the router reaches there, and the address at which
+            that says that it listens; empty: unknown.
     """
 
     name: str
     caller: bytes
     decoders: tuple[str, ...]
+    seen: tuple[tuple[bytes, str], ...] = ()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,13 @@ _drain_s = click.option(
     type=click.FloatRange(0, 1e9),
     help="Longest that the first signal waits for requests.",
 )
+_host = click.option(
+    "--host",
+    default="",
+    metavar="HOST",
+    help="What other machines dial in place of the host of --listen, behind address translation or where --listen is"
+    " tcp://0.0.0.0:PORT: an address in numbers, or an interface.",
+)
 _encrypt_blocks = click.option(
     "--encrypt-blocks",
     is_flag=True,
@@ -40,6 +47,13 @@ _encrypt_blocks = click.option(
     metavar="ADDRESS",
     help="ipc:///path, or tcp://127.0.0.1:PORT (0: any). With --keys tcp://HOST:PORT: an address that the other"
     " machines reach, or an interface's name.",
+)
+@_host
+@click.option(
+    "--data-port",
+    default=0,
+    type=click.IntRange(0, 65535),
+    help="Port from which other machines read blocks, where address translation has to pass it on.  [default: any]",
 )
 @click.option(
     "--keys",
@@ -77,8 +91,8 @@ def serve(**options: Any) -> None:
     or loopback tcp:// only, and every process that can connect is trusted.
 
     When requests may come, a line "fdasync serve: ready at ADDRESS as NAME (ROLE): ..." goes to stdout, and with
-    --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks, worker_pids, gpus and
-    metrics_port.
+    --ready-fd a JSON object with name, role, address, listens, pid, model, block_tokens, num_blocks, worker_pids, gpus
+    and metrics_port.
 
     The first signal drains: no new work is taken, live requests end here or go to other instances. The second signal
     ends at once, as a terminal that closes does.
@@ -118,6 +132,7 @@ def serve(**options: Any) -> None:
     help="tcp://HOST:PORT of the first instance, instead of sockets; the others listen at the ports behind it, or each"
     " at a free one with port 0. Beyond the loopback with --keys alone.",
 )
+@_host
 @click.option(
     "--keys",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -47,6 +47,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line; see `fdasync serve --help`."""
 
     listen: str
+    host: str = ""
+    data_port: int = 0
     keys: Path | None = None
     encrypt_blocks: bool = False
     peers: tuple[str, ...] = ()
@@ -65,7 +67,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: as given, or the address.
         role: of the instance.
-        address: where it listens.
+        address: where others reach it.
+        listens: where it listens, which may differ from that (`--host`).
         pid: of this process.
         model: as the runner names it.
         block_tokens, num_blocks: of the KV blocks on the device.
@@ -78,6 +81,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: str
     address: str
+    listens: str
     pid: int
     model: str
     block_tokens: int
@@ -108,6 +112,8 @@ async def _serve(config: EngineConfig, options: ServeOptions) -> int:
     instance = Instance(
         config,
         listen=options.listen,
+        host=options.host,
+        data_port=options.data_port,
         peers=options.peers,
         name=options.name,
         transport=options.transport,
@@ -177,6 +183,7 @@ class _Service:
             name=self._options.name or instance.address,
             role=instance.engine.config.role,
             address=instance.address,
+            listens=instance.listens,
             pid=os.getpid(),
             model=capacity.model,
             block_tokens=capacity.block_tokens,
@@ -190,6 +197,8 @@ class _Service:
             f"ready at {ready.address} as {ready.name} ({ready.role}): {ready.model}, {ready.num_blocks} blocks of"
             f" {ready.block_tokens} tokens"
         )
+        if instance.listens != instance.address:
+            self._voice.say(f"listens at {instance.listens}, which others reach at {instance.address}")
         if ready.gpus:
             self._voice.say(f"GPUs {', '.join(ready.gpus)}: processes {', '.join(map(str, ready.worker_pids))}")
         for note in ready.notes:

@@ -60,6 +60,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     folder: Path | None = None
     listen: str = ""
+    host: str = ""
     keys: Path | None = None
     encrypt_blocks: bool = False
     drain_s: float = 600.0
@@ -90,6 +91,7 @@ class _Up:
             transport=options.transport,
             drain_s=options.drain_s,
             listen=options.listen,
+            host=options.host,
             keys="" if options.keys is None else str(options.keys.absolute()),
             encrypt_blocks=options.encrypt_blocks,
         )

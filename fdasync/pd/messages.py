@@ -248,6 +248,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         store_problem: why the engine does not use its store now; "" while it does, and without a store.
         tap_problem: which taps of its configuration an error ended, and the errors; "" while all run.
         dropped_events: events that the taps of its configuration lost.
+        peer_problem: which decode instances of its requests it does not reach, or finds another process in the place
+            of, with what each side sees; "" while there is none.
     """
 
     state: Literal["running", "paused", "draining"]
@@ -261,6 +263,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     store_problem: Words = ""
     tap_problem: Words = ""
     dropped_events: Count = 0
+    peer_problem: Words = ""
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):
@@ -474,6 +477,8 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
         start: position of the first row that the caller wants.
         salt: the tenant's salt.
         waited_s: seconds since the caller sent the request.
+        seen: of each of `decoders`, the incarnation of the process that answers the router there, and the address at
+            which that process says that it listens; empty where the router does not know.
     """
 
     request: Name
@@ -490,6 +495,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     start: Count
     salt: Words
     waited_s: Seconds = 0.0
+    seen: Annotated[tuple[tuple[Namespace, Words], ...], Meta(max_length=256)] = ()
 
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):

@@ -44,6 +44,7 @@ class _Ready(msgspec.Struct, frozen=True):
     """What is read of a child's ready line (`fdasync.cli.service.Ready`)."""
 
     address: str
+    listens: str
     notes: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
 
@@ -89,7 +90,8 @@ class Child:
 
     Attributes:
         name, role: as planned.
-        address: where it listens; with the port that the system gave once it is ready.
+        address: where others reach it; with the port that the system gave once it is ready.
+        listens: where it listens, which may differ from that (`--host`).
         pid: of its process.
         state: what it does, as far as this process knows.
         exited: its exit status, set when it was reaped.
@@ -103,7 +105,7 @@ class Child:
     def __init__(self, plan: Plan, address: str, on_end: Callable[[Child], None]) -> None:
         """Raises OSError if no process can be started."""
         self.name, self.role = plan.name, plan.role
-        self.address = address
+        self.address = self.listens = address
         self.state: State = "loading"
         self.lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._on_end = on_end
@@ -118,7 +120,7 @@ class Child:
         self._close_s = plan.config.close_deadline_s
         self._text = b""
         arguments = [
-            *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.address, "--name", plan.name),
+            *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.listens, "--name", plan.name),
             *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}"),
             *("--parent", str(os.getpid()), "--json-log", plan.json_log),
             *(("--keys", plan.keys) if plan.keys else ()),
@@ -210,7 +212,8 @@ class Child:
         self._ready_line += data
         if self._ready_line.endswith(b"\n") and self.ready_at is None:
             ready = msgspec.json.decode(self._ready_line, type=_Ready)
-            self.address, self.notes, self.gpus = ready.address, ready.notes, ready.gpus
+            self.address, self.listens = ready.address, ready.listens
+            self.notes, self.gpus = ready.notes, ready.gpus
             self.state = "ready" if self.state == "loading" else self.state
             self.ready_at = self._loop.time()
             if not self.ready.done():

@@ -43,6 +43,7 @@ def plans_for(
     transport: str = "auto",
     drain_s: float = 600.0,
     listen: str = "",
+    host: str = "",
     keys: str = "",
     encrypt_blocks: bool = False,
 ) -> list[Plan]:
@@ -52,6 +53,7 @@ def plans_for(
     Args:
         listen: a tcp address for the first one, the others at the ports behind it; with port 0 each takes a free one.
             "": at sockets in the fleet's folder.
+        host: what others dial in place of the host of `listen`; see `Instance`.
         keys: file of the fleet's keys; "": none.
         encrypt_blocks: see `Instance`.
 
@@ -73,24 +75,26 @@ def plans_for(
             ),
             transport=transport,
             drain_s=drain_s,
-            listen=_listen(listen, number, bool(keys)),
+            listen=_listen(listen, host, number, bool(keys)),
             keys=keys,
-            extra=("--encrypt-blocks",) if encrypt_blocks else (),
+            extra=("--encrypt-blocks",) * encrypt_blocks + (("--host", host) if host else ()),
         )
         for number, (name, role) in enumerate(names)
     ]
 
 
-def _listen(first: str, number: int, keyed: bool) -> str:
+def _listen(first: str, host: str, number: int, keyed: bool) -> str:
     """The address of an instance: the number counts ports from the first one's on. Raises ConfigError."""
     if not first:
+        if host:
+            raise ConfigError("host", "stands for the host of --listen", hint="say --listen tcp://HOST:PORT, too")
         return ""
     if is_ipc(first):
         raise ConfigError("listen", f"{first!r} is one socket", hint="say --folder, in which each instance has its own")
-    check_address(first, listens=True, keyed=keyed)
-    host, _, port = first.rpartition(":")
-    address = first if port in ("0", "*") else f"{host}:{int(port) + number}"
-    check_address(address, listens=True, keyed=keyed)
+    check_address(first, listens=True, keyed=keyed, anywhere=bool(host))
+    own, _, port = first.rpartition(":")
+    address = first if port in ("0", "*") else f"{own}:{int(port) + number}"
+    check_address(address, listens=True, keyed=keyed, anywhere=bool(host))
     return address
 
 
@@ -172,7 +176,7 @@ class LocalFleet:
         ended child keeps its place."""
         place = self.children.index(child)
         try:
-            self.children[place] = Child(self._plans[place], child.address, self._on_end)
+            self.children[place] = Child(self._plans[place], child.listens, self._on_end)
         except OSError as error:
             raise ConfigError("instances", f"{child.name} cannot be started: {error}") from None
 

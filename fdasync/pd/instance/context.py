@@ -105,6 +105,7 @@ class InstanceContext:
         transports, links: of the instance.
         devices: what copies between devices; None: nothing does.
         draining: the instance takes no more work.
+        address: where others reach the instance, once it listens.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class InstanceContext:
         self.links = links
         self.devices: BlockPuller | None = None
         self.draining = False
+        self.address = ""
         self.fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._backlogs: dict[Peer, _Backlog] = {}

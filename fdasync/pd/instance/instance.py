@@ -43,7 +43,7 @@ from fdasync.pd.instance.prefill_service import PrefillService
 from fdasync.pd.instance.responses import Responses
 from fdasync.pd.instance.result_sender import failed
 from fdasync.pd.instance.text_digest import text_digest
-from fdasync.pd.link.address import check_address, check_free, is_ipc, number_of
+from fdasync.pd.link.address import advertised, check_address, check_free, host_of, is_ipc, number_of
 from fdasync.pd.link.keys import FleetKeys, keys_of
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
@@ -96,6 +96,7 @@ if TYPE_CHECKING:
 
 # limit of `messages.Name`
 _NAME_CHARS = 256
+_MAX_PORT = 65535
 
 
 def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
@@ -133,6 +134,9 @@ class Instance:
     Args:
         config: the engine's configuration; its role must not be "alone".
         listen: address to listen at: `ipc://path` or `tcp://127.0.0.1:port` (0: any).
+        host: what others dial in place of the host of `listen`: behind address translation, or where it listens at all
+            interfaces (`tcp://0.0.0.0:port`); a number, or an interface of this machine. "": that of `listen`.
+        data_port: the port of the tcp transport, which address translation has to pass on, too; 0: any.
         peers: addresses of decode instances to connect to at once; the instance connects to others when a router names
             them.
         name: a name for people; default: the address.
@@ -153,7 +157,8 @@ class Instance:
 
     Attributes:
         engine: the engine; it can be used directly as well.
-        address: the address at which it listens, once entered.
+        address: the address at which others reach it, once entered: where it listens, or `host` with that port.
+        listens: the address at which it listens, once entered.
         notice: a notice for the user about the choice of transport; "" if there is none.
         shows_blocks: other instances of this machine may copy blocks from the devices.
     """
@@ -163,6 +168,8 @@ class Instance:
         config: EngineConfig | Mapping[str, Any],
         *,
         listen: str,
+        host: str = "",
+        data_port: int = 0,
         peers: Sequence[str] = (),
         name: str = "",
         transport: str = "auto",
@@ -181,7 +188,10 @@ class Instance:
         if len(name) > _NAME_CHARS:
             raise ConfigError("name", f"has {len(name)} characters", limit=_NAME_CHARS)
         self._keys = keys_of(keys)
-        check_address(listen, listens=True, keyed=self._keys is not None)
+        check_address(listen, listens=True, keyed=self._keys is not None, anywhere=bool(host))
+        check_address(advertised(listen, host), listens=True, keyed=self._keys is not None)
+        if not 0 <= data_port <= _MAX_PORT or (data_port and is_ipc(listen)):
+            raise ConfigError("data_port", f"is {data_port}", limit=f"0 to {_MAX_PORT}, where listen is tcp://")
         for peer in peers:
             check_address(peer, keyed=self._keys is not None)
         if encrypt_blocks and (self._keys is None or is_ipc(listen)):
@@ -195,8 +205,10 @@ class Instance:
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self, drafter=drafter)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
-        self.address = listen
+        self.address = self.listens = listen
         self._listen = listen
+        self._host = host
+        self._data_port = data_port
         self._names = peers
         self._name = name
         self._link_config = links
@@ -217,8 +229,11 @@ class Instance:
 
     def _make_transports(self, kinds: Sequence[str], in_process: bool) -> Sequence[Transport]:
         keyed_host = "" if self._keys is None or is_ipc(self._listen) else number_of(self._listen)
+        said = host_of(advertised(self._listen, self._host)) if self._host else ""
         specs = [
-            TransportSpec(kind, keyed_host, tls=self._encrypt_blocks) if kind == "tcp" else TransportSpec(kind)
+            TransportSpec(kind, keyed_host, self._encrypt_blocks, said, self._data_port)
+            if kind == "tcp"
+            else TransportSpec(kind)
             for kind in kinds
         ]
         # made here in any case, so that a plugin that is missing is named before a model is loaded
@@ -241,6 +256,8 @@ class Instance:
         """Start the engine, then listen. Raises the errors of `Engine.start`, ConfigError for the address."""
         if self._wire is None:
             check_free(self._listen)
+        if self._data_port:
+            check_free(f"{self._listen.rpartition(':')[0]}:{self._data_port}")
         await self.engine.start()
         try:
             self._weights = self.engine.weights
@@ -270,7 +287,8 @@ class Instance:
                 )
             # raises what ended the engine meanwhile
             self.engine.load()
-            self.address = links.listen(self._listen)
+            self.listens = links.listen(self._listen)
+            self.address = context.address = advertised(self.listens, self._host)
             for address in self._names:
                 links.dial(address)
         except BaseException:
@@ -463,6 +481,7 @@ class Instance:
             brief(engine_stats.store_problem),
             brief("; ".join([f"{tap.name}: {tap.problem}" for tap in engine_stats.taps if tap.problem])),
             sum([tap.dropped for tap in engine_stats.taps]),
+            brief("; ".join(self._prefill_service.unreached.values())),
         )
 
     def _totals(self, engine_stats: EngineStats) -> Totals:
@@ -547,7 +566,9 @@ class Instance:
             raise BadInput("prompt", f"{len(message.tokens)} bytes are no token ids")
         hand_off = None
         if message.decoders:
-            hand_off = HandOffTarget(name=message.request, caller=peer.incarnation, decoders=message.decoders)
+            hand_off = HandOffTarget(
+                name=message.request, caller=peer.incarnation, decoders=message.decoders, seen=message.seen
+            )
         return GenerateRequest(
             prompt=message.text if message.text is not None else array("i", message.tokens),
             params=message.params,

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from fdasync.pd.link.peer import Peer
     from fdasync.request import GenerateRequest
 
+# decode instances of which it is told why they were not reached
+_MAX_UNREACHED = 8
+
 
 class _Lease:
     """One lease, from its request to its end.
@@ -106,6 +109,8 @@ class PrefillService:
         late: number of messages about unknown leases.
         granted: number of leases granted to this instance.
         granted_s, granted_most_s: seconds from request to grant, the sum and the longest.
+        unreached: by address, why the decode instance that routers reach there was not reached from here at the last
+            try.
     """
 
     def __init__(self, context: InstanceContext, kept: Sequence[str] = ()) -> None:
@@ -114,6 +119,7 @@ class PrefillService:
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
         self._moved: dict[str, str] = {}
+        self.unreached: dict[str, str] = {}
         self.late = self.granted = 0
         self.granted_s = self.granted_most_s = 0.0
 
@@ -165,8 +171,18 @@ class PrefillService:
         action, context = lease.action, self._context
         group, attempt = action.group, action.attempt
         peer = lease.peer = context.links.dial(action.peer)
+        incarnation, says = _seen(lease)
         if not peer.is_up:
-            await peer.ready(max(action.silent_by - context.loop.time(), 0.0))
+            try:
+                await peer.ready(max(action.silent_by - context.loop.time(), 0.0))
+            except DeadlineExceeded:
+                raise self._unreached(action.peer, says, "nobody answers") from None
+        if incarnation and peer.incarnation != incarnation:
+            where = "" if peer.hello is None else f" (it says that it listens at {peer.hello.address})"
+            problem = str(self._unreached(action.peer, says, f"{peer.name} answers{where}"))
+            # to ask again would find the same one: the router has the request served in another way
+            return _denied(group, attempt, problem, retry_after_s=-1.0)
+        self.unreached.pop(action.peer, None)
         if lease.answer.done():
             return lease.answer.result()  # of a future that is done
         peer.send(self._message(lease))
@@ -178,6 +194,18 @@ class PrefillService:
         if not lease.answer.done():
             return _denied(group, attempt, "it had no room in time")
         return lease.answer.result()  # of a future that is done
+
+    def _unreached(self, address: str, says: str, found: str) -> PeerUnreachable:
+        """A decode instance is not where its router reaches it: whoever reads it has to know what both sides see."""
+        problem = f"the router reaches a decode instance there, which says that it listens at {says or 'no address'}"
+        error = PeerUnreachable(
+            address, f"{problem}; from {self._context.address} {found}: name addresses that all reach (--host)"
+        )
+        self.unreached.pop(address, None)
+        self.unreached[address] = str(error)
+        if len(self.unreached) > _MAX_UNREACHED:
+            del self.unreached[next(iter(self.unreached))]
+        return error
 
     def _message(self, lease: _Lease) -> LeaseRequest:
         action, asked, event = lease.action, lease.asked, lease.event
@@ -432,6 +460,15 @@ class PrefillService:
             except (PeerUnreachable, PeerRefused, PeerBusy):
                 # the lease is not renewed any more, and ends by itself
                 return
+
+
+def _seen(lease: _Lease) -> tuple[bytes, str]:
+    """Of the decode instance that a lease is asked of, its incarnation and where it says that it listens, as the router
+    told; both may be empty."""
+    hand_off, address = lease.asked.hand_off, lease.action.peer
+    if hand_off is None or address not in hand_off.decoders[: len(hand_off.seen)]:
+        return b"", ""
+    return hand_off.seen[hand_off.decoders.index(address)]
 
 
 def _denied(

@@ -72,9 +72,24 @@ def number_of(address: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def check_address(address: str, *, listens: bool = False, keyed: bool = False) -> None:
+def advertised(address: str, host: str) -> str:
+    """The address that others dial where `host` stands in place of the host of `address`; "": as it is. An interface
+    stands for its address. Raises ConfigError."""
+    if not host:
+        return address
+    if is_ipc(address):
+        raise ConfigError("host", f"{address} has no host", hint="listen at tcp://, or leave --host out")
+    bare = host.removeprefix("[").removesuffix("]")
+    number = number_of(f"tcp://[{bare}]:1")
+    found = ipaddress.ip_address(number)
+    if found.is_unspecified or found.is_multicast:
+        raise ConfigError("host", f"{host!r} names no machine", hint="say the address that the other machines dial")
+    return f"tcp://{f'[{number}]' if found.version == 6 else number}:{address.rpartition(':')[2]}"
+
+
+def check_address(address: str, *, listens: bool = False, keyed: bool = False, anywhere: bool = False) -> None:
     """Raises ConfigError, which names the address, for one that is malformed, or beyond this machine and `keyed` is
-    false: there are no keys."""
+    false: there are no keys. `anywhere`: it may be that of all interfaces, since others are told another one."""
     if is_ipc(address):
         _check_path(address, address.removeprefix(_IPC))
         return
@@ -82,7 +97,7 @@ def check_address(address: str, *, listens: bool = False, keyed: bool = False) -
     if port == address and f"{address}:" != _TCP:
         if not keyed:
             raise ConfigError("address", f"{address!r} is neither ipc nor loopback", hint=_HINT)
-        port = _check_host(address)
+        port = _check_host(address, anywhere=anywhere)
     if listens and port == "*":
         return
     limit = "1 to 65535, and 0 or * to listen"
@@ -93,7 +108,7 @@ def check_address(address: str, *, listens: bool = False, keyed: bool = False) -
         raise ConfigError("address", f"the port of {address!r} is out of range", limit=limit)
 
 
-def _check_host(address: str) -> str:
+def _check_host(address: str, *, anywhere: bool) -> str:
     """Check the host of a tcp address; returns its port."""
     hint = "say tcp://HOST:PORT, with an address of the machine; [..] around one of IPv6"
     host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -108,9 +123,9 @@ def _check_host(address: str) -> str:
         return port
     if (found.version == 6) != (bare != host):
         raise ConfigError("address", f"{address!r} has no host", hint=hint)
-    if found.is_unspecified or found.is_multicast:
+    if (found.is_unspecified and not anywhere) or found.is_multicast:
         # it is passed on to other machines, which could not dial it
-        raise ConfigError("address", f"{address!r} names no machine", hint=hint)
+        raise ConfigError("address", f"{address!r} names no machine", hint=f"{hint}; or say --host besides")
     return port
 
 

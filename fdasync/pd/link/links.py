@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _MIN_TICK_S = 0.001
 _FLUSH_S = 0.05
+# longest that a connection gets on which nobody replies: a process that stands still has a queue of them
+_REDIAL_MOST_S = 60.0
 
 
 class Links:
@@ -152,6 +154,8 @@ class Links:
         peer.state, peer.refusal = "calling", None
         peer.session = self._new_session(peer, now)
         peer.hello_due, peer.hello_wait_s = now + wait_s, self.config.retry_s
+        peer.redial_wait_s = 2 * self.config.lost_s
+        peer.redial_due = now + peer.redial_wait_s
         self.arm(peer.hello_due, peer)
 
     def _new_session(self, peer: Peer, now: float) -> Session:
@@ -307,15 +311,21 @@ class Links:
         if session is None or peer.state in ("refused", "gone"):
             return NEVER
         if peer.state == "calling":
+            if now >= peer.redial_due:
+                peer.redial_due = now + peer.redial_wait_s
+                peer.redial_wait_s = min(2 * peer.redial_wait_s, _REDIAL_MOST_S)
+                self._wire.redial(peer.pipe)
             if now >= peer.hello_due:
                 peer.hello_due = now + peer.hello_wait_s
                 peer.hello_wait_s = min(2 * peer.hello_wait_s, self.config.retry_most_s)
                 self.say_hello(peer)
-            return peer.hello_due
+            return min(peer.hello_due, peer.redial_due)
         lost_due = self._lost_due(peer, session, now)
         if now >= lost_due:
             self._bye(peer, "nothing was heard from you")
             self.lose(peer, f"silent for {lost_due - session.heard:g} s")
+            # the Bye has gone by then, if anything goes
+            peer.redial_due = peer.hello_due
             return self._look_after(peer, now)
         if peer.state == "greeted":
             return lost_due

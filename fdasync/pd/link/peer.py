@@ -42,6 +42,8 @@ class Peer:
         refusal: why it is refused.
         problem: why it is not up.
         hello_due, hello_wait_s: time of the next Hello, and the pause after it.
+        redial_due, redial_wait_s: while it does not reply: time at which its connection is given up, and the time that
+            the next one gets.
         beat_due: time of the next heartbeat.
         look_due: time at which `Links` looks after it, at the latest.
     """
@@ -68,6 +70,8 @@ class Peer:
         self.problem = "has not answered yet"
         self.hello_due = NEVER
         self.hello_wait_s = 0.0
+        self.redial_due = NEVER
+        self.redial_wait_s = 0.0
         self.beat_due = NEVER
         self.look_due = NEVER
 

@@ -77,6 +77,10 @@ class Wire(ABC):
         for a pipe that was hung up are dropped.
         """
 
+    def redial(self, pipe: Pipe) -> None:  # noqa: B027 - a wire whose connections cannot die unnoticed has nothing to do
+        """Give up the connection of a pipe that we dialed, which may be dead, and make another one. Frames on their way
+        may be lost; `on_room` follows when it has connected."""
+
     @abstractmethod
     def hang_up(self, pipe: Pipe) -> None:
         """Forget a pipe; idempotent. A pipe that we dialed is closed; later frames of another pipe come with a new

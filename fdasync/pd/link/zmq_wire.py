@@ -41,6 +41,8 @@ _LINGER_MS = 50
 _TRY_FULL_S = 0.005
 # libzmq closes a connection without a handshake after so long
 _HANDSHAKE_S = 5.0
+# the kernel would wait ever longer between its tries to reach a host that does not answer
+_CONNECT_S = 2.0
 _MONITOR = "inproc://refusals"
 # how long a dialed process has to take one of our two keys before the other one is tried
 _TRY_KEY_S = 2.0
@@ -187,6 +189,7 @@ class ZmqWire(Wire):
             zmq.RCVHWM: self._high_water,
             zmq.MAXMSGSIZE: self._max_frame_nbytes,
             zmq.HANDSHAKE_IVL: int(_HANDSHAKE_S * 1000),
+            zmq.CONNECT_TIMEOUT: int(_CONNECT_S * 1000),
             zmq.RECONNECT_IVL: low,
             zmq.RECONNECT_IVL_MAX: high,
         }
@@ -232,7 +235,8 @@ class ZmqWire(Wire):
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def listen(self, address: str) -> str:
-        check_address(address, listens=True, keyed=self._keys is not None)
+        # who listens at all interfaces tells others where that is
+        check_address(address, listens=True, keyed=self._keys is not None, anywhere=True)
         check_free(address)
         if self._router is None:
             options: dict[int, int | bytes] = {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
@@ -285,6 +289,20 @@ class ZmqWire(Wire):
         else:
             # bare timer: it may be another process with another key that listens there later
             self._trying[port] = self._loop.call_later(_TRY_KEY_S, self._try_other, port, address, number)
+        port.again()
+
+    def redial(self, pipe: Pipe) -> None:
+        """See `Wire.redial`. The kernel pauses ever longer before it sends again what it owes: after a cut of 40 s a
+        connection that stays may be dead for half a minute more. A new one is there within seconds."""
+        assert isinstance(pipe, ZmqPipe)
+        if pipe.closed or pipe.name or is_ipc(pipe.address):
+            return
+        port = pipe.port
+        if port in self._trying:
+            self._trying[port].cancel()
+        port.sock.disconnect(pipe.address)
+        self._connect(port, pipe.address, 0)
+        pipe.full = True
         port.again()
 
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:

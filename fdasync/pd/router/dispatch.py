@@ -227,6 +227,7 @@ class Dispatch:
             request=name,
             request_id=request.request_id,
             decoders=tuple([instance.address for instance in decoders]),
+            seen=tuple([instance.seen for instance in decoders]),
             deadline_s=left_s,
             waited_s=max(self._loop.time() - request.started_at, 0.0),
         )

@@ -172,6 +172,12 @@ class InstanceHandle:
         return self.peer.address
 
     @property
+    def seen(self) -> tuple[bytes, str]:
+        """Incarnation of the process that answers at its address, and where that says that it listens."""
+        hello = self.peer.hello
+        return (self.peer.incarnation, hello.address) if hello is not None and self.peer.is_up else (b"", "")
+
+    @property
     def is_leaving(self) -> bool:
         """It drains, or this router has asked it to."""
         return self.leaving or (self.status is not None and self.status.state == "draining")

@@ -360,9 +360,23 @@ class Router(Generator):
     def on_up(self, peer: Peer) -> None:
         instance = self.table.instances.get(peer)
         if instance is not None:
+            if (refused := self._twin(peer)) is not None:
+                assert self._links is not None
+                self._links.turn_away(peer, refused)
+                self._links_changed(instance)
+                return
             instance.came_up()
             self.table.links_changed()
             self.commands.agreement.judge(instance)
+
+    def _twin(self, peer: Peer) -> Refused | None:
+        """Why a peer is no instance of its own: the process that answers at its address is another one of ours."""
+        for other in self.table.instances:
+            if other is not peer and other.is_up and other.incarnation == peer.incarnation:
+                says = "" if peer.hello is None else peer.hello.address
+                problem = f"the process that answers there also answers at {other.address}, and says that it listens at"
+                return Refused("address", f"{problem} {says}: name it once, or mend what stands between")
+        return None
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
         instance = self.table.instances.get(peer)

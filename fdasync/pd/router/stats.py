@@ -28,6 +28,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, role: from its handshake; "" before the first.
         address: the address that the router dials.
+        says: the address at which it says that it listens, "" before its handshake; where the two differ, what stands
+            between them (address translation, a proxy) has to be there for other instances, too.
         is_up: whether there is a link to it.
         problem: why there is no link, or why it gets no requests although there is one; else "".
         state: "running", "paused" or "draining" as in its latest status; "away" without a link; "refused" if there is
@@ -42,6 +44,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     address: str
+    says: str
     role: str
     is_up: bool
     problem: str
@@ -159,6 +162,7 @@ def _of(instance: InstanceHandle, now: float) -> InstanceStats:
     return InstanceStats(
         name="" if hello is None else hello.name,
         address=instance.address,
+        says="" if hello is None else hello.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
         problem=_unused(instance) if peer.is_up else peer.problem,

@@ -22,7 +22,7 @@ from fdasync.pd.transfer.endpoint import Endpoint
 from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer
 from fdasync.pd.transfer.tcp_server import Server
 from fdasync.pd.transfer.tcp_tls import ServerTls
-from fdasync.pd.transfer.tcp_wire import is_tls, parse_address
+from fdasync.pd.transfer.tcp_wire import is_tls, parse_address, socket_name
 from fdasync.pd.transfer.validation import (
     CLOSED,
     boot_id,
@@ -48,6 +48,9 @@ class TcpTransport(Endpoint):
         stuck_s: a connection that owes bytes and does not move for so long is dropped.
         idle_s: a connection without receives for so long is closed.
         keyed: links are authenticated and encrypted (`pd/link/keys.py`), so senders may be on other machines.
+        said_host: what receivers dial in place of `host`, in numbers; "": `host`, which is not that of all interfaces
+            then.
+        port: port to listen on; 0: any.
         tls: blocks travel by TLS 1.3, both ways: a sender whose address is without it is refused. A side that does not
             ask for it speaks it with a sender that does.
     """
@@ -64,13 +67,19 @@ class TcpTransport(Endpoint):
         idle_s: float = 60.0,
         keyed: bool = False,
         tls: bool = False,
+        said_host: str = "",
+        port: int = 0,
     ) -> None:
         """Raises BadInput for an address that is malformed, or not loopback without keys; ConfigError for TLS
         without the package that makes certificates."""
+        if said_host and not keyed:
+            raise BadInput("said_host", "is for links with keys, which other machines have")
         try:
-            self._host, _ = parse_address(f"[{host}]:1" if ":" in host else f"{host}:1", keyed=keyed)
+            self._said_host, _ = parse_address(socket_name(said_host or host, 1), keyed=keyed)
         except ProtocolError as error:
             raise BadInput("host", error.problem, hint="leave it out to listen on 127.0.0.1") from None
+        self._host = host
+        self._port = port
         super().__init__(token)
         self._stuck_s = stuck_s
         self._keyed = keyed
@@ -85,9 +94,11 @@ class TcpTransport(Endpoint):
         loop = asyncio.get_running_loop()
         machine = boot_id()
         self._offers.open(regions)
-        self._server = Server(loop, self._host, self._token, regions, self._offers, self._stuck_s, self._tls)
+        self._server = Server(
+            loop, self._host, self._token, regions, self._offers, self._stuck_s, self._tls, self._port
+        )
         sizes = tuple([(region.fd, region.nbytes) for region in regions])
-        self._source = Source(machine, os.getpid(), sizes, self._token, self._server.address)
+        self._source = Source(machine, os.getpid(), sizes, self._token, self._server.address_at(self._said_host))
         self._regions = regions
         self._sweep()
 

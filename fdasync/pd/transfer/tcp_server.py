@@ -34,6 +34,7 @@ from fdasync.pd.transfer.tcp_wire import (
     pack_reply,
     proof,
     read_requests,
+    socket_name,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Server:
 
     Attributes:
         loop, token, regions, offers, stuck_s, tls: the arguments; its connections read them.
-        address: host:port that it listens on.
+        port: that it listens on.
         drops: number of connections that were dropped, by reason.
     """
 
@@ -74,8 +75,9 @@ class Server:
         offers: Offers,
         stuck_s: float,
         tls: ServerTls | None = None,
+        port: int = 0,
     ) -> None:
-        """Listens from now on; `host` is a number. Raises OSError."""
+        """Listens from now on; `host` is a number, port 0 any free one. Raises OSError."""
         self.loop = loop
         self.token = token
         self.regions = regions
@@ -92,15 +94,21 @@ class Server:
         self._sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._sock.setblocking(False)
-            self._sock.bind((host, 0))
+            if port:
+                # connections of a process that is gone do not matter
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sock.bind((host, port))
             self._sock.listen(_BACKLOG)
-            port = self._sock.getsockname()[1]
+            self.port: int = self._sock.getsockname()[1]
             loop.add_reader(self._sock.fileno(), self._accept)
         except BaseException:
             self._sock.close()
             raise
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.address = address if tls is None else f"tls:{address}"
+
+    def address_at(self, host: str) -> str:
+        """What receivers dial where they reach us at this host."""
+        address = socket_name(host, self.port)
+        return address if self.tls is None else f"tls:{address}"
 
     def __len__(self) -> int:
         return len(self._connections)

@@ -134,6 +134,11 @@ def is_tls(address: str) -> bool:
     return address.startswith(_TLS)
 
 
+def socket_name(host: str, port: int) -> str:
+    """host:port, with brackets around a host of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_address(address: str, *, keyed: bool = False) -> tuple[str, int]:
     """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and unless `keyed` for one that
     is not loopback."""

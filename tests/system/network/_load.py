@@ -1,4 +1,4 @@
-"""A router on one of the hosts, and its callers: `python -m tests.system.network._load CONFIG KEYS WEIGHTS LATE ADDRESS...`.
+"""A router on one of the hosts, and its callers: `_load CONFIG KEYS WEIGHTS LATE ADDRESS...`, run with `python -m`.
 
 It says `going` after the first right answer, and asks on until its standard input ends. A line on it has the weights
 updated from that folder while requests go on, and `updated` said. At the end it asks until an answer is right once
@@ -40,8 +40,9 @@ _QUIET_S = 10.0
 
 
 def _held(router: Router) -> list[str]:
-    """What instances still have of requests, by their latest heartbeats."""
-    return [
+    """What instances still have of requests, by their latest heartbeats; those without a link are named."""
+    away = [f"{one.address}: {one.problem}" for one in router.stats().instances if one.status is None or not one.is_up]
+    return away + [
         f"{one.address}: {count} {name}"
         for one in router.stats().instances
         if one.status is not None
@@ -59,6 +60,7 @@ async def main(config: EngineConfig, keys: str, weights: str, late: str, address
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     updates: list[asyncio.Task[None]] = []
+    times: list[float] = []
     ends: Counter[str] = Counter()
     # the label of weights: what they compute
     oracles = {FIRST_VERSION: oracle_of(config)}
@@ -70,6 +72,10 @@ async def main(config: EngineConfig, keys: str, weights: str, late: str, address
         async def update() -> None:
             await router.update_weights(NEW_VERSION, weights)
             print("updated", flush=True)
+
+        async def rejoin() -> None:
+            while router.stats().missing:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(_EVERY_S)
 
         def command() -> None:
             if sys.stdin.buffer.raw.read(100):  # type: ignore[attr-defined]
@@ -115,6 +121,9 @@ async def main(config: EngineConfig, keys: str, weights: str, late: str, address
         while not ended.done():
             tasks.append(asyncio.create_task(ask(len(tasks) + 1)))
             await asyncio.sleep(_EVERY_S)
+        joined = loop.create_task(rejoin())
+        came_up = loop.time()
+        joined.add_done_callback(lambda _: times.append(loop.time() - came_up))
         async with asyncio.timeout(2 * _LIMIT_S):
             # raises what a check found
             await asyncio.gather(*tasks, *updates)
@@ -133,10 +142,12 @@ async def main(config: EngineConfig, keys: str, weights: str, late: str, address
         until = loop.time() + _QUIET_S
         while (held := _held(router)) and loop.time() < until:  # noqa: ASYNC110 - no event tells of heartbeats
             await asyncio.sleep(_EVERY_S)
+        joined.cancel()
         told = {
             "ends": dict(ends),
             "asked": asked,
             "healed_s": healed_s,
+            "joined_s": times[0] if times else None,
             "late": overdue,
             "weights": sorted({one.weight_version for one in router.stats().instances}),
             "received_blocks": sum(one.status.totals.received_blocks for one in router.stats().instances if one.status),

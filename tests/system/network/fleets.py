@@ -1,5 +1,7 @@
-"""A fleet over two hosts: a prefill instance on the one, a decode instance on the other, a router and its callers beside
-one of them. Used by the tests of this folder."""
+"""A fleet over two hosts: a prefill instance on the one, a decode instance on the other, a router and its callers.
+
+Used by the tests of this folder.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.support.commands import config_file
-from tests.system.network.hosts import Host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+
+    from tests.system.network.hosts import Host
 
 A, B = "10.9.0.1", "10.9.0.2"
 COMMAND = str(Path(sys.executable).with_name("fdasync"))

@@ -26,7 +26,7 @@ _QUEUE_S = 0.05
 
 
 def open_tun(pid: int, address: str, peer: str, device: str = "wire") -> int:
-    """The descriptor of a new TUN device `device` in the network namespace of process `pid`, up, with a route to `peer`.
+    """The descriptor of a new TUN device in the network namespace of process `pid`, up, with a route to `peer`.
 
     Moves the calling process into that namespace. Raises OSError where the kernel refuses, or CalledProcessError."""
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)

@@ -135,7 +135,7 @@ class Cable:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        subprocess.run(self._ends[0][0].command("ip link del cable".split()), check=True)
+        subprocess.run(self._ends[0][0].command(["ip", "link", "del", "cable"]), check=True)
 
 
 def join(network: str, a: Host, b: Host, address_a: str, address_b: str, *, seed: int = 0) -> Wire | Cable:

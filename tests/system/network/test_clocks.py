@@ -26,7 +26,7 @@ _ASK = "import sys, time; print(time.time(), time.monotonic())"
 
 def clock(file: Path) -> list[str]:
     """Runs a command under a wall clock that differs from this machine's as `file` says, at any moment."""
-    return [*_OWN_SHM, "env", f"LD_PRELOAD={_PRELOAD}", f"FAKETIME_TIMESTAMP_FILE={file}", 
+    return [*_OWN_SHM, "env", f"LD_PRELOAD={_PRELOAD}", f"FAKETIME_TIMESTAMP_FILE={file}",
             "FAKETIME_CACHE_DURATION=1", "FAKETIME_DONT_FAKE_MONOTONIC=1"]  # fmt: skip
 
 
