@@ -183,7 +183,9 @@ class Probed(Instance):
 
 
 def main() -> int:
-    Probed.spec = spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ChildSpec)
+    Probed.spec = spec = msgspec.json.decode(
+        Path(sys.argv[1]).read_bytes(), type=ChildSpec, dec_hook=lambda kind, value: kind(value)
+    )
     serving.Instance = Probed  # type: ignore[misc]
     return serving.run_serve(spec.config, spec.options)
 

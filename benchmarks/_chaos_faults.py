@@ -10,7 +10,7 @@ import contextlib
 import signal
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import STORE, TRANSFER, WORKER
@@ -33,6 +33,10 @@ _START_LIMIT_S = 60.0
 _DRAIN_S = 30.0
 
 
+# weight, name, and what it does to a node
+_Kind: TypeAlias = "tuple[int, str, Callable[[Node], Awaitable[None]]]"
+
+
 class Director:
     """See the module.
 
@@ -52,7 +56,7 @@ class Director:
         self._joined = 0
         self._spare = ""
         self._version = 0
-        self._kinds: list[tuple[int, str, Callable[[Node], Awaitable[None]]]] = [
+        self._kinds: list[_Kind] = [
             (3, "kill", self._kill),
             (3, "stop short", lambda node: self._stop(node, 0.2, 0.7 * TTL_S)),
             (3, "stop beyond the lease", lambda node: self._stop(node, 1.1 * TTL_S, 0.8 * LOST_S)),
@@ -70,13 +74,7 @@ class Director:
             (2, "kill store", self._kill_store),
             (1, "stop store short", lambda node: self._stop_child(node, STORE, 0.1, 1.0)),
             (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
-            (2, "cut", self._cut),
-            (2, "cut one", self._cut_one),
-            (2, "refuse", self._refuse),
-            (3, "stall short", lambda node: self._stall(node, 0.2, 0.9 * LOST_S)),
-            (1, "stall beyond the link", lambda node: self._stall(node, 1.1 * LOST_S, 2 * LOST_S)),
-            (2, "cut data", self._cut_data),
-            (2, "stall data", self._stall_data),
+            *(self._of_proxies() if fleet.hosts is None else self._of_wires()),
             (2, "join or drain", self._join_or_drain),
             (2, "update weights", self._update_weights),
         ]
@@ -184,7 +182,55 @@ class Director:
     async def _kill_store(self, node: Node) -> None:
         node.signal_child(STORE, signal.SIGKILL)
 
-    # -- links ----------------------------------------------------------------------------------------
+    # -- wires of hosts -------------------------------------------------------------------------------
+
+    def _of_wires(self) -> list[_Kind]:
+        both = ("ab", "ba")
+        return [
+            (3, "part short", lambda node: self._part(node, 0.2, 0.9 * LOST_S, both)),
+            (3, "part beyond the link", lambda node: self._part(node, 1.1 * LOST_S, 4 * LOST_S, both)),
+            (2, "part one way short", lambda node: self._part(node, 0.2, 0.9 * LOST_S)),
+            (3, "part one way beyond the link", lambda node: self._part(node, 1.1 * LOST_S, 4 * LOST_S)),
+            (1, "part and stop", self._part_and_stop),
+            (1, "part router short", lambda _: self._part_router(0.2, 0.9 * LOST_S)),
+            (1, "part router beyond the link", lambda _: self._part_router(1.1 * LOST_S, 2 * LOST_S)),
+        ]
+
+    async def _part(self, node: Node, least_s: float, most_s: float, directions: tuple[str, ...] = ()) -> None:
+        """Cut a host's wire in these directions, or in one that is drawn."""
+        assert node.place is not None
+        node.place.wire.cut(*(directions or (self._rng.choice(("ab", "ba")),)))
+        await asyncio.sleep(self._rng.uniform(least_s, most_s))
+        node.place.wire.cut()
+
+    async def _part_and_stop(self, node: Node) -> None:
+        """It goes on while nobody hears it yet."""
+        assert node.place is not None
+        node.place.wire.cut("ab", "ba")
+        await self._stop(node, 0.2, LOST_S)
+        await asyncio.sleep(self._rng.uniform(0.1, LOST_S))
+        node.place.wire.cut()
+
+    async def _part_router(self, least_s: float, most_s: float) -> None:
+        """Cut the router off from all instances, which reach each other."""
+        assert self._fleet.hosts is not None
+        wire = self._fleet.hosts.own.wire
+        wire.cut(*self._rng.choice((("ab",), ("ba",), ("ab", "ba"))))
+        await asyncio.sleep(self._rng.uniform(least_s, most_s))
+        wire.cut()
+
+    # -- links through proxies ------------------------------------------------------------------------
+
+    def _of_proxies(self) -> list[_Kind]:
+        return [
+            (2, "cut", self._cut),
+            (2, "cut one", self._cut_one),
+            (2, "refuse", self._refuse),
+            (3, "stall short", lambda node: self._stall(node, 0.2, 0.9 * LOST_S)),
+            (1, "stall beyond the link", lambda node: self._stall(node, 1.1 * LOST_S, 2 * LOST_S)),
+            (2, "cut data", self._cut_data),
+            (2, "stall data", self._stall_data),
+        ]
 
     async def _cut(self, node: Node) -> None:
         node.proxy.cut()

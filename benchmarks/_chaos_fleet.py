@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks._chaos_node import Node
 from fdasync.engine.config import EngineConfig
+from fdasync.pd.link.keys import new_keys, save_keys
 from fdasync.pd.link.session import LinkConfig
 from fdasync.scheduler import LeaseRules
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from benchmarks._chaos_child import Probe
+    from benchmarks._chaos_hosts import Hosts
 
 VOCAB = 100
 RANKS = 2
@@ -87,14 +89,24 @@ class Fleet:
     Args:
         prefill, decode: number of instances. The first decode instance has a worker process, the second of each role a
             file store; the first prefill and the third decode instance are groups of ranks.
+        hosts: for instances; None: all are on this one.
 
     Attributes:
         nodes: present instances by name.
+        keys: file of the fleet's keys, with hosts.
         weights: a folder with the weights that all of them have.
         wrong: broken rules, in words.
     """
 
-    def __init__(self, folder: Path, transport: str, prefill: int, decode: int, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        transport: str,
+        prefill: int,
+        decode: int,
+        sizes: Sizes | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.nodes: dict[str, Node] = {}
         self.wrong: list[str] = []
         self._folder = folder
@@ -105,6 +117,11 @@ class Fleet:
         (weights / "weights.json").write_text('{"weights_id": 1}')
         self.weights = str(weights)
         self._transport = transport
+        self.hosts = hosts
+        self.keys: Path | None = None
+        if hosts is not None:
+            self.keys = folder / "keys.json"
+            save_keys(self.keys, new_keys(), replace=False)
         self._baseline: dict[str, Probe] = {}
         self._known: set[int] = set()
         self._counts = {"prefill": prefill, "decode": decode}
@@ -112,7 +129,10 @@ class Fleet:
     def make(self, name: str, role: str, *, workers: int, store: bool) -> Node:
         config = config_of(role, self._folder / f"store-{name}" if store else None, self._sizes, workers=workers)
         self._baseline.pop(name, None)
-        node = self.nodes[name] = Node(name, config, LINKS, self._transport, self._folder, drain_s=20.0)
+        place = None if self.hosts is None else self.hosts.free.pop()
+        node = self.nodes[name] = Node(
+            name, config, LINKS, self._transport, self._folder, drain_s=20.0, place=place, keys=self.keys
+        )
         return node
 
     async def open(self) -> None:
@@ -152,6 +172,10 @@ class Fleet:
             for proxy in node.proxies:
                 proxy.refuses = False
                 proxy.stall(False, False)
+            if node.place is not None:
+                node.place.wire.cut()
+        if self.hosts is not None:
+            self.hosts.own.wire.cut()
             node.faulted = False
 
     # -- when nothing is under way --------------------------------------------------------------------
@@ -220,6 +244,8 @@ class Fleet:
         del self.nodes[node.name]
         self._baseline.pop(node.name, None)
         await node.aclose(END_S)
+        if self.hosts is not None and node.place is not None:
+            self.hosts.free.append(node.place)
         self.wrong += node.surprises
 
     async def aclose(self) -> None:

@@ -1,7 +1,7 @@
 """One instance of the chaos harness as seen from outside: its process, its faults, and its answers to probes.
 
-A node keeps its address (a proxy's) over all of its processes. The end of a process is either expected, since the
-harness caused it, or a surprise. Knows no requests. Used by `_chaos_fleet.py`.
+A node keeps its address (a proxy's, or its host's) over all of its processes. The end of a process is either expected,
+since the harness caused it, or a surprise. Knows no requests. Used by `_chaos_fleet.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks._chaos_proxy import Proxy
 from fdasync.cli.service import Ready, ServeOptions
 
 if TYPE_CHECKING:
+    from benchmarks._chaos_hosts import Place
     from fdasync.engine.config import EngineConfig
     from fdasync.pd.link.session import LinkConfig
 
@@ -39,8 +40,10 @@ class Node:
     """See the module.
 
     Attributes:
-        proxy: between the instance and the processes that dial it.
-        data: between the instance and readers of its blocks over tcp; None: blocks travel over shared memory.
+        proxy: between the instance and the processes that dial it, unless it has a host.
+        data: between the instance and readers of its blocks over tcp; None: blocks travel over shared memory, or it has
+            a host.
+        place: its host, whose wire others reach it by; None: it is on this one.
         faulted: a fault is in force.
         expected: exit codes of its process that are no surprise now.
         surprises: unexpected ends of its processes, in words.
@@ -51,12 +54,23 @@ class Node:
     """
 
     def __init__(
-        self, name: str, config: EngineConfig, links: LinkConfig, transport: str, folder: Path, drain_s: float
+        self,
+        name: str,
+        config: EngineConfig,
+        links: LinkConfig,
+        transport: str,
+        folder: Path,
+        drain_s: float,
+        *,
+        place: Place | None = None,
+        keys: Path | None = None,
     ) -> None:
+        """`keys`: file of the fleet's, with `place`."""
         self.name = name
         self.config = config
         self.proxy = Proxy()
-        self.data = Proxy() if transport == "tcp" else None
+        self.data = Proxy() if transport == "tcp" and place is None else None
+        self.place = place
         self.faulted = False
         self.expected: set[int] = set()
         self.surprises: list[str] = []
@@ -67,7 +81,7 @@ class Node:
         self._links = links
         self._options = ServeOptions(
             listen="", name=name, transport=transport, drain_s=drain_s, parent=os.getpid(),  # type: ignore[arg-type]
-            json_log=str(folder / f"{name}.jsonl"),
+            json_log=str(folder / f"{name}.jsonl"), keys=keys,
         )  # fmt: skip
         self._folder = folder
         self._log = folder / f"{name}.log"
@@ -78,10 +92,12 @@ class Node:
 
     @property
     def address(self) -> str:
-        return f"tcp://127.0.0.1:{self.proxy.port}"
+        return f"tcp://127.0.0.1:{self.proxy.port}" if self.place is None else self.place.address
 
     @property
     def proxies(self) -> list[Proxy]:
+        if self.place is not None:
+            return []
         return [self.proxy] if self.data is None else [self.proxy, self.data]
 
     @property
@@ -136,16 +152,18 @@ class Node:
         self.starts += 1
         ours, theirs = socket.socketpair()
         ready, theirs_ready = os.pipe()
-        options = msgspec.structs.replace(self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=theirs_ready)
+        where = f"tcp://127.0.0.1:{self._port}" if self.place is None else self.place.address
+        argv = [sys.executable, "-m", "benchmarks._chaos_child"]
+        options = msgspec.structs.replace(self._options, listen=where, ready_fd=theirs_ready)
         spec = ChildSpec(
             config=self.config, options=options, links=self._links, probe_fd=theirs.fileno(),
             data_port=0 if self.data is None else self.data.port,
         )  # fmt: skip
         path = self._folder / f"{self.name}.json"
-        path.write_bytes(msgspec.json.encode(spec))
+        path.write_bytes(msgspec.json.encode(spec, enc_hook=str))
         with self._log.open("ab") as log, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks._chaos_child", str(path)],
+                [*(argv if self.place is None else self.place.host.command(argv)), str(path)],
                 cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), theirs_ready],
                 process_group=0, env={**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip

@@ -1,11 +1,13 @@
 """Chaos with real processes: prefill and decode instances, a router and a steady load, while things go wrong.
 
     python -m benchmarks.chaos --minutes 10 --seed 7 --transport tcp
+    python -m benchmarks.chaos --minutes 10 --seed 7 --hosts      # as root
 
 Processes are killed and stopped (instances, workers, single ranks of groups, stores), links cut, stalled and refused,
-instances join and drain, all drawn from a seed, which is printed. Every request must end once, in time, right by the
-oracle or with an error that allows another try. Every round ends in quiet, when each instance must have everything
-back. The program ends with 1 if a rule was broken, and names it.
+instances join and drain, all drawn from a seed, which is printed. With --hosts every instance and the router live in
+network namespaces of their own, each on a wire that delays by 2 ms, loses 1 % and is cut, in both directions or in one.
+Every request must end once, in time, right by the oracle or with an error that allows another try. Every round ends in
+quiet, when each instance must have everything back. The program ends with 1 if a rule was broken, and names it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import uvloop
 
 from benchmarks._chaos_faults import Director, slowest_recovery
 from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes
+from benchmarks._chaos_hosts import NETWORK, Hosts
 from benchmarks._chaos_late import Late, play_late
 from benchmarks._chaos_load import LONG_S, Ask, Load
 from benchmarks._chaos_proxy import Proxy
@@ -34,8 +37,11 @@ from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
 from fdasync.testing.harness.engines import oracle_of
 from fdasync.testing.harness.leaks import Resources
+from tests.system.network.hosts import NETWORKS, why_not
 
 PREFILL, DECODE = 2, 3
+# hosts for instances that join, of which one may still be ending
+GUESTS = 3
 CLIENTS = 14
 ROUND_S = 20.0
 
@@ -50,12 +56,12 @@ class Game:
         load, director: None until the fleet is up.
     """
 
-    def __init__(self, folder: Path, transport: str, seed: int) -> None:
+    def __init__(self, folder: Path, transport: str, seed: int, hosts: Hosts | None = None) -> None:
         self.wrong: list[str] = []
         self.rounds = 0
         self._rng = random.Random(seed)
         self.sizes = Sizes.drawn(self._rng)
-        self._fleet = Fleet(folder, transport, PREFILL, DECODE, self.sizes)
+        self._fleet = Fleet(folder, transport, PREFILL, DECODE, self.sizes, hosts)
         self.load: Load | None = None
         self.director: Director | None = None
 
@@ -72,7 +78,11 @@ class Game:
             before = Resources.now()
             await fleet.open()
             async with Router(
-                fleet.addresses, RouterConfig(retries=3, handoff_s=2.0, command_s=8.0), links=LINKS, seed=1
+                fleet.addresses,
+                RouterConfig(retries=3, handoff_s=2.0, command_s=8.0),
+                links=LINKS,
+                keys=fleet.keys,
+                seed=1,
             ) as router:
                 self.load = Load(router, oracle_of(fleet.nodes["p0"].config), self._rng, VOCAB)
                 self.director = Director(fleet, router, self._rng, self.wrong)
@@ -122,15 +132,19 @@ class Game:
         self._fleet.wrong = []
 
 
-def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: bool) -> int:
+def run(
+    minutes: float, seed: int, transport: str, json_path: str | None, keep: bool, hosts: Hosts | None = None
+) -> int:
     folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
-    game = Game(folder, transport, seed)
+    game = Game(folder, transport, seed, hosts)
     began = time.monotonic()
     wrong: list[str] = []
     late = Late([])
     try:
-        late = uvloop.run(play_late(folder, transport, seed))
-        wrong += late.wrong
+        if hosts is None:
+            # its scene holds messages back in a proxy
+            late = uvloop.run(play_late(folder, transport, seed))
+            wrong += late.wrong
         if not wrong:
             uvloop.run(game.play(60 * minutes - (time.monotonic() - began)))
     except Exception as error:
@@ -141,10 +155,16 @@ def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: 
             print(f"logs and traces are in {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    report = Report(f"Chaos over {transport}, seed {seed}")
+    between = f"hosts of a network {NETWORKS[NETWORK]}" if hosts is not None else transport
+    report = Report(f"Chaos over {between}, seed {seed}")
     report.conditions |= {"seed": seed, "transport": transport, "instances": [PREFILL, DECODE], "wrong": wrong}
+    if hosts is not None:
+        report.conditions["wire_of_each_host"] = dict(
+            zip(("delay_s", "loss", "rate_mbit"), NETWORKS[NETWORK], strict=True)
+        )
     report.conditions["sizes"] = msgspec.structs.asdict(game.sizes)
-    report.add("late_words_refused", [late.refused])
+    if hosts is None:
+        report.add("late_words_refused", [late.refused])
     report.add("seconds", [time.monotonic() - began])
     report.add("rounds", [game.rounds])
     if game.load is not None and game.director is not None:
@@ -175,12 +195,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, help="default: drawn")
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
+    parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")
     args = parser.parse_args()
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
+    if args.hosts and (reason := why_not()):
+        parser.error(reason)
     print(f"seed {seed}, transport {args.transport}", file=sys.stderr, flush=True)
-    sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep))
+    if not args.hosts:
+        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep))
+    with Hosts(PREFILL + DECODE + GUESTS, seed) as hosts:
+        hosts.enter()
+        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

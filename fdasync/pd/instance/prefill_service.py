@@ -431,8 +431,9 @@ class PrefillService:
                 lease.sign.set_result(None)
             return
         group, attempt = lease.action.group, lease.action.attempt
-        self._end(lease, reason, tell=False)
+        # before the ends of its offers and hand-offs, which do not say why
         self._context.bus.publish(LeaseLost(group=group, attempt=attempt, reason=reason))
+        self._end(lease, reason, tell=False)
 
     def _end(self, lease: _Lease, reason: str, *, tell: bool) -> None:
         """End a lease, with all of its offers and hand-offs; idempotent."""

@@ -19,14 +19,13 @@ from fdasync.errors import BadInput, ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.messages import Source
 from fdasync.pd.transfer.endpoint import Endpoint
-from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer
+from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer, unreached
 from fdasync.pd.transfer.tcp_server import Server
 from fdasync.pd.transfer.tcp_tls import ServerTls
 from fdasync.pd.transfer.tcp_wire import is_tls, parse_address, socket_name
 from fdasync.pd.transfer.validation import (
     CLOSED,
     boot_id,
-    broken,
     refused,
 )
 
@@ -149,7 +148,7 @@ class TcpTransport(Endpoint):
         except ProtocolError as error:
             return refused(error.problem)
         except OSError as error:
-            return broken(f"{source.address} cannot be dialled: {error}")
+            return unreached(source.address, self._said_host, error)
         self._connections[key] = made
         return made
 

@@ -58,6 +58,15 @@ _AT_ONCE_NBYTES = 256 << 10
 _RECORDS_NBYTES = 32 << 10
 
 
+def unreached(address: str, own_host: str, problem: object) -> Outcome:
+    """A sender is not where it says: a translated address, or one of another network. The reader has to know what both
+    sides see."""
+    return broken(
+        f"the sender says that its blocks are at {address}, and from {own_host} they cannot be reached there: {problem};"
+        " it must listen (--listen), or say that it is reached (--host), at an address that is reached from here"
+    )
+
+
 class TcpTransfer:
     """The requests and copies of one receive.
 
@@ -249,13 +258,7 @@ class Connection:
         if self._greeted:
             self.drop(broken(f"the connection to {self._address} broke: {problem}"))
             return
-        # a translated address, or one of another network: whoever reads it has to know what both sides see
-        self.drop(
-            broken(
-                f"the sender says that its blocks are at {self._address}, and from {self._own_host} they cannot be"
-                f" reached there: {problem}; it must listen (--listen) at an address that is reached from here"
-            )
-        )
+        self.drop(unreached(self._address, self._own_host, problem))
 
     # -- requests -------------------------------------------------------------------------------------
 

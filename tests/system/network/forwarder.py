@@ -25,16 +25,21 @@ _MTU_NBYTES = 1500
 _QUEUE_S = 0.05
 
 
-def open_tun(pid: int, address: str, peer: str, device: str = "wire") -> int:
-    """The descriptor of a new TUN device in the network namespace of process `pid`, up, with a route to `peer`.
-
-    Moves the calling process into that namespace. Raises OSError where the kernel refuses, or CalledProcessError."""
+def enter(pid: int) -> None:
+    """Move the calling process into the network namespace of process `pid`. Raises OSError where the kernel refuses."""
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     refused = libc.setns(namespace, _CLONE_NEWNET)
     os.close(namespace)
     if refused:
         raise OSError(ctypes.get_errno(), f"setns to the network namespace of process {pid}")
+
+
+def open_tun(pid: int, address: str, peer: str, device: str = "wire") -> int:
+    """The descriptor of a new TUN device in the network namespace of process `pid`, up, with a route to `peer`.
+
+    Moves the calling process into that namespace. Raises OSError where the kernel refuses, or CalledProcessError."""
+    enter(pid)
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
     subprocess.run(["ip", "addr", "add", address, "peer", peer, "dev", device], check=True)
