@@ -34,8 +34,9 @@ def test_instances_with_keys_listen_at_ports_and_answer_who_has_them(tmp_path: P
         with pytest.raises(DeadlineExceeded):
             await fdasync.connect(addresses, RouterConfig(connect_s=1.0)).start()
 
-    options = ("--listen", "tcp://127.0.0.1:0", "--keys", str(file), "--encrypt-blocks", "--transport", "tcp")
-    options += ("--prefill", "1", "--decode", "1")
+    # at all interfaces, where nobody could dial it
+    options = ("--listen", "tcp://0.0.0.0:0", "--host", "127.0.0.1", "--keys", str(file))
+    options += ("--prefill", "1", "--decode", "1", "--encrypt-blocks", "--transport", "tcp")
     with command(tmp_path, "up", "--config", str(config), *options) as running:
         found = running.until(r"fdasync\.connect\((\[.*\]), keys=\"(.*)\"\)")
         addresses = json.loads(found[1])

@@ -62,8 +62,8 @@ def unreached(address: str, own_host: str, problem: object) -> Outcome:
     """A sender is not where it says: a translated address, or one of another network. The reader has to know what both
     sides see."""
     return broken(
-        f"the sender says that its blocks are at {address}, and from {own_host} they cannot be reached there: {problem};"
-        " it must listen (--listen), or say that it is reached (--host), at an address that is reached from here"
+        f"the sender says that its blocks are at {address}, and from {own_host} they cannot be reached there: {problem}"
+        "; it must listen (--listen), or say that it is reached (--host), at an address that is reached from here"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -112,7 +113,7 @@ async def test_a_host_besides_the_listening_address_is_what_others_dial():
     options = {"keys": keys, "transport": "tcp"}
     async with (
         Instance(config("decode"), listen="tcp://0.0.0.0:0", host="127.0.0.1", **options) as decode,
-        Instance(config("prefill"), listen="tcp://[::]:0", host="lo", data_port=0, **options) as prefill,
+        Instance(config("prefill"), listen="tcp://[::]:0", host="lo", **options) as prefill,
     ):
         assert decode.listens == f"tcp://0.0.0.0:{port_of(decode)}"
         assert (decode.address, prefill.address) == (
@@ -135,6 +136,18 @@ def test_a_host_that_nobody_could_dial_is_refused(listen, host, field, problem):
     with pytest.raises(ConfigError, match=problem) as found:
         Instance(config("mixed"), listen=listen, host=host, keys=new_keys())
     assert found.value.field == field
+
+
+async def test_blocks_are_read_at_the_data_port_of_the_host_that_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = {"transport": "tcp", "keys": new_keys(), "host": "127.0.0.9", "data_port": port}
+    async with Instance(config("mixed"), listen="tcp://0.0.0.0:0", **options) as mixed:
+        ((_, source),) = mixed.hello().sources
+        assert source.address == f"127.0.0.9:{port}"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        assert await reader.read() == b""
 
 
 async def test_a_data_port_that_is_taken_is_named():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.network.hosts import Host, Wire, why_not
+from tests.system.network.hosts import Cable, Host, Wire, why_no_cable, why_not
 
-_REASON = why_not()
+_REASON, _NO_CABLE = why_not(), why_no_cable()
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 A, B, PORT = "10.9.0.1", "10.9.0.2", 9000
@@ -41,6 +41,23 @@ for word in sys.argv[1:]:
         print(s.recv(100).decode(), time.monotonic() - start)
     except TimeoutError:
         print(word, "lost")
+"""
+# takes one connection's bytes, prints how many and in what time
+_SINK = f"""
+import socket, time
+s = socket.create_server(("{B}", {PORT}))
+print("ready", flush=True)
+peer, _ = s.accept()
+start, count = time.monotonic(), 0
+while data := peer.recv(1 << 16):
+    count += len(data)
+print(count, time.monotonic() - start)
+"""
+_POUR = f"""
+import socket
+s = socket.create_connection(("{B}", {PORT}))
+s.sendall(bytes(3_000_000))
+s.close()
 """
 
 
@@ -74,6 +91,20 @@ def test_a_rate_takes_its_time_for_each_byte() -> None:
         [[_, _, took_s]] = ask(a, "x" * 90)
     # 118 bytes there and 120 back
     assert 0.019 <= float(took_s) < 0.3
+
+
+@pytest.mark.skipif(_NO_CABLE is not None, reason=str(_NO_CABLE))
+def test_a_cable_has_its_rate() -> None:
+    with Host() as a, Host() as b, Cable(a, b, A, B, rate_mbit=80):
+        sink = subprocess.Popen(b.command([sys.executable, "-c", _SINK]), stdout=subprocess.PIPE, text=True)
+        with sink:
+            assert sink.stdout is not None
+            assert sink.stdout.readline() == "ready\n"
+            subprocess.run(a.command([sys.executable, "-c", _POUR]), check=True, timeout=30)
+            count, took_s = sink.stdout.readline().split()
+    assert int(count) == 3_000_000
+    # 24 Mbit, of which 2 go at once
+    assert 0.25 <= float(took_s) < 2.0
 
 
 def test_a_cut_in_one_direction_lets_the_other_through_and_heals() -> None:
