@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fdasync.events.bus import EventBus
 
 # bytes of one call at most: leading blocks arrive before the rest
-_CALL_NBYTES = 16 << 20
+_CALL_NBYTES = 32 << 20
 
 
 class StoreIO:

@@ -24,7 +24,7 @@ AUX_REGION = 1
 DEVICE_REGION = 15
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of bytes of a region.
 
     Attributes:

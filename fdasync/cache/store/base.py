@@ -41,21 +41,21 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
 from fdasync.ipc.shared_memory import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
 
 T = TypeVar("T")
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An object of a call.
 
     Attributes:
@@ -68,13 +68,14 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        # a list: this is asked for every item, more than once
+        return sum([part.nbytes for part in self.parts])
 
 
 Status = Literal["done", "exists", "miss", "damaged", "full", "failed"]
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one item of a call ended.
 
     Attributes:
@@ -138,6 +139,77 @@ class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int | None = None
 
 
+#: bytes of an item: the offset of the first one in its value, and where they are, one view after the other
+Piece = tuple[int, list[memoryview]]
+
+
+class Arrival(Protocol):
+    """An item's pieces on their way in, in the order in which they are to be filled.
+
+    Each piece was filled when the next one is asked for, the last one when the end is. An iteration that is left before
+    its end has no `problem`: the item failed.
+
+    Attributes:
+        problem: once every piece was filled: why these bytes are not the object that was asked for, or "".
+    """
+
+    problem: str
+
+    def __iter__(self) -> Iterator[Piece]: ...
+
+
+class Moves(ABC):
+    """What the caller of a store does with the bytes of its items where they move, while the CPU's caches hold them.
+
+    The pieces of an item are its value, each byte once. Both methods may be called in threads, several at a time, and
+    raise nothing; nor does an iteration. The views lie in the item's parts.
+    """
+
+    @abstractmethod
+    def leave(self, item: Item) -> Iterable[Piece]:
+        """The pieces of an item that is put, in the order in which they are to be written. A piece has its final bytes
+        when it is given, and keeps them."""
+
+    @abstractmethod
+    def arrive(self, item: Item) -> Arrival:
+        """The pieces of an item that is read. If its `problem` is not "" in the end, the item is "damaged"."""
+
+    def complete(self, item: Item) -> None:
+        """Give an item that is put its final bytes: for a store that moves whole items."""
+        for _ in self.leave(item):
+            pass
+
+    def judge(self, item: Item) -> str:
+        """The problem of an item whose parts are filled, or "": for a store that moves whole items."""
+        arrival = self.arrive(item)
+        for _ in arrival:
+            pass
+        return arrival.problem
+
+
+class PlainMoves(Moves):
+    """Every item is one piece, as its parts lie.
+
+    Args:
+        views: the bytes of an item's parts.
+    """
+
+    def __init__(self, views: Callable[[Item], list[memoryview]]) -> None:
+        self._views = views
+
+    def leave(self, item: Item) -> Iterable[Piece]:
+        return ((0, self._views(item)),)
+
+    def arrive(self, item: Item) -> Arrival:
+        return _PlainArrival(((0, self._views(item)),))
+
+
+class _PlainArrival(tuple[Piece, ...]):
+    """One piece on its way in."""
+
+    problem = ""
+
+
 class Store(ABC):
     """See the module. Life: `open` once, verbs any number of times and at the same time, `aclose` once or more.
 
@@ -199,14 +271,10 @@ class Store(ABC):
         Verbs called from now on raise StoreUnavailable.
         """
 
-    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
-        """Run these functions where an item's bytes move, while the CPU's caches hold them; called once, before `open`.
-
-        The store calls `before_put` right before it reads the parts of a put, if it does, and `after_get` right after
-        it filled those of a get: unless that returns "", the item is "damaged", with the returned problem. Both may run
-        in threads, several at a time, and raise nothing. False, the default: this store does not call them.
-        """
-        del before_put, after_get
+    def beside(self, moves: Moves) -> bool:
+        """Move the bytes of items piece by piece, as `moves` says; called once, before `open`. False, the default: this
+        store does not do so, and moves parts as they come."""
+        del moves
         return False
 
     async def kill(self, why: str) -> bool:

@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import xxhash
 
-from fdasync.cache.store.base import Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store.base import DONE, Capabilities, Item, Outcome, Store, StoreUsage, finish
 from fdasync.cache.store.block_format import (
     MAX_RANK,
     BlockSchema,
     DamagedBlock,
+    HeaderPages,
     check_key,
     check_schema,
+    is_object_key,
     make_header,
     object_key,
-    parse_key,
     read_header,
     write_header,
 )
+from fdasync.cache.store.block_moves import BlockMoves
 from fdasync.cache.store.validation import check_items
-from fdasync.errors import BadInput, StoreRejected, StoreUnavailable
+from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, page_aligned
 
 if TYPE_CHECKING:
@@ -63,16 +65,23 @@ class CheckedStore(Store):
         self._closed = False
         self._check_schema()
         self._sizes = [PAGE_NBYTES, *[section.nbytes for section in schema.sections]]
-        # where these parts are among those of the whole object, which has padding between them
+        # padding behind each of these parts, and the sizes of all parts of the whole object, padding included
+        rests = [page_aligned(nbytes) - nbytes for nbytes in self._sizes]
+        self._zeros = [Part(schema.zeros.region, schema.zeros.offset, rest) for rest in rests]
+        self._trash = [Part(schema.trash.region, schema.trash.offset, rest) for rest in rests]
+        whole = [nbytes for pair in zip(self._sizes, rests, strict=True) for nbytes in pair if nbytes]
+        # where these parts are among those of the whole object
         self._places = []
         place = 0
-        for nbytes in self._sizes:
+        for rest in rests:
             self._places.append(place)
-            place += 1 if nbytes % PAGE_NBYTES == 0 else 2
+            place += 2 if rest else 1
+        self._headers = HeaderPages(schema)
         # problems that `_judge_now` found, by id of the whole item
         self._damage: dict[int, str] = {}
         # a store that moves bytes in threads hashes them there; for any other store the loop hashes, in slices
-        self._beside = inner.beside(self._prepare_now, self._judge_now)
+        moves = BlockMoves(whole, self._places[1:], self._view, self._write_header, self._judge_now)
+        self._beside = inner.beside(moves)
 
     def _check_schema(self) -> None:
         schema = self._schema
@@ -94,11 +103,11 @@ class CheckedStore(Store):
         await self._inner.open(regions)
         inner, schema = self._inner.capabilities, self._schema
         self._name = inner.name
-        padded = self._padded(tuple([Part(0, 0, nbytes) for nbytes in self._sizes]), schema.zeros)
-        if len(padded) > inner.max_parts or schema.object_nbytes > inner.max_item_nbytes:
+        count = len(self._sizes) + sum([part.nbytes > 0 for part in self._zeros])
+        if count > inner.max_parts or schema.object_nbytes > inner.max_item_nbytes:
             raise StoreRejected(
                 inner.name,
-                f"a block is an object of {schema.object_nbytes} bytes in {len(padded)} parts; the store takes "
+                f"a block is an object of {schema.object_nbytes} bytes in {count} parts; the store takes "
                 f"{inner.max_item_nbytes} bytes in {inner.max_parts}",
             )
         longest = len(object_key(bytes(16), bytes(16), 0))
@@ -126,7 +135,7 @@ class CheckedStore(Store):
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
         if self._beside:
-            return await self._put_group([self._whole(item, self._schema.zeros) for item in items])
+            return await self._put_group([_whole(item, self._zeros) for item in items])
         groups = _groups(items)
         if len(groups) <= 1:
             return await self._put_group([await self._prepare(item) for item in items])
@@ -157,9 +166,11 @@ class CheckedStore(Store):
     # -- a few items --------------------------------------------------------------------------------
 
     async def _get_group(self, items: Sequence[Item]) -> list[Outcome]:
-        inner = [self._whole(item, self._schema.trash) for item in items]
+        inner = [_whole(item, self._trash) for item in items]
         try:
             found = self._all(await self._inner.get_into(inner), items)
+            if self._beside and found == [DONE] * len(found):
+                return found
             outcomes = [await self._judge(item, outcome) for item, outcome in zip(inner, found, strict=True)]
         finally:
             for item in inner:
@@ -195,47 +206,30 @@ class CheckedStore(Store):
         """Raise StoreRejected for an item that is not one of the schema's blocks."""
         if self._closed:
             raise StoreUnavailable(self._name, "it is closed")
-        check_items(items, self.capabilities, self._regions)
+        if not self._beside:
+            # else the store inside checks the call, before any byte is touched
+            check_items(items, self.capabilities, self._regions)
         for item in items:
             sizes = [part.nbytes for part in item.parts]
             if sizes != self._sizes:
                 problem = f"the parts of {item.key} have {sizes} bytes, and a block has {self._sizes}"
                 raise StoreRejected(self._name, problem)
-            try:
-                parse_key(item.key)
-            except BadInput as error:
-                raise StoreRejected(self._name, error.problem) from None
-
-    def _padded(self, parts: tuple[Part, ...], page: Part) -> tuple[Part, ...]:
-        """The parts of the whole object; padding lies in `page`."""
-        padded = []
-        for part in parts:
-            padded.append(part)
-            rest = page_aligned(part.nbytes) - part.nbytes
-            if rest:
-                padded.append(Part(page.region, page.offset, rest))
-        return tuple(padded)
-
-    def _whole(self, item: Item, page: Part) -> Item:
-        return Item(item.key, self._padded(item.parts, page))
+            if not is_object_key(item.key):
+                raise StoreRejected(self._name, f"{item.key!r} is not the key of a block")
 
     # -- one whole item -----------------------------------------------------------------------------
 
-    def _prepare_now(self, item: Item) -> None:
-        """Write the header of the sections; in threads of the store inside."""
-        self._write_header(item, [self._checksum_now(part) for part in self._sections(item)])
-
     async def _prepare(self, item: Item) -> Item:
         """Write the header of the sections, on the loop; the item with its padding."""
-        whole = self._whole(item, self._schema.zeros)
+        whole = _whole(item, self._zeros)
         self._write_header(whole, [await self._checksum(part) for part in self._sections(whole)])
         # one block is a callback long enough
         await asyncio.sleep(0)
         return whole
 
-    def _judge_now(self, item: Item) -> str:
+    def _judge_now(self, item: Item, checksums: Sequence[int]) -> str:
         """Check what was read; the problem, or "". In threads of the store inside."""
-        problem = self._problem(item, [self._checksum_now(part) for part in self._sections(item)])
+        problem = self._problem(item, checksums)
         if problem:
             # the items of a call live until it ends, and so do their ids
             self._damage[id(item)] = problem
@@ -260,14 +254,15 @@ class CheckedStore(Store):
         return [item.parts[place] for place in self._places[1:]]
 
     def _write_header(self, item: Item, checksums: Sequence[int]) -> None:
-        page = write_header(make_header(self._schema, item.key, checksums))
-        with self._view(item.parts[0]) as view:
-            view[:] = page
+        self._view(item.parts[0])[:] = self._headers.page(item.key, checksums)
 
     def _problem(self, item: Item, checksums: Sequence[int]) -> str:
+        page = bytes(self._view(item.parts[0]))
+        if page == self._headers.page(item.key, checksums):
+            # what this engine would write about these bytes; anything else is looked at for the reason
+            return ""
         try:
-            with self._view(item.parts[0]) as view:
-                header = read_header(view, self._schema.object_nbytes)
+            header = read_header(page, self._schema.object_nbytes)
             check_key(header, item.key)
             check_schema(header, self._schema)
             for section, checksum in zip(header.sections, checksums, strict=True):
@@ -277,15 +272,11 @@ class CheckedStore(Store):
             return str(error)
         return ""
 
-    def _checksum_now(self, part: Part) -> int:
-        with self._view(part) as view:
-            return xxhash.xxh3_64_intdigest(view)
-
     async def _checksum(self, part: Part) -> int:
         """XXH3-64 of a part; yields to the loop between slices."""
-        if part.nbytes <= _SLICE_NBYTES:
-            return self._checksum_now(part)
         with self._view(part) as view:
+            if part.nbytes <= _SLICE_NBYTES:
+                return xxhash.xxh3_64_intdigest(view)
             running = xxhash.xxh3_64()
             for start in range(0, part.nbytes, _SLICE_NBYTES):
                 if start:
@@ -295,6 +286,16 @@ class CheckedStore(Store):
 
     def _view(self, part: Part) -> memoryview:
         return self._regions[part.region].view(part.offset, part.nbytes)
+
+
+def _whole(item: Item, padding: Sequence[Part]) -> Item:
+    """The item of the whole object."""
+    parts = []
+    for part, rest in zip(item.parts, padding, strict=True):
+        parts.append(part)
+        if rest.nbytes:
+            parts.append(rest)
+    return Item(item.key, tuple(parts))
 
 
 def _groups(items: Sequence[Item]) -> list[Sequence[Item]]:

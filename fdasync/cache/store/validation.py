@@ -35,17 +35,22 @@ def check_keys(keys: Sequence[str], limits: Capabilities) -> None:
 def check_items(items: Sequence[Item], limits: Capabilities, regions: Sequence[SharedRegion]) -> None:
     """Raises StoreRejected for a call or an item beyond the limits, and for parts that lie outside the regions."""
     check_keys([item.key for item in items], limits)
+    # looked up once: every part of every call comes by here, twice
+    sizes, most, most_nbytes = [region.nbytes for region in regions], limits.max_parts, limits.max_item_nbytes
     for item in items:
-        if len(item.parts) > limits.max_parts:
-            problem = f"{item.key} has {len(item.parts)} parts"
-            raise StoreRejected(limits.name, problem, f"at most {limits.max_parts} are taken")
-        for part in item.parts:
-            if not 0 <= part.region < len(regions):
-                raise StoreRejected(limits.name, f"{item.key} names region {part.region} of {len(regions)}")
-            stop = part.offset + part.nbytes
-            if not 0 <= part.offset <= stop <= regions[part.region].nbytes:
-                problem = f"{item.key} names bytes {part.offset} to {stop} of a region of {regions[part.region].nbytes}"
+        parts, total = item.parts, 0
+        if len(parts) > most:
+            problem = f"{item.key} has {len(parts)} parts"
+            raise StoreRejected(limits.name, problem, f"at most {most} are taken")
+        for part in parts:
+            region, offset, nbytes = part.region, part.offset, part.nbytes
+            if not 0 <= region < len(sizes):
+                raise StoreRejected(limits.name, f"{item.key} names region {region} of {len(sizes)}")
+            stop = offset + nbytes
+            if not 0 <= offset <= stop <= sizes[region]:
+                problem = f"{item.key} names bytes {offset} to {stop} of a region of {sizes[region]}"
                 raise StoreRejected(limits.name, problem)
-        if not 1 <= item.nbytes <= limits.max_item_nbytes:
-            problem = f"{item.key} has {item.nbytes} bytes"
+            total += nbytes
+        if not 1 <= total <= most_nbytes:
+            problem = f"{item.key} has {total} bytes"
             raise StoreRejected(limits.name, problem, f"1 to {limits.max_item_nbytes} are taken")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import xxhash
 
-from fdasync.cache.store.base import DONE, Item, Outcome
+from fdasync.cache.store.base import DONE, Item, Moves, Outcome
 from fdasync.cache.store.block_format import BlockSchema, Section, make_header, object_key, write_header
 from fdasync.cache.store.checked import CheckedStore
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 ZEROS, TRASH = Part(0, 0, PAGE_NBYTES), Part(0, PAGE_NBYTES, PAGE_NBYTES)
 
@@ -66,18 +60,17 @@ GOOD = object_of(SCHEMA, NAME, values_of(SCHEMA, 1))
 class Beside(MemoryStore):
     """Lets the format write and check headers where the bytes move, as stores do that have threads for that."""
 
-    before_put: Callable[[Item], None]
-    after_get: Callable[[Item], str]
+    moves: Moves
 
-    def beside(self, before_put, after_get):
-        self.before_put, self.after_get = before_put, after_get
+    def beside(self, moves):
+        self.moves = moves
         return True
 
     async def put(self, items):
         outcomes = []
         for item in items:
             if not await self.exists_prefix([item.key]):
-                self.before_put(item)
+                self.moves.complete(item)
             outcomes += await super().put([item])
         return outcomes
 
@@ -85,7 +78,7 @@ class Beside(MemoryStore):
         outcomes = []
         for item in items:
             [outcome] = await super().get_into([item])
-            problem = self.after_get(item) if outcome is DONE else ""
+            problem = self.moves.judge(item) if outcome is DONE else ""
             outcomes.append(Outcome("damaged", problem) if problem else outcome)
         return outcomes
 

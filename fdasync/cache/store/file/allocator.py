@@ -162,19 +162,29 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._busy: dict[str, asyncio.Future[None]] = {}
+        # the future is made by the first that waits: nearly always none does
+        self._busy: dict[str, asyncio.Future[None] | None] = {}
 
     def claim(self, key: str) -> None:
         if key in self._busy:
             raise InvariantBroken(f"{key} is being worked on already")
-        self._busy[key] = asyncio.get_running_loop().create_future()
+        self._busy[key] = None
 
     def release(self, key: str) -> None:
-        self._busy.pop(key).set_result(None)
+        waited = self._busy.pop(key)
+        if waited is not None:
+            waited.set_result(None)
 
     def others(self, keys: Iterable[str]) -> list[asyncio.Future[None]]:
         """Futures to wait for before anything is done to these keys."""
-        return [self._busy[key] for key in keys if key in self._busy]
+        busy = []
+        for key in keys:
+            if key in self._busy:
+                waited = self._busy[key]
+                if waited is None:
+                    waited = self._busy[key] = asyncio.get_running_loop().create_future()
+                busy.append(waited)
+        return busy
 
 
 class SlotAllocator:

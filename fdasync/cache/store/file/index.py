@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.cache.store.file.layout import slots_within
+from fdasync.cache.store.file.layout import least_nbytes, slots_within
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -193,12 +193,10 @@ class FileIndex:
             return self._claim(segment)
         left = self.limit_nbytes - self.total_nbytes
         # an object larger than a segment has one of its own
-        slots = slots_within(stride, min(self.segment_nbytes, left)) or min(1, slots_within(stride, left))
-        if slots:
-            return Grow(slots)
+        if left >= least_nbytes(stride):
+            return Grow(slots_within(stride, min(self.segment_nbytes, left)) or 1)
         own = next((entry for entry in self._classes.get(stride, {}).values() if not entry.ref_count), None)
-        fits = slots_within(stride, self.limit_nbytes) > 0
-        cold = self._coldest(stride, own) if fits else None
+        cold = self._coldest(stride, own) if self.limit_nbytes >= least_nbytes(stride) else None
         if cold is not None:
             return Drop(cold)
         if own is None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.cache.store.base import Outcome
+from fdasync.cache.store.base import Item, Moves, Outcome
 from fdasync.cache.store.file.layout import (
     CLEAN,
     EMPTY_RECORD,
@@ -26,7 +25,7 @@ from fdasync.cache.store.file.layout import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from fdasync.cache.store.file.layout import Order
@@ -82,8 +81,8 @@ class WriteSlot(msgspec.Struct, frozen=True):
         slot: its place there.
         stale: clear the slot's record first.
         record: the object's.
-        views: its bytes, one after the other.
-        before: called before they are written; completes them.
+        item: where its bytes are.
+        moves: gives them, piece by piece.
     """
 
     fd: int
@@ -91,23 +90,24 @@ class WriteSlot(msgspec.Struct, frozen=True):
     slot: int
     stale: bool
     record: Record
-    views: list[memoryview]
-    before: Callable[[], None]
+    item: Item
+    moves: Moves
 
 
 class ReadSlot(msgspec.Struct, frozen=True):
     """One object to be read from a slot.
 
     Attributes:
-        fd, shape, slot, views: as in `WriteSlot`.
-        after: called when the views are filled; returns the problem, or "".
+        fd, shape, slot: as in `WriteSlot`.
+        item: where its bytes go.
+        moves: gives their places, piece by piece, and judges them.
     """
 
     fd: int
     shape: Shape
     slot: int
-    views: list[memoryview]
-    after: Callable[[], str]
+    item: Item
+    moves: Moves
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -144,6 +144,9 @@ def _move(call: Callable[[int, list[memoryview], int], int], fd: int, offset: in
         moved = call(fd, some, offset)
         if not moved:
             return False
+        if len(some) == len(left) and moved == sum([view.nbytes for view in left]):
+            # nearly always
+            return True
         offset += moved
         for done, view in enumerate(some):
             if moved < view.nbytes:
@@ -155,52 +158,85 @@ def _move(call: Callable[[int, list[memoryview], int], int], fd: int, offset: in
     return True
 
 
-def write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
-    """Write an object so that it is there whole or not at all, wherever this process ends.
+def write_slots(slots: Sequence[WriteSlot], stopped: Callable[[], bool], *, synced: bool) -> list[Written]:
+    """Write objects, in the order of their places, so that each is there whole or not at all, wherever this process
+    ends; with `synced` wherever the machine ends.
 
-    Clear the slot's record, write the bytes, then the record. If `stopped()`, do nothing.
+    Three rounds over all objects: clear the records of slots that were used, write the bytes, write the records. With
+    `synced` each round is on the disk before the next begins. Records of neighbouring slots are neighbours in the
+    table, and are written in one call. After `stopped()`, no object is begun.
     """
-    if stopped():
-        return Written(stale=slot.stale, kept=True, skipped=True)
-    stale, kept = slot.stale, True
-    try:
-        if stale:
-            clear_record(slot.fd, slot.shape, slot.slot)
-        stale, kept = False, False
-        _write_value(slot)
-        stale = True
-        _write_record(slot)
-    except OSError as error:
-        return Written(IoError.of(error), stale, kept)
-    return Written()
-
-
-def write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> list[Written]:
-    """As `write_slot`, wherever the machine ends: each of the three writes is on the disk before the next begins. All
-    objects go through the three rounds together, so that they share syncs."""
     if stopped():
         return [Written(stale=slot.stale, kept=True, skipped=True) for slot in slots]
     ended: dict[int, Written] = {}
 
-    def each(numbers: list[int], step: Callable[[WriteSlot], None], *, stale: bool, kept: bool = False) -> None:
-        for number in numbers:
-            try:
-                step(slots[number])
-            except OSError as error:
-                ended[number] = Written(IoError.of(error), stale, kept)
-        for fd in dict.fromkeys(slots[number].fd for number in numbers):
+    def trouble(number: int, error: OSError, *, stale: bool, kept: bool) -> None:
+        ended[number] = Written(IoError.of(error), stale, kept)
+
+    def sync(numbers: list[int], *, kept: bool) -> None:
+        for fd in dict.fromkeys(slots[number].fd for number in numbers) if synced else ():
             try:
                 os.fdatasync(fd)
             except OSError as error:
-                lost = [number for number in numbers if slots[number].fd == fd]
-                ended.update((number, Written(IoError.of(error), True, kept)) for number in lost)
+                for number in numbers:
+                    if slots[number].fd == fd:
+                        trouble(number, error, stale=True, kept=kept)
 
-    stale = [number for number, slot in enumerate(slots) if slot.stale]
-    each(stale, lambda slot: clear_record(slot.fd, slot.shape, slot.slot), stale=True, kept=True)
-    left = [number for number in range(len(slots)) if number not in ended]
-    each(left, _write_value, stale=False)
-    each([number for number in left if number not in ended], _write_record, stale=True)
-    return [ended.get(number, Written()) for number in range(len(slots))]
+    def write_records(numbers: list[int], record: Callable[[WriteSlot], bytes], *, kept: bool) -> None:
+        for run in _neighbours(slots, numbers):
+            try:
+                _write_records([slots[number] for number in run], record)
+            except OSError:
+                # one by one: each has an outcome of its own
+                for number in run:
+                    try:
+                        _write_records([slots[number]], record)
+                    except OSError as error:
+                        trouble(number, error, stale=True, kept=kept)
+        sync(numbers, kept=kept)
+
+    write_records([number for number, slot in enumerate(slots) if slot.stale], lambda _: EMPTY_RECORD, kept=True)
+    begun = []
+    for number in [number for number in range(len(slots)) if number not in ended]:
+        if stopped():
+            ended[number] = Written(skipped=True)
+            continue
+        try:
+            _write_value(slots[number])
+        except OSError as error:
+            trouble(number, error, stale=False, kept=False)
+        else:
+            begun.append(number)
+    sync(begun, kept=False)
+    write_records(
+        [number for number in begun if number not in ended],
+        lambda slot: encode_record(slot.record, slot.shape, slot.slot),
+        kept=False,
+    )
+    return [ended.get(number) or Written() for number in range(len(slots))]
+
+
+def runs_of(slots: Sequence[WriteSlot], most: int) -> list[list[WriteSlot]]:
+    """Slots in the order of their places, cut into runs of at most `most` neighbours."""
+    return [
+        [slots[number] for number in run[first : first + most]]
+        for run in _neighbours(slots, range(len(slots)))
+        for first in range(0, len(run), most)
+    ]
+
+
+def _neighbours(slots: Sequence[WriteSlot], numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers of slots, cut where the next slot does not lie right behind the one before."""
+    runs: list[list[int]] = []
+    last: WriteSlot | None = None
+    for number in numbers:
+        slot = slots[number]
+        if last is not None and (slot.fd, slot.slot) == (last.fd, last.slot + 1):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+        last = slot
+    return runs
 
 
 def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> IoError | None:
@@ -211,12 +247,15 @@ def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> IoError | None:
     """
     if stopped():
         return IoError(errno.ECANCELED, "the caller went away")
+    fd, begin = slot.fd, slot.shape.value_at(slot.slot)
+    arrival = slot.moves.arrive(slot.item)
     try:
-        whole = read_into(slot.fd, slot.shape.value_at(slot.slot), slot.views)
+        for offset, views in arrival:
+            if not read_into(fd, begin + offset, views):
+                return IoError(0, "its segment is shorter than it was")
     except OSError as error:
         return IoError.of(error)
-    problem = slot.after() if whole else "its segment is shorter than it was"
-    return IoError(0, problem) if problem else None
+    return IoError(0, arrival.problem) if arrival.problem else None
 
 
 def clear_record(fd: int, shape: Shape, slot: int) -> None:
@@ -241,13 +280,15 @@ def clear_slots(slots: Sequence[tuple[int, Shape, int]], *, synced: bool) -> lis
 
 
 def _write_value(slot: WriteSlot) -> None:
-    slot.before()
-    write_from(slot.fd, slot.shape.value_at(slot.slot), slot.views)
+    fd, begin = slot.fd, slot.shape.value_at(slot.slot)
+    for offset, views in slot.moves.leave(slot.item):
+        write_from(fd, begin + offset, views)
 
 
-def _write_record(slot: WriteSlot) -> None:
-    record = encode_record(slot.record, slot.shape, slot.slot)
-    write_from(slot.fd, slot.shape.record_at(slot.slot), [memoryview(record)])
+def _write_records(run: list[WriteSlot], record: Callable[[WriteSlot], bytes]) -> None:
+    """Write the records of neighbouring slots in one call. Raises OSError."""
+    first = run[0]
+    write_from(first.fd, first.shape.record_at(first.slot), [memoryview(b"".join([record(slot) for slot in run]))])
 
 
 # -- whole files --------------------------------------------------------------------------------

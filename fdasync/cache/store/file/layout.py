@@ -107,7 +107,8 @@ def slots_within(stride: int, nbytes: int) -> int:
 
 def least_nbytes(value_nbytes: int) -> int:
     """The smallest segment file that holds one object of this size."""
-    return Shape(page_aligned(value_nbytes), 1, 0).nbytes
+    # a head, a table of one record, a slot
+    return 2 * PAGE_NBYTES + page_aligned(value_nbytes)
 
 
 # -- the head of a segment ----------------------------------------------------------------------
@@ -138,7 +139,7 @@ def decode_head(page: bytes, shape: Shape) -> bytes:
 # -- the records of slots -----------------------------------------------------------------------
 
 
-class Record(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True, gc=False):
     """An object in a slot.
 
     Attributes:

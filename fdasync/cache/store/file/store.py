@@ -12,13 +12,24 @@ import asyncio
 import contextlib
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from fdasync.cache.store.base import DONE, EXISTS, MISS, Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store.base import (
+    DONE,
+    EXISTS,
+    MISS,
+    Capabilities,
+    Item,
+    Moves,
+    Outcome,
+    PlainMoves,
+    Store,
+    StoreUsage,
+    finish,
+)
 from fdasync.cache.store.file.allocator import Keys, SlotAllocator, Threads
 from fdasync.cache.store.file.index import Entry, FileIndex, Place
 from fdasync.cache.store.file.io import (
@@ -28,10 +39,10 @@ from fdasync.cache.store.file.io import (
     Written,
     clear_slots,
     read_slot,
+    runs_of,
     settle_segment,
     write_order,
-    write_slot,
-    write_synced,
+    write_slots,
 )
 from fdasync.cache.store.file.layout import CLEAN, MAX_KEY_CHARS, ORDER_NAME, Order, Record
 from fdasync.cache.store.file.recovery import Loaded, boot_id, load, take_lock, why_not
@@ -40,7 +51,7 @@ from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Coroutine, Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
 
@@ -49,6 +60,8 @@ _MAX_SEGMENTS = 512  # each is an open file, and a process may often have 1024 o
 # the order of use is written this often, and no more often than this many times the time that writing takes
 _ORDER_EVERY_S = 30.0
 _ORDER_SHARE = 100
+# neighbouring slots that a thread writes together: more share calls, fewer share the work of a put among the threads
+_RUN = 4
 _WENT_AWAY = Outcome("failed", "the caller went away", transient=True)
 
 
@@ -109,8 +122,7 @@ class FileStore(Store):
         self._calls: dict[asyncio.Task[Any], _Call] = {}
         self._keys = Keys()
         self._order_at = 0.0
-        self._before_put: Callable[[Item], None] = _nothing
-        self._after_get: Callable[[Item], str] = _nothing_wrong
+        self._moves: Moves = PlainMoves(self._views)
         self._opened = self._closed = False
         # its folder was removed: the problem in words, and the attempt to make the folder again
         self._removed = ""
@@ -205,8 +217,8 @@ class FileStore(Store):
 
     # -- verbs
 
-    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
-        self._before_put, self._after_get = before_put, after_get
+    def beside(self, moves: Moves) -> bool:
+        self._moves = moves
         return True
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
@@ -258,12 +270,8 @@ class FileStore(Store):
             found.append((number, entry))
         found.sort(key=_by_place)
         try:
-            slots = [
-                ReadSlot(
-                    e.segment.fd, e.segment.shape, e.slot, self._views(items[n]), partial(self._after_get, items[n])
-                )
-                for n, e in found
-            ]
+            moves = self._moves
+            slots = [ReadSlot(e.segment.fd, e.segment.shape, e.slot, items[n], moves) for n, e in found]
             troubles = await self._pool.each(slots, lambda slot: read_slot(slot, call.is_stopped))
         finally:
             for _, entry in found:
@@ -335,8 +343,7 @@ class FileStore(Store):
         for number in numbers:
             place = places[number]
             fd, shape = place.segment.fd, place.segment.shape
-            views, before = self._views(items[number]), partial(self._before_put, items[number])
-            slots.append(WriteSlot(fd, shape, place.slot, place.stale, records[number], views, before))
+            slots.append(WriteSlot(fd, shape, place.slot, place.stale, records[number], items[number], self._moves))
         try:
             await self._room.mark(places[number].segment for number in numbers)
         except OSError as error:
@@ -344,9 +351,11 @@ class FileStore(Store):
         else:
             if self._synced:
                 # together, so that they share syncs
-                results = await self._pool.spread(slots, lambda some: write_synced(some, call.is_stopped))
+                results = await self._pool.spread(slots, lambda some: write_slots(some, call.is_stopped, synced=True))
             else:
-                results = await self._pool.each(slots, lambda slot: write_slot(slot, call.is_stopped))
+                runs = runs_of(slots, _RUN)
+                written = await self._pool.each(runs, lambda run: write_slots(run, call.is_stopped, synced=False))
+                results = [result for run in written for result in run]
         return {number: (records[number], result) for number, result in zip(numbers, results, strict=True)}
 
     def _settle(self, place: Place, item: Item, record: Record, written: Written) -> Outcome:
@@ -463,14 +472,6 @@ def _check_path(path: str) -> None:
             problem = f"path {path!r} cannot be written as a name"
     if problem:
         raise StoreRejected("file", problem, "name a folder, or a place for one, that this process may write to")
-
-
-def _nothing(_: Item) -> None:
-    pass
-
-
-def _nothing_wrong(_: Item) -> str:
-    return ""
 
 
 def _by_place(found: tuple[int, Entry]) -> tuple[int, int]:

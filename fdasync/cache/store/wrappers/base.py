@@ -134,13 +134,12 @@ class Wrapper(Store):
 
 def nbytes_of(verb: StoreVerb, argument: Sequence[Any]) -> int:
     """Bytes of all parts of a call."""
-    return sum(item.nbytes for item in argument) if verb in ("get_into", "put") else 0
+    return sum([part.nbytes for item in argument for part in item.parts]) if verb in ("get_into", "put") else 0
 
 
 def _fits(verb: StoreVerb, argument: Sequence[Any], answer: Any) -> bool:
     if verb == "usage":
         return isinstance(answer, StoreUsage)
     if verb in ("get_into", "put"):
-        whole = isinstance(answer, list) and len(answer) == len(argument)
-        return whole and all(isinstance(outcome, Outcome) for outcome in answer)
+        return isinstance(answer, list) and len(answer) == len(argument) and {*map(type, answer)} <= {Outcome}
     return isinstance(answer, int) and 0 <= answer <= len(argument)

@@ -95,6 +95,8 @@ class Limits(Wrapper):
     def _cut(self, items: Sequence[Item]) -> list[Sequence[Item]]:
         """Runs that the store takes and that may be in flight at once; no items make one empty run."""
         size = self.inner.capabilities.max_batch
+        if len(items) <= size and nbytes_of("put", items) <= self._max_nbytes:
+            return [items]
         runs: list[list[Item]] = [[]]
         nbytes = 0
         for item in items:

@@ -80,7 +80,8 @@ def _count(verb: StoreVerb, argument: Sequence[Any], answer: Any) -> tuple[dict[
     if answer is None or verb == "usage":
         return {}, 0
     if verb in ("get_into", "put"):
-        done = [item.nbytes for item, outcome in zip(argument, answer, strict=True) if outcome.status == "done"]
-        return dict(Counter(outcome.status for outcome in answer)), sum(done)
+        statuses = [outcome.status for outcome in answer]
+        done = [item for item, status in zip(argument, statuses, strict=True) if status == "done"]
+        return dict(Counter(statuses)), nbytes_of(verb, done)
     there = "exists" if verb == "exists_prefix" else "done"
     return {status: count for status, count in ((there, answer), ("miss", len(argument) - answer)) if count}, 0

@@ -17,7 +17,7 @@ import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor  # threads: in the store's process, in no engine process
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.cache.store import DONE, EXISTS, Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store import DONE, EXISTS, Capabilities, Item, Moves, Outcome, Store, StoreUsage, finish
 from fdasync.cache.store.validation import check_items, check_keys
 from fdasync.errors import StoreUnavailable
 from fdasync_mooncake.client import Client, Value
@@ -68,8 +68,7 @@ class MooncakeStore(Store):
         self._bases: list[int] = []
         self._gate = KeyGate()
         self._threads: _Threads | None = None
-        self._before_put: Callable[[Item], None] = _nothing
-        self._after_get: Callable[[Item], str] = _nothing_wrong
+        self._moves: Moves | None = None
         self._running: set[asyncio.Future[Any]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -96,8 +95,8 @@ class MooncakeStore(Store):
             self.capabilities = self._capabilities((await self._pool_usage()).capacity_nbytes)
         self._opened = True
 
-    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
-        self._before_put, self._after_get = before_put, after_get
+    def beside(self, moves: Moves) -> bool:
+        self._moves = moves
         return True
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
@@ -128,8 +127,9 @@ class MooncakeStore(Store):
 
         def prepare() -> list[int]:
             places = client.absent(values)
-            for place in places:
-                self._before_put(items[place])
+            if self._moves is not None:
+                for place in places:
+                    self._moves.complete(items[place])
             return places
 
         with self._verb():
@@ -221,7 +221,7 @@ class MooncakeStore(Store):
 
     def _judged(self, item: Item, outcome: Outcome) -> Outcome:
         """The outcome of a read after the check of the block format."""
-        problem = self._after_get(item) if outcome is DONE else ""
+        problem = self._moves.judge(item) if outcome is DONE and self._moves is not None else ""
         return Outcome("damaged", problem) if problem else outcome
 
     async def _pool_usage(self) -> PoolUsage:
@@ -239,11 +239,3 @@ class MooncakeStore(Store):
             sizes=[part.nbytes for part in parts],
             nbytes=item.nbytes,
         )
-
-
-def _nothing(_: Item) -> None:
-    pass
-
-
-def _nothing_wrong(_: Item) -> str:
-    return ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.cache.store.base import DONE, EXISTS, MISS, Item
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Moves
 from fdasync.cache.store.block_format import BlockSchema, Section, object_key
 from fdasync.cache.store.checked import CheckedStore
 from fdasync.cache.store.file.store import FileStore
@@ -20,34 +20,62 @@ from fdasync.testing.harness.guarded_memory import value
 from tests.cache.store.file.in_folder import InFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from fdasync.cache.store.base import Piece
 
 
-def test_a_store_that_does_not_say_so_runs_nothing():
-    store = MemoryStore(MemoryConfig())
-    assert not store.beside(lambda _: pytest.fail("it ran"), lambda _: pytest.fail("it ran"))
+class Noted(Moves):
+    """Notes the keys, and `on_put` and `on_get` do the rest, in the store's threads; items move in pieces, from behind.
 
+    Args:
+        views: the bytes of an item.
+    """
 
-class Noted:
-    """Both functions: they note the keys, and `on_put` and `on_get` do the rest, in the store's threads."""
-
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, views: Callable[[Item], list[memoryview]]) -> None:
+        self._views = views
         self.put: list[str] = []
         self.got: list[str] = []
         self.threads: set[int] = set()
         self.on_put: Callable[[Item], None] = lambda item: None  # noqa: ARG005
         self.on_get: Callable[[Item], str] = lambda item: ""  # noqa: ARG005
-        assert store.beside(self._before, self._after)
 
-    def _before(self, item: Item) -> None:
+    def leave(self, item: Item) -> Iterator[Piece]:
         self.threads.add(threading.get_ident())
         self.put.append(item.key)
         self.on_put(item)
+        yield from self.pieces(item)
 
-    def _after(self, item: Item) -> str:
+    def arrive(self, item: Item) -> Arriving:
         self.threads.add(threading.get_ident())
-        self.got.append(item.key)
-        return self.on_get(item)
+        return Arriving(self, item)
+
+    def pieces(self, item: Item) -> list[Piece]:
+        (view,) = [view for view in self._views(item) if view.nbytes]
+        middle = view.nbytes // 2
+        return [(middle, [view[middle:]]), (0, [view[:1], view[1:middle]])]
+
+
+class Arriving:
+    def __init__(self, noted: Noted, item: Item) -> None:
+        self.problem = "it was asked too early"
+        self._noted = noted
+        self._item = item
+
+    def __iter__(self) -> Iterator[Piece]:
+        yield from self._noted.pieces(self._item)
+        self._noted.got.append(self._item.key)
+        self.problem = self._noted.on_get(self._item)
+
+
+def noted_of(store: FileStore) -> Noted:
+    noted = Noted(store._views)
+    assert store.beside(noted)
+    return noted
+
+
+def test_a_store_that_does_not_say_so_runs_nothing():
+    assert not MemoryStore(MemoryConfig()).beside(Noted(lambda _: pytest.fail("it ran")))
 
 
 class TestBeside(InFolder):
@@ -60,7 +88,7 @@ class TestBeside(InFolder):
         @on_loop
         async def play(self):
             store = self.store(max_nbytes=self.slots(20, 5000))
-            noted = Noted(store)
+            noted = noted_of(store)
             async with self.on_store(store) as on:
                 noted.on_put = lambda item: on.write(item, value(item.key, 5000))
                 keys = [on.key(number) for number in range(12)]
@@ -81,7 +109,7 @@ class TestBeside(InFolder):
     @on_loop
     async def test_what_came_is_looked_at_once_it_is_whole(self):
         store = self.store(max_nbytes=self.slots(20, 5000))
-        noted = Noted(store)
+        noted = noted_of(store)
         async with self.on_store(store) as on:
             keys = [on.key(number) for number in range(8)]
             for key in keys:
@@ -114,7 +142,7 @@ class TestBeside(InFolder):
     @on_loop
     async def test_nothing_is_looked_at_after_the_end_of_a_cancelled_get(self):
         store = self.store(max_nbytes=self.slots(40, 5000), threads=2)
-        noted = Noted(store)
+        noted = noted_of(store)
         async with self.on_store(store) as on:
             keys = [on.key(number) for number in range(30)]
             for key in keys:
@@ -157,8 +185,8 @@ _RAW_AT = (2 + 5 * _BLOCKS) * PAGE_NBYTES
 class OnLoop(FileStore):
     """The same store, which leaves hashing to the loop."""
 
-    def beside(self, before_put, after_get):
-        del before_put, after_get
+    def beside(self, moves):
+        del moves
         return False
 
 
