@@ -63,6 +63,11 @@ class RawFiles:
         )
         self._ask(setup)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that reads and writes."""
+        return self._process.pid
+
     def write(self) -> None:
         """Write every block to the slots that were used longest ago."""
         self._ask({"verb": "write"})

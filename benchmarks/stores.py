@@ -6,6 +6,9 @@ of its own (`_raw_file.py`). Both arms: the same shared memory, touched before; 
 syncs; one XXH3 pass; timed by the caller. Writes displace the blocks used longest ago; warm reads come from the page
 cache; before cold reads both arms' files are synced and dropped from it.
 
+Of both arms the CPU time of all their threads is taken as well, the caller's included: `cpu_ratio`. It is what the wall
+clock's ratio comes to where all cores are busy, and other work on the machine moves it less.
+
 **Loop.** The longest callback on the engine's loop (uvloop) while 256 blocks move: written, read, and half of them
 written while the other half is read; in CPU time of its thread. Beside it, how late a 1 ms timer came.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import os
@@ -52,11 +56,13 @@ PHASES = ("write", "read_warm", "read_cold")
 
 
 class Times:
-    """Seconds of both arms, pair by pair, by what was done."""
+    """Seconds of both arms, pair by pair, by what was done; of the clock, and of the CPU where that was measured."""
 
     def __init__(self) -> None:
         self.ours: dict[str, list[float]] = {}
         self.raw: dict[str, list[float]] = {}
+        self.cpu_ours: dict[str, list[float]] = {}
+        self.cpu_raw: dict[str, list[float]] = {}
 
     def report(self, report: Report, store: str, nbytes: int) -> None:
         """Report the ratio of each phase, and the rates behind it."""
@@ -69,6 +75,13 @@ class Times:
             report.conditions[f"{store}_{phase}_mb_s"] = {
                 "ours": [round(value) for value in (statistics.median(ours), min(ours), max(ours))],
                 "raw": [round(value) for value in (raw_rate, min(raw), max(raw))],
+            }
+        for phase, ours_s in self.cpu_ours.items():
+            raw_s = statistics.median(self.cpu_raw[phase])
+            report.add(f"{store}_{phase}_cpu_ratio", [raw_s / seconds for seconds in ours_s])
+            report.conditions[f"{store}_{phase}_cpu_ms"] = {
+                "ours": round(statistics.median(ours_s) * 1e3, 1),
+                "raw": round(raw_s * 1e3, 1),
             }
 
 
@@ -90,11 +103,12 @@ class FileArms:
             for ours in (True, False) if round_ % 2 else (False, True):
                 if phase != "write":
                     self._blocks.spoil()
-                started = time.perf_counter()
+                started, cpu = time.perf_counter(), self._cpu_s(ours=ours)
                 await self._move(phase, round_, ours=ours)
-                spent = time.perf_counter() - started
+                spent, cpu = time.perf_counter() - started, self._cpu_s(ours=ours) - cpu
                 if times is not None:
                     (times.ours if ours else times.raw).setdefault(phase, []).append(spent)
+                    (times.cpu_ours if ours else times.cpu_raw).setdefault(phase, []).append(cpu)
                 if phase == "write":
                     # the other arm's turn must not pay for this arm's pending writes
                     settle(self._folders[0 if ours else 1])
@@ -104,11 +118,27 @@ class FileArms:
                 for folder in self._folders:
                     drop(folder)
 
+    def _cpu_s(self, *, ours: bool) -> float:
+        """CPU time of an arm so far: its process and this one."""
+        store = self._tier.stack.process_store
+        assert store is not None
+        return cpu_s(store.pid if ours else self._raw.pid) + cpu_s(os.getpid())
+
     async def _move(self, phase: str, round_: int, *, ours: bool) -> None:
         if phase == "write":
             await self._tier.write(round_, self._all) if ours else self._raw.write()
         else:
             await self._tier.read(round_, self._all) if ours else self._raw.read()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process that live, in seconds."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # a thread may end meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
 
 
 def file_config(folder: Path, blocks: Blocks) -> tuple[FileConfig, Shape, int]:

@@ -1,4 +1,4 @@
-"""The syscalls of a file store: loops around short reads and writes, and the order of writes that makes it crash-safe.
+"""The syscalls of a file store: loops around short reads and writes, whole files, and the reading of an object.
 
 Its functions block, and know no index. They run in the threads of `file/store.py`, and in the command line (through
 `file/recovery.py` and `file/admin.py`). Bytes go straight between shared regions and files, without joining copies.
@@ -17,15 +17,13 @@ from fdasync.cache.store.file.layout import (
     CLEAN,
     EMPTY_RECORD,
     TEMPORARY_SUFFIX,
-    Record,
     Shape,
     encode_head,
     encode_order,
-    encode_record,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from fdasync.cache.store.file.layout import Order
@@ -73,32 +71,12 @@ def no_room(folder: Path, wanted_nbytes: int, words: str) -> str:
     )
 
 
-class WriteSlot(msgspec.Struct, frozen=True):
-    """One object to be written to a slot.
-
-    Attributes:
-        fd, shape: of the segment.
-        slot: its place there.
-        stale: clear the slot's record first.
-        record: the object's.
-        item: where its bytes are.
-        moves: gives them, piece by piece.
-    """
-
-    fd: int
-    shape: Shape
-    slot: int
-    stale: bool
-    record: Record
-    item: Item
-    moves: Moves
-
-
 class ReadSlot(msgspec.Struct, frozen=True):
     """One object to be read from a slot.
 
     Attributes:
-        fd, shape, slot: as in `WriteSlot`.
+        fd, shape: of the segment.
+        slot: its place there.
         item: where its bytes go.
         moves: gives their places, piece by piece, and judges them.
     """
@@ -108,22 +86,6 @@ class ReadSlot(msgspec.Struct, frozen=True):
     slot: int
     item: Item
     moves: Moves
-
-
-class Written(msgspec.Struct, frozen=True):
-    """How the write of one slot ended.
-
-    Attributes:
-        trouble: the syscall that failed; None: none did.
-        stale: the slot may have a record, of the old object or of this one.
-        kept: the bytes of the slot are as they were.
-        skipped: the write was not begun, as its caller went away.
-    """
-
-    trouble: IoError | None = None
-    stale: bool = False
-    kept: bool = False
-    skipped: bool = False
 
 
 def read_into(fd: int, offset: int, views: Sequence[memoryview]) -> bool:
@@ -156,87 +118,6 @@ def _move(call: Callable[[int, list[memoryview], int], int], fd: int, offset: in
         else:
             left = left[len(some) :]
     return True
-
-
-def write_slots(slots: Sequence[WriteSlot], stopped: Callable[[], bool], *, synced: bool) -> list[Written]:
-    """Write objects, in the order of their places, so that each is there whole or not at all, wherever this process
-    ends; with `synced` wherever the machine ends.
-
-    Three rounds over all objects: clear the records of slots that were used, write the bytes, write the records. With
-    `synced` each round is on the disk before the next begins. Records of neighbouring slots are neighbours in the
-    table, and are written in one call. After `stopped()`, no object is begun.
-    """
-    if stopped():
-        return [Written(stale=slot.stale, kept=True, skipped=True) for slot in slots]
-    ended: dict[int, Written] = {}
-
-    def trouble(number: int, error: OSError, *, stale: bool, kept: bool) -> None:
-        ended[number] = Written(IoError.of(error), stale, kept)
-
-    def sync(numbers: list[int], *, kept: bool) -> None:
-        for fd in dict.fromkeys(slots[number].fd for number in numbers) if synced else ():
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                for number in numbers:
-                    if slots[number].fd == fd:
-                        trouble(number, error, stale=True, kept=kept)
-
-    def write_records(numbers: list[int], record: Callable[[WriteSlot], bytes], *, kept: bool) -> None:
-        for run in _neighbours(slots, numbers):
-            try:
-                _write_records([slots[number] for number in run], record)
-            except OSError:
-                # one by one: each has an outcome of its own
-                for number in run:
-                    try:
-                        _write_records([slots[number]], record)
-                    except OSError as error:
-                        trouble(number, error, stale=True, kept=kept)
-        sync(numbers, kept=kept)
-
-    write_records([number for number, slot in enumerate(slots) if slot.stale], lambda _: EMPTY_RECORD, kept=True)
-    begun = []
-    for number in [number for number in range(len(slots)) if number not in ended]:
-        if stopped():
-            ended[number] = Written(skipped=True)
-            continue
-        try:
-            _write_value(slots[number])
-        except OSError as error:
-            trouble(number, error, stale=False, kept=False)
-        else:
-            begun.append(number)
-    sync(begun, kept=False)
-    write_records(
-        [number for number in begun if number not in ended],
-        lambda slot: encode_record(slot.record, slot.shape, slot.slot),
-        kept=False,
-    )
-    return [ended.get(number) or Written() for number in range(len(slots))]
-
-
-def runs_of(slots: Sequence[WriteSlot], most: int) -> list[list[WriteSlot]]:
-    """Slots in the order of their places, cut into runs of at most `most` neighbours."""
-    return [
-        [slots[number] for number in run[first : first + most]]
-        for run in _neighbours(slots, range(len(slots)))
-        for first in range(0, len(run), most)
-    ]
-
-
-def _neighbours(slots: Sequence[WriteSlot], numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers of slots, cut where the next slot does not lie right behind the one before."""
-    runs: list[list[int]] = []
-    last: WriteSlot | None = None
-    for number in numbers:
-        slot = slots[number]
-        if last is not None and (slot.fd, slot.slot) == (last.fd, last.slot + 1):
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-        last = slot
-    return runs
 
 
 def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> IoError | None:
@@ -277,18 +158,6 @@ def clear_slots(slots: Sequence[tuple[int, Shape, int]], *, synced: bool) -> lis
         except OSError as error:
             outcomes |= {number: IoError.of(error) for number, slot in enumerate(slots) if slot[0] == fd}
     return [outcomes.get(number) for number in range(len(slots))]
-
-
-def _write_value(slot: WriteSlot) -> None:
-    fd, begin = slot.fd, slot.shape.value_at(slot.slot)
-    for offset, views in slot.moves.leave(slot.item):
-        write_from(fd, begin + offset, views)
-
-
-def _write_records(run: list[WriteSlot], record: Callable[[WriteSlot], bytes]) -> None:
-    """Write the records of neighbouring slots in one call. Raises OSError."""
-    first = run[0]
-    write_from(first.fd, first.shape.record_at(first.slot), [memoryview(b"".join([record(slot) for slot in run]))])
 
 
 # -- whole files --------------------------------------------------------------------------------

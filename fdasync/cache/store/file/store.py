@@ -1,9 +1,9 @@
 """A store in a folder: objects in the slots of a few large files, safe against any end of any process.
 
 The index and the allocator (`index.py`, `allocator.py`) are used on the loop only, so they need no locks; syscalls run
-in a few threads (`io.py`). So the store runs in a process of its own (`blocking`), and that process alone may have the
-folder open. `file/layout.py` and `docs/file-store.md` say where each byte lies. The module does not know what objects
-mean. It is the plugin `file` of `fdasync.stores`.
+in a few threads (`io.py`, `writes.py`). So the store runs in a process of its own (`blocking`), and that process alone
+may have the folder open. `file/layout.py` and `docs/file-store.md` say where each byte lies. The module does not know
+what objects mean. It is the plugin `file` of `fdasync.stores`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ from fdasync.cache.store.file.index import Entry, FileIndex, Place
 from fdasync.cache.store.file.io import (
     IoError,
     ReadSlot,
-    WriteSlot,
-    Written,
     clear_slots,
     read_slot,
-    runs_of,
     settle_segment,
     write_order,
-    write_slots,
 )
 from fdasync.cache.store.file.layout import CLEAN, MAX_KEY_CHARS, ORDER_NAME, Order, Record
 from fdasync.cache.store.file.recovery import Loaded, boot_id, load, take_lock, why_not
+from fdasync.cache.store.file.writes import WriteSlot, Written, runs_of, write_slots
 from fdasync.cache.store.validation import check_items, check_keys
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, page_aligned

@@ -8,9 +8,8 @@ import shutil
 
 import pytest
 
-from fdasync.cache.store.file import io as file_io
 from fdasync.cache.store.file import recovery as file_scan
-from fdasync.cache.store.file.layout import Shape, parse_name
+from fdasync.cache.store.file.layout import Shape, encode_record, parse_name
 from fdasync.cache.store.file.store import FileConfig, FileStore
 from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
@@ -136,7 +135,7 @@ class TestFolder(InFolder):
         # as if the old one had never been cleared: what was put later counts, in this start and in the next
         free = ({0, 1, 2} - set(slots.values())).pop()
         record = file_scan.decode_record(old[shape.record_at(0) : shape.record_at(0) + 512], shape, 0)
-        forged = file_io.encode_record(record, shape, free)
+        forged = encode_record(record, shape, free)
 
         def forge():
             with path.open("r+b") as file:

@@ -1,0 +1,153 @@
+"""Blocks on their way to a store and back: pieces, and the header pages that are made of a kept one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fdasync.cache.store import block_moves
+from fdasync.cache.store.base import Item
+from fdasync.cache.store.block_format import HeaderPages, Section, make_header, object_key, write_header
+from fdasync.cache.store.checked import CheckedStore, _whole
+from fdasync.cache.store.memory import MemoryConfig
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
+from tests.cache.store.block_objects import SCHEMA, Beside, object_of
+from tests.support.helpers import case_settings
+
+_ID = st.binary(min_size=16, max_size=16)
+_CHECKSUM = st.integers(0, 2**64 - 1) | st.integers(0, 2**33) | st.sampled_from([2**32 - 1, 2**32, 127, 2**64 - 1])
+_WORD = st.text(max_size=12) | st.sampled_from(["\xff" * 8, "þ" * 16, "\xcf"])
+
+
+def schema_of(sizes, layout="pages", dtype="uint8"):
+    sections = [Section(f"part {number}", dtype, (size,), size) for number, size in enumerate(sizes)]
+    return msgspec.structs.replace(
+        SCHEMA, layout=layout, kv_dtype=dtype, sections=(msgspec.structs.replace(sections[0], name="kv"), *sections[1:])
+    )
+
+
+@given(_ID, _ID, st.integers(0, 12), st.lists(_CHECKSUM, min_size=1, max_size=5), _WORD, _WORD)
+@example(b"\xff" * 16, b"\xfe" * 16, 0, [2**64 - 1, 2**64 - 2], "\xff" * 8, "")
+@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "")
+@case_settings(200)
+def test_pages_are_those_of_the_format(namespace, key, rank, checksums, layout, dtype):
+    schema = schema_of([5000 + number for number in range(len(checksums))], layout, dtype)
+    name = object_key(namespace, key, rank)
+    pages = HeaderPages(schema)
+    expected = write_header(make_header(schema, name, checksums))
+    assert pages.page(name, checksums) == expected
+    # and nothing of one page is in the next
+    other = object_key(key, namespace)
+    again = [checksum ^ 2**63 for checksum in checksums]
+    assert pages.page(other, again) == write_header(make_header(schema, other, again))
+    assert pages.page(name, checksums) == expected
+
+
+class Way:
+    """The moves of a schema, over a region where a block lies."""
+
+    def __init__(self, sizes, region):
+        self.schema = schema_of(sizes)
+        self.region = region
+        inner = Beside(MemoryConfig())
+        self.checked = CheckedStore(inner, self.schema)
+        self.checked._regions = [region]
+        self.moves = inner.moves
+        self.values = [bytes([7 + number]) * size for number, size in enumerate(sizes)]
+        self.object = object_of(self.schema, object_key(b"n" * 16, b"k" * 16), self.values)
+        at, parts = 2 * PAGE_NBYTES, [Part(0, 2 * PAGE_NBYTES, PAGE_NBYTES)]
+        for size in sizes:
+            at += -(-parts[-1].nbytes // PAGE_NBYTES) * PAGE_NBYTES
+            parts.append(Part(0, at, size))
+        self.item = Item(object_key(b"n" * 16, b"k" * 16), tuple(parts))
+
+    def whole(self, padding):
+        return _whole(self.item, padding)
+
+    def fill(self):
+        for part, value in zip(self.item.parts[1:], self.values, strict=True):
+            self.region.view(part.offset, part.nbytes)[:] = value
+
+    def arrive(self, data, count=None):
+        """Bring an object in; of the pieces only so many. The arrival, and the pieces' offsets and sizes."""
+        arrival = self.moves.arrive(self.whole(self.checked._trash))
+        seen = []
+        for offset, views in arrival:
+            if count is not None and len(seen) == count:
+                break
+            size = sum(view.nbytes for view in views)
+            seen.append((offset, size))
+            for view in views:
+                view[:] = data[offset : offset + view.nbytes]
+                offset += view.nbytes
+        return arrival, seen
+
+
+@pytest.fixture(scope="module")
+def region():
+    region = SharedRegion.create("moves", 64 * PAGE_NBYTES)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(block_moves, "PIECE_NBYTES", 3 * PAGE_NBYTES + 100)
+
+
+SIZES = st.lists(st.integers(1, 40_000) | st.sampled_from([4096, 8192, 12388, 12387, 8292]), min_size=1, max_size=4)
+
+
+@pytest.mark.usefixtures("small_pieces")
+class TestPieces:
+    @given(sizes=SIZES)
+    @example(sizes=[1])
+    @example(sizes=[8292])
+    @case_settings(100)
+    def test_a_block_comes_as_it_left_and_each_byte_once(self, sizes, region):
+        way = Way(sizes, region)
+        way.fill()
+        left = bytearray(len(way.object))
+        for offset, views in way.moves.leave(way.whole(way.checked._zeros)):
+            left[offset : offset + sum(view.nbytes for view in views)] = b"".join(views)
+        assert bytes(left) == way.object
+        for part in way.item.parts:
+            region.view(part.offset, part.nbytes)[:] = bytes(part.nbytes)
+        arrival, seen = way.arrive(way.object)
+        assert arrival.problem == ""
+        offset = 0
+        for at, size in seen:
+            assert at == offset
+            assert 0 < size <= block_moves.PIECE_NBYTES * 9 // 8
+            offset += size
+        assert offset == len(way.object)
+        for part, value in zip(way.item.parts[1:], way.values, strict=True):
+            assert bytes(region.view(part.offset, part.nbytes)) == value
+
+    @given(sizes=SIZES, data=st.data())
+    @case_settings(150)
+    def test_a_flipped_bit_of_header_or_data_is_told(self, sizes, data, region):
+        way = Way(sizes, region)
+        places, offset = [(0, PAGE_NBYTES)], PAGE_NBYTES
+        for size in sizes:
+            places.append((offset, size))
+            offset += -(-size // PAGE_NBYTES) * PAGE_NBYTES
+        number = data.draw(st.integers(0, len(sizes)))
+        start, nbytes = places[number]
+        byte = start + data.draw(st.sampled_from([0, nbytes - 1]) | st.integers(0, nbytes - 1))
+        damaged = bytearray(way.object)
+        damaged[byte] ^= 1 << data.draw(st.integers(0, 7))
+        arrival, _ = way.arrive(damaged)
+        assert arrival.problem
+        assert ("checksum" in arrival.problem) or number == 0
+
+    def test_a_block_that_stopped_on_its_way_was_not_judged(self, region):
+        way = Way([40_000, 8], region)
+        judged = []
+        way.moves.problem = lambda _, sums: judged.append(sums) or "judged"
+        arrival, seen = way.arrive(way.object, count=2)
+        assert (len(seen), judged, arrival.problem) == (2, [], "")
+        arrival, _ = way.arrive(way.object)
+        assert (len(judged), arrival.problem) == (1, "judged")
