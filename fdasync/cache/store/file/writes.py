@@ -59,9 +59,10 @@ def write_slots(slots: Sequence[WriteSlot], stopped: Callable[[], bool], *, sync
     """Write objects, in the order of their places, so that each is there whole or not at all, wherever this process
     ends; with `synced` wherever the machine ends.
 
-    Three rounds over all objects: clear the records of slots that were used, write the bytes, write the records. With
-    `synced` each round is on the disk before the next begins. Records of neighbouring slots are neighbours in the
-    table, and are written in one call. After `stopped()`, no object is begun.
+    Of each object: clear the record of a slot that was used, write the bytes; then write the records. Records of
+    neighbouring slots are neighbours in the table, and are written in one call. After `stopped()`, no object is begun,
+    and what lies in its slot stays. With `synced` these are three rounds over all objects, each on the disk before the
+    next begins, and all objects are begun or none.
     """
     if stopped():
         return [Written(stale=slot.stale, kept=True, skipped=True) for slot in slots]
@@ -92,16 +93,23 @@ def write_slots(slots: Sequence[WriteSlot], stopped: Callable[[], bool], *, sync
                         trouble(number, error, stale=True, kept=kept)
         sync(numbers, kept=kept)
 
-    write_records([number for number, slot in enumerate(slots) if slot.stale], lambda _: EMPTY_RECORD, kept=True)
+    if synced:
+        write_records([number for number, slot in enumerate(slots) if slot.stale], _empty, kept=True)
     begun = []
-    for number in [number for number in range(len(slots)) if number not in ended]:
-        if stopped():
-            ended[number] = Written(skipped=True)
+    for number, slot in enumerate(slots):
+        if number in ended:
+            continue
+        kept = not synced
+        if kept and stopped():
+            ended[number] = Written(stale=slot.stale, kept=True, skipped=True)
             continue
         try:
-            _write_value(slots[number])
+            if kept and slot.stale:
+                _write_records([slot], _empty)
+            kept = False
+            _write_value(slot)
         except OSError as error:
-            trouble(number, error, stale=False, kept=False)
+            trouble(number, error, stale=kept and slot.stale, kept=kept)
         else:
             begun.append(number)
     sync(begun, kept=False)
@@ -134,6 +142,10 @@ def _neighbours(slots: Sequence[WriteSlot], numbers: Iterable[int]) -> list[list
             runs.append([number])
         last = slot
     return runs
+
+
+def _empty(_: WriteSlot) -> bytes:
+    return EMPTY_RECORD
 
 
 def _write_value(slot: WriteSlot) -> None:

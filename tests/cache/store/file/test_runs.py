@@ -174,9 +174,8 @@ def test_a_run_that_is_stopped_in_the_midst_ends_what_it_began(folder):
         return len(looks) > 3
 
     results = disk.write(slots, stopped)
-    assert results == [Written(), Written(), Written(skipped=True), Written(skipped=True)]
-    # their old objects made room: their slots are free and hold nothing, on the disk either
-    assert disk.found() == {4: "new", 5: "new"}
+    assert results == [Written(), Written(), *[Written(stale=True, kept=True, skipped=True)] * 2]
+    assert disk.found() == {4: "new", 5: "new", 6: "old", 7: "old"}
     disk.close()
 
 
@@ -199,7 +198,7 @@ def test_neighbours_share_a_call_for_their_records(folder, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", noted)
     disk.write(disk.slots("new", [4, 5, 6, 7, 9]))
-    four, one = (SHAPE.record_at(4), 4 * 512), (SHAPE.record_at(9), 512)
-    assert tables == [four, four, one]
+    cleared = [(SHAPE.record_at(slot), 512) for slot in (4, 5, 6, 7)]
+    assert tables == [*cleared, (SHAPE.record_at(4), 4 * 512), (SHAPE.record_at(9), 512)]
     assert disk.found() == dict.fromkeys([4, 5, 6, 7, 9], "new")
     disk.close()
