@@ -18,6 +18,7 @@ from fdasync_ray.weights import NodeFolder, packed
 
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
+from fdasync.pd.link.keys import new_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,17 +41,35 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"mixed": 1, "cpus": 0.0}, "needs a resource"),
         ({"mixed": -1}, "below zero"),
         ({"mixed": 1, "name": ""}, "name"),
+        ({"mixed": 1, "gpus": 1.5}, "whole"),
+        ({"mixed": 1, "gpus": 0.5}, "share_gpus"),
+        ({"mixed": 1, "gpus": 1, "engine": EngineConfig(runner="transformers", tensor_parallel=2)}, "each rank"),
+        ({"mixed": 1, "engine": EngineConfig(runner="transformers", gpus=(0,))}, "gives each instance its own"),
+        ({"mixed": 1, "listen": "tcp://eth0:4000"}, "one instance alone"),
+        ({"mixed": 1, "listen": "tcp://0.0.0.0:0"}, "no machine"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(values, words):
     with pytest.raises(ConfigError, match=words):
-        FleetConfig(engine=EngineConfig(runner="synthetic"), **values).check()
+        FleetConfig(**{"engine": EngineConfig(runner="synthetic"), **values}).check()
 
 
 def test_an_instance_takes_its_resources_on_one_node():
     config = FleetConfig(engine=EngineConfig(runner="synthetic"), mixed=1, cpus=2, gpus=4, resources={"big": 1})
     assert config.bundle() == {"CPU": 2, "GPU": 4, "big": 1}
     assert msgspec.structs.replace(config, gpus=0, resources={}).bundle() == {"CPU": 2}
+
+
+def test_an_instance_has_a_store_threads_and_memory_of_its_own(tmp_path):
+    engine = EngineConfig(runner="transformers", tensor_parallel=2, store="file", store_config={"path": str(tmp_path)})
+    config = FleetConfig(engine=engine, mixed=1, cpus=6)
+    one = config.config_of("m3", "mixed")
+    assert one.store_config == {"path": str(tmp_path / "m3")}
+    assert one.runner_config == {"instance": 0, "instances": 1, "num_threads": 3}
+    engine = EngineConfig(runner="transformers", share_gpus=True, runner_config={"dtype": "bfloat16"})
+    config = FleetConfig(engine=engine, mixed=2, gpus=0.25)
+    config.check()
+    assert config.config_of("m0", "mixed").runner_config == {"instance": 0, "instances": 4, "dtype": "bfloat16"}
 
 
 def test_the_command_says_what_is_missing_where_ray_is(monkeypatch):
@@ -61,7 +80,7 @@ def test_the_command_says_what_is_missing_where_ray_is(monkeypatch):
 
 
 async def test_who_lacks_published_weights_or_the_current_ones_does_not_join():
-    registry = Registry("u")
+    registry = Registry("u", new_keys())
     supervisors = await registry.publish(Published("/w/1", ()))
     assert supervisors == []
     assert (await registry.join(MEMBER, (), None)).members == ()
@@ -73,7 +92,7 @@ async def test_who_lacks_published_weights_or_the_current_ones_does_not_join():
 
 
 async def test_weights_in_use_are_kept_whatever_is_published():
-    registry = Registry("u")
+    registry = Registry("u", new_keys())
     for number in range(4):
         await registry.publish(Published(f"/w/{number}", ()))
     assert [one.path for one in (await registry.view()).published] == ["/w/2", "/w/3"]
@@ -81,10 +100,16 @@ async def test_weights_in_use_are_kept_whatever_is_published():
     for number in range(4, 7):
         await registry.publish(Published(f"/w/{number}", ()))
     assert [one.path for one in (await registry.view()).published] == ["/w/2", "/w/5", "/w/6"]
+    # who joins needs none from before those that are served, and none that cannot be had any more
+    await registry.serve(Current("2", "/w/5"))
+    assert [one.path for one in (await registry.view()).published] == ["/w/5", "/w/6"]
+    await registry.forget("/w/5")
+    await registry.forget("/w/6")
+    assert [one.path for one in (await registry.view()).published] == ["/w/5"]
 
 
 async def test_a_view_waits_for_a_change():
-    registry = Registry("u")
+    registry = Registry("u", new_keys())
     before = await registry.view()
     assert (await registry.view(before.serial, 0.01)).serial == before.serial
     await registry.join(MEMBER, (), None)

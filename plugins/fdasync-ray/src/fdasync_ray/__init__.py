@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from fdasync_ray.client import FleetClient, attach
     from fdasync_ray.config import FleetConfig, Member
     from fdasync_ray.fleet import RayFleet
+    from fdasync_ray.room import NoRoom
 
-_HOMES = {"FleetClient": "client", "FleetConfig": "config", "Member": "config", "RayFleet": "fleet", "attach": "client"}
+_HOMES = {
+    "FleetClient": "client", "FleetConfig": "config", "Member": "config", "NoRoom": "room", "RayFleet": "fleet",
+    "attach": "client",
+}  # fmt: skip
 
-__all__ = ["FleetClient", "FleetConfig", "Member", "RayFleet", "attach"]
+__all__ = ["FleetClient", "FleetConfig", "Member", "NoRoom", "RayFleet", "attach"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import ray
 
-from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, PeerUnreachable, WeightsRejected
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, FdasyncError, PeerUnreachable, WeightsRejected
 from fdasync.ipc.deadlines import Within
 from fdasync.pd.router.router import connect
 from fdasync.request import checked_version
@@ -25,6 +25,7 @@ from fdasync_ray.weights import folder_path, packed
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from fdasync.pd.link.keys import FleetKeys
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router
     from fdasync.request import WeightSource
@@ -52,8 +53,16 @@ def registry_name(fleet: str) -> str:
     return f"fdasync:{fleet}"
 
 
+def check_connected() -> None:
+    """Raises ConfigError unless this process is connected to a cluster; Ray would start one in silence."""
+    if not ray.is_initialized():
+        raise ConfigError("ray", "this process is connected to no cluster", hint='ray.init(address="auto") comes first')
+
+
 def attach(name: str = "fleet") -> FleetClient:
-    """The fleet of this name in the cluster that this process is connected to. Raises BadInput if there is none."""
+    """The fleet of this name in the cluster that this process is connected to. Raises BadInput if there is none,
+    ConfigError without a cluster."""
+    check_connected()
     try:
         # blocking: one call to Ray's control store
         return FleetClient(name, ray.get_actor(registry_name(name), namespace=NAMESPACE))
@@ -75,6 +84,11 @@ class FleetClient:
     async def members(self) -> tuple[Member, ...]:
         """Instances that take requests or drain, by name. Raises DeadlineExceeded; RayActorError: the fleet is gone."""
         return (await self.view()).members
+
+    async def keys(self) -> FleetKeys:
+        """Of the fleet's links: for `fdasync.connect(addresses, keys=...)`. Raises as `members`."""
+        keys: FleetKeys = await answer(self._registry.keys.remote(), "reading the registry")
+        return keys
 
     async def view(self, seen: int = -1, limit_s: float = 0.0) -> View:
         """What the registry knows, as soon as its serial is another than `seen`, or when the time is over."""
@@ -102,14 +116,15 @@ class FleetClient:
     ) -> AsyncIterator[Router]:
         """A router of this process over all members, which adds those that join and removes those that leave.
 
-        Any number of processes may have one: a driver, an actor, a web service in front of HTTP clients. Raises
-        DeadlineExceeded if no member is there within `connect_s`, and what `Router.start` raises.
+        Any number of processes may have one: a driver, an actor, a web service in front of HTTP clients. It has the
+        fleet's keys. Raises DeadlineExceeded if no member is there within `connect_s`, and what `Router.start` raises.
         """
+        keys = await self.keys()
         view = await self.until(
             lambda view: view if any(not one.draining for one in view.members) else None, "a first member", connect_s
         )
         addresses = [one.address for one in view.members if not one.draining]
-        async with connect(addresses, config, **options) as router:
+        async with connect(addresses, config, **{"keys": keys, **options}) as router:
             following = asyncio.create_task(self._follow(router, set(addresses), view.serial), name="fdasync-follow")
             try:
                 yield router
@@ -167,20 +182,24 @@ class FleetClient:
         `Router.update_weights`.
         """
         label = checked_version(version)
+        updated = {one.address for one in router.table.instances.values()}
         if not isinstance(source, str) and not hasattr(source, "__fspath__"):
             source = await self.publish(source)
         await router.update_weights(label, source, mode)
         await answer(self._registry.serve.remote(Current(label, str(source))), "telling the registry")
+        # who joined meanwhile has not been told of this update: this router, which may end soon, brings them to it
+        late = [one.address for one in await self.members() if one.address not in updated and not one.draining]
+        await asyncio.gather(*[_join(router, address) for address in late])
 
     async def publish(self, tensors: WeightSource) -> str:
         """Have tensors in the memory of every node of the fleet; returns the folder's path, for any router of it. Nodes
-        that have no instance yet read them from this process's object, while this process lives.
+        that have no instance yet read them from this process's object, or, when it has ended, from another node.
 
         Raises BadInput; WeightsRejected if a node cannot have them.
         """
         weights = packed(tensors)
         path = folder_path(await answer(self._registry.new_path.remote(), "naming weights"))
-        # this process owns the object: nodes that join get it while this process lives
+        # this process owns the object, which ends with it
         # threads: Ray's call copies gigabytes, and this process is no engine
         reference = await asyncio.to_thread(ray.put, weights)
         published = Published(path, (reference,))
@@ -193,8 +212,8 @@ class FleetClient:
                 continue
             if isinstance(outcome, BaseException):
                 raise outcome
-            if outcome:
-                raise WeightsRejected(outcome)
+            if problem := outcome.get(path):
+                raise WeightsRejected(f"{path}: {problem}")
         return path
 
 

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from fdasync.cli.common.options import store_of_instance
 from fdasync.cli.local.child import Role
 from fdasync.cli.local.restarts import RestartRules
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import ConfigError
+from fdasync.pd.link.address import check_address, is_ipc
 
 #: Ray's namespace of the named actors
 NAMESPACE = "fdasync"
@@ -22,11 +24,16 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: of the fleet in its cluster; two fleets that live have two names.
     prefill, decode, mixed: how many instances of each role.
     cpus, gpus: Ray's resources of one instance; all on one node, so a group of tensor-parallel ranks is.
+        `cpus` is also how many threads its ranks have, where the runner computes on CPUs.
     resources: further ones of an instance, by name.
-    listen: address of an instance; the system chooses the port.
+    listen: address of every instance, such as "tcp://eth1:0" where nodes have several networks; the system chooses the
+        port. "": the address by which Ray knows the node.
+    keys: file of the fleet's keys (`fdasync keys new`), for routers outside of the cluster. It is read by the process
+        that starts the fleet, and goes to instances and routers through Ray. "": keys that are made for this fleet.
     transport: how blocks come from other instances, as `fdasync serve --transport`.
     serve_options: further options of every `fdasync serve`, each word by itself, as `("--metrics-port", "0")`.
     place_s: how long a cluster may take to give an instance its place before another place is asked for.
+    room_s: how long a start or a growth waits for room before it raises NoRoom. The places stay wanted.
     drain_s: how long an instance that leaves may take to end its requests.
     restart: how soon and how often an instance that ended is started again, there or on another node.
     """
@@ -39,10 +46,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpus: float = 1.0
     gpus: float = 0.0
     resources: dict[str, float] = {}
-    listen: str = "tcp://127.0.0.1:0"
+    listen: str = ""
+    keys: str = ""
     transport: str = "auto"
     serve_options: tuple[str, ...] = ()
     place_s: float = 10.0
+    room_s: float = 60.0
     drain_s: float = 600.0
     restart: RestartRules = RestartRules()
 
@@ -55,6 +64,18 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         own = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: amount for name, amount in own.items() if amount}
 
+    def config_of(self, name: str, role: Role) -> EngineConfig:
+        """The engine of one instance: with a store of its own, and with threads and memory for its share of a node."""
+        engine, runner_config = self.engine, dict(self.engine.runner_config)
+        if engine.runner == "transformers":
+            # what Ray shows a process are its own GPUs; of a part of one the runner takes that part's memory
+            shared = round(1 / self.gpus) if 0 < self.gpus < 1 else 1
+            runner_config = {"instance": 0, "instances": shared, **runner_config}
+            if not self.gpus:
+                runner_config.setdefault("num_threads", max(int(self.cpus) // engine.tensor_parallel, 1))
+        store_config = store_of_instance(engine, name)
+        return msgspec.structs.replace(engine, role=role, runner_config=runner_config, store_config=store_config)
+
     def check(self) -> None:
         """Raises ConfigError for what no cluster could start."""
         if not self.name or any(count < 0 for count in self.counts().values()):
@@ -65,6 +86,20 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("counts", f"{'decode' if self.prefill else 'prefill'} instances are missing")
         if not self.bundle():
             raise ConfigError("cpus", "an instance needs a resource, or Ray puts all on one node", limit="above 0")
+        if self.engine.gpus != "auto":
+            hint = "leave it out: gpus (--ray-gpus) says how many an instance has"
+            raise ConfigError("engine.gpus", "names GPUs, and Ray gives each instance its own", hint=hint)
+        ranks = self.engine.tensor_parallel
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ConfigError("gpus", f"{self.gpus:g} is no whole number", limit="a part of one GPU, or whole ones")
+        if 0 < self.gpus < ranks and (ranks > 1 or not self.engine.share_gpus):
+            hint = "give one for each rank" if ranks > 1 else "say share_gpus (--share-gpus), or give a whole one"
+            raise ConfigError("gpus", f"{self.gpus:g} for {ranks} ranks", limit=f"{ranks}", hint=hint)
+        if self.listen:
+            check_address(self.listen, listens=True, keyed=True)
+            if is_ipc(self.listen) or not self.listen.endswith((":0", ":*")):
+                problem = f"{self.listen!r} can be that of one instance alone"
+                raise ConfigError("listen", problem, hint="say tcp://INTERFACE:0")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

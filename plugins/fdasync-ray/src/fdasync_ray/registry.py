@@ -17,6 +17,8 @@ from fdasync_ray.config import Current, Member, Published, View
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.pd.link.keys import FleetKeys
+
 # an update that fails leaves the fleet with the folder before
 _KEPT = 2
 
@@ -26,10 +28,12 @@ class Registry:
 
     Args:
         uid: random, part of the fleet's folders.
+        keys: of the fleet's links; those who read them can be instances and routers.
     """
 
-    def __init__(self, uid: str) -> None:
+    def __init__(self, uid: str, keys: FleetKeys) -> None:
         self._uid = uid
+        self._keys = keys
         self._members: dict[str, Member] = {}
         self._supervisors: dict[str, Any] = {}
         self._published: tuple[Published, ...] = ()
@@ -40,6 +44,9 @@ class Registry:
 
     async def uid(self) -> str:
         return self._uid
+
+    async def keys(self) -> FleetKeys:
+        return self._keys
 
     async def watch(self, name: str, supervisor: Any) -> None:
         """An instance starts: weights that are published from now on are given to its actor, too."""
@@ -92,9 +99,18 @@ class Registry:
         return list(self._supervisors.values())
 
     async def serve(self, current: Current) -> None:
-        """The fleet's instances have been updated to these weights."""
+        """The fleet's instances have been updated to these weights; nobody needs those that were published before."""
         self._current = current
+        paths = [one.path for one in self._published]
+        if current.path in paths:
+            self._published = self._published[paths.index(current.path) :]
         self._change()
+
+    async def forget(self, path: str) -> None:
+        """Nobody can have these weights any more, and they are not in use: who joins needs no copy."""
+        if self._current is None or self._current.path != path:
+            self._published = tuple(one for one in self._published if one.path != path)
+            self._change()
 
     def _view(self) -> View:
         members = tuple(sorted(self._members.values(), key=lambda member: member.name))

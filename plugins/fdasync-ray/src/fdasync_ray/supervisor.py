@@ -8,7 +8,11 @@ object store to its node's memory, in a thread of its own since gigabytes are co
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import os
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from fdasync.cli.local.child import Child, ChildEnded, in_words
 from fdasync.errors import FdasyncError
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cli.local.child import Plan
+    from fdasync.pd.link.keys import FleetKeys
+    from fdasync_ray.weights import Copied
 
 _START_S = 10.0
 _READ_S = 600.0
@@ -34,13 +40,19 @@ class Supervisor:
 
     Args:
         plan: of the child.
-        listen: its address.
+        listen: its address; "": that by which Ray knows this node.
         uid: of the fleet, for its folder on this node.
+        keys: of the fleet's links.
     """
 
-    def __init__(self, plan: Plan, listen: str, uid: str) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, listen: str, uid: str, keys: FleetKeys) -> None:
         self._listen = listen
+        self._keys = keys
+        # in memory until this process ends: the child reads it like any file of keys
+        file = os.memfd_create(f"{plan.name}.keys")
+        os.fchmod(file, 0o600)
+        os.write(file, msgspec.json.encode(keys))  # blocking: memory
+        self._plan = msgspec.structs.replace(plan, keys=f"/proc/{os.getpid()}/fd/{file}")
         self._child: Child | None = None
         self._folder = NodeFolder(uid, plan.config.model, plan.config.runner)
         self._placing = asyncio.Lock()
@@ -55,7 +67,7 @@ class Supervisor:
         """Start the child, and wait until it takes requests or has ended."""
         limit_s = self._plan.config.start_deadline_s + _START_S
         try:
-            self._child = Child(self._plan, self._listen, lambda _child: None)
+            self._child = Child(self._plan, self._listen or _node_address(), lambda _child: None)
             async with Within(limit_s):
                 await asyncio.shield(self._child.ready)
         except (ChildEnded, OSError) as error:
@@ -81,19 +93,20 @@ class Supervisor:
         problem = f"{child.name} {in_words(status)}{line}"
         return Told(state="ended", address=child.address, pid=child.pid, status=status, problem=problem)
 
-    async def place(self, published: Sequence[Published]) -> str:
-        """Have these weights in this node's memory, and no older ones. Returns a problem in words, or ""."""
+    async def place(self, published: Sequence[Published]) -> dict[str, str]:
+        """Have these weights in this node's memory, and no older ones. Returns problems in words, by path."""
+        problems = {}
         async with self._placing:
             for one in published:
                 try:
                     await self._place(one)
                 except TimeoutError:
-                    return f"{one.path} could not be read from the object store within {_READ_S:g} s"
+                    problems[one.path] = f"it could not be read from the object store within {_READ_S:g} s"
                 except Exception as error:
-                    # of Ray, whose object may be lost, or of the node, whose memory may be full
-                    return f"{one.path}: {type(error).__name__}: {error}"
+                    # of Ray, whose object may be lost, or of the node, whose memory may be full; Ray's have many lines
+                    problems[one.path] = f"{type(error).__name__}: {error}".partition("\n")[0]
             self._folder.keep_only([one.path for one in published])
-            return ""
+        return problems
 
     async def _place(self, one: Published) -> None:
         if self._folder.has(one.path):
@@ -105,12 +118,20 @@ class Supervisor:
         # written, also where nobody waits for it any more
         await asyncio.to_thread(self._folder.write_once, one.path, weights)
 
+    async def has(self, path: str) -> bool:
+        """Whether this node has weights, so that `read` can give them to another node."""
+        return self._folder.has(path)
+
+    async def read(self, path: str) -> Copied:
+        """Weights of this node, for one that cannot read them from who published them."""
+        return self._folder.read(path)
+
     async def update(self, current: Current) -> str:
         """Bring the child alone to the fleet's weights, before it has met a router. Returns a problem, or ""."""
         if self._child is None:
             return "it was not started"
         try:
-            async with connect([self._child.address], RouterConfig(connect_s=_CONNECT_S)) as router:
+            async with connect([self._child.address], RouterConfig(connect_s=_CONNECT_S), keys=self._keys) as router:
                 await router.update_weights(current.version, current.path)
         except FdasyncError as error:
             return f"{type(error).__name__}: {error}"
@@ -130,3 +151,11 @@ class Supervisor:
             return str(error)
         self._folder.close()
         return ""
+
+
+def _node_address() -> str:
+    """Where other nodes reach this one, at a free port."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    return f"tcp://[{host}]:0" if ipaddress.ip_address(host).version == 6 else f"tcp://{host}:0"

@@ -48,6 +48,12 @@ class Packed(msgspec.Struct, frozen=True):
     data: tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]
 
 
+class Copied(msgspec.Struct, frozen=True):
+    """A folder of weights as one object: the bytes of each file, by name."""
+
+    files: dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
+
+
 def packed(source: WeightSource) -> Packed:
     """Of tensors `(name, dtype, shape, buffer)`; copies nothing. Raises BadInput naming the tensor."""
     checked = tensors_of(source)
@@ -83,7 +89,11 @@ class NodeFolder:
     def has(self, path: str) -> bool:
         return Path(path).is_dir()
 
-    def write_once(self, path: str, weights: Packed) -> None:
+    def read(self, path: str) -> Copied:
+        """Of weights that this node has, for another one; copies nothing. Raises OSError."""
+        return Copied({file.name: np.memmap(file, np.uint8, "r").view(np.ndarray) for file in Path(path).iterdir()})
+
+    def write_once(self, path: str, weights: Packed | Copied) -> None:
         """Write the folder unless another supervisor of this node has, or is at it: then wait for that one, whose lock
         ends with its process. Raises OSError."""
         fd = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -95,12 +105,20 @@ class NodeFolder:
         finally:
             os.close(fd)
 
-    def write(self, path: str, weights: Packed) -> None:
+    def write(self, path: str, weights: Packed | Copied) -> None:
         """Write the folder; it appears whole, or not at all. Raises OSError."""
         final = Path(path)
         partial = final.with_name(f"{final.name}.part")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(mode=0o700)
+        if isinstance(weights, Copied):
+            for name, data in weights.files.items():
+                (partial / name).write_bytes(data.data)
+        else:
+            self._write_packed(partial, weights)
+        partial.rename(final)
+
+    def _write_packed(self, partial: Path, weights: Packed) -> None:
         if self._model and Path(self._model).is_dir():
             for file in Path(self._model).glob("*.json"):
                 # an index names files that are not here
@@ -111,7 +129,6 @@ class NodeFolder:
             (partial / WEIGHTS_FILE).write_text(json.dumps({"weights_id": number}))
         else:
             _write_safetensors(partial / "model.safetensors", weights)
-        partial.rename(final)
 
     def keep_only(self, paths: Iterable[str]) -> None:
         """Remove folders of other weights."""
