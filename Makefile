@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RAY := $(VENV)/.ray
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
 INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
@@ -15,12 +16,13 @@ export HF_HUB_OFFLINE := 1
 # tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types bench bench-pd bench-gpu clean venv help
+.PHONY: demo test test-ray test-all lint types bench bench-pd bench-gpu clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
-	@echo "make test-all  the same with the long tests and coverage"
+	@echo "make test-all  the same with the long tests, those on Ray, and coverage"
+	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
 	@echo "make bench-gpu measure completion, capture, attention, copies, serving, published shapes and exactness on a CUDA GPU"
@@ -40,6 +42,11 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 
+# not for `make test`: 290 MB, and tests that start clusters for minutes
+$(RAY): $(STAMP)
+	$(INSTALL) -c constraints.txt -e 'plugins/fdasync-ray[ray]'
+	@touch $@
+
 # DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store
 demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
@@ -49,10 +56,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 	$(MAKE) --no-print-directory lint types
 
+# one after the other, with what they measure: each module has a cluster, and clusters are many processes
+test-ray: $(RAY)
+	$(BIN)/python -m pytest -rP plugins/fdasync-ray
+
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
-test-all: $(STAMP)
+test-all: $(RAY)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,31 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert running.wait() == 1, running.text
     assert "ending at once" in running.text
     assert "Traceback" not in running.text
+
+
+def test_requests_that_outlive_the_drain_end_with_what_they_have_at_its_deadline(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"step_s": 0.05})
+    address = f"ipc://{tmp_path}/m0"
+
+    async def ask(running: Running) -> None:
+        async with fdasync.connect([address]) as router:
+            asked = [(2, 12), (3, 100), (4, 12)]
+            answers = [
+                asyncio.ensure_future(router.complete([number, *PROMPT], SamplingParams(max_tokens=most)))
+                for number, most in asked
+            ]
+            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            os.kill(running.process.pid, signal.SIGTERM)
+            reasons = [(await answer).finish_reason for answer in answers]
+            assert reasons == ["length", "abort", "length"]
+
+    with command(tmp_path, "serve", "--config", str(config), "--listen", address, "--drain-s", "1") as running:
+        running.until("ready at")
+        began = time.monotonic()
+        uvloop.run(ask(running))
+        assert running.wait() == 1, running.text
+    assert time.monotonic() - began < 15
+    assert "did not end within 1 s" in running.text
 
 
 def test_a_terminal_that_closes_ends_it_at_once(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Elsewhere Ray listens on the machine's own address, whatever it is told.
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +17,13 @@ from fdasync.engine.config import EngineConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# the tests' helpers
+SUPPORT = str(Path(__file__).parent / "support")
+sys.path.insert(0, SUPPORT)
 NODE_CPUS = 2
+# declared: Ray counts them, and no instance of these tests uses one
+NODE_GPUS = 2
+MEMORY = 80 << 20
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +45,26 @@ def loopback() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(loopback: None) -> Iterator[Any]:
-    """A head that takes no instances, and three nodes with two CPUs each; this process is connected to it."""
+    """A head that takes no instances, and three nodes with two CPUs and GPUs each; this process is connected to it."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
     import ray
     from ray.cluster_utils import Cluster
 
+    # actors of tests import the tests' modules
+    paths = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = SUPPORT if paths is None else f"{SUPPORT}{os.pathsep}{paths}"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         for _ in range(3):
-            cluster.add_node(num_cpus=NODE_CPUS, object_store_memory=80 << 20)
+            cluster.add_node(num_cpus=NODE_CPUS, num_gpus=NODE_GPUS, object_store_memory=MEMORY)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+        os.environ.pop("PYTHONPATH")
+        if paths is not None:
+            os.environ["PYTHONPATH"] = paths
 
 
 @pytest.fixture

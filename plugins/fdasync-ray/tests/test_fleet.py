@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-from fdasync import SamplingParams
+from ray_fleets import PARAMS, PROMPT, WHOLE_S, Load, until_gone, until_used, weights
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
 
@@ -28,36 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-WHOLE_S = 30.0
-PARAMS = SamplingParams(max_tokens=24, seed=7)
-PROMPT = list(range(2, 60))
-
-
-def weights(number: int) -> list[Any]:
-    return [("weights", "uint64", (1,), np.array([number], np.uint64))]
-
-
-class Load:
-    """Requests one after the other on so many tracks, until it ends; each must give the same tokens as the others."""
-
-    def __init__(self, router: Any, tracks: int) -> None:
-        self._router = router
-        self._going = True
-        self.done = 0
-        self._tasks = [asyncio.create_task(self._track(number)) for number in range(tracks)]
-
-    async def _track(self, number: int) -> None:
-        while self._going:
-            result = await self._router.complete([number + 2, *PROMPT], PARAMS, deadline_s=60)
-            assert result.samples[0].finish_reason == "length", result
-            assert len(result.samples[0].token_ids) == 24
-            self.done += 1
-
-    async def end(self) -> int:
-        self._going = False
-        await asyncio.gather(*self._tasks)
-        return self.done
 
 
 async def test_a_node_killed_under_load_costs_retries_only_and_its_instance_comes_back(cluster, engine_of):
@@ -88,11 +56,12 @@ async def test_a_node_killed_under_load_costs_retries_only_and_its_instance_come
         assert await load.end() > 6
         # by the new instance alone, with the weights that it was started without
         address = next(one.address for one in now if one.name == "d1")
-        await _until_used(router, address)
+        await until_used(router, address)
         again = await router.complete(PROMPT, PARAMS, decoders=[address])
         assert again.samples[0].token_ids == told.samples[0].token_ids
         assert router.stats().dropped == ()
-        cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
+        await until_gone(list(lost))
+        cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
 
 
 async def test_it_scales_while_it_serves_and_an_actor_of_another_process_finds_and_updates_it(cluster, engine_of):
@@ -105,7 +74,7 @@ async def test_it_scales_while_it_serves_and_an_actor_of_another_process_finds_a
             assert len(three) == 3
             assert len({one.node for one in three}) == 3
             for one in three:
-                await _until_used(router, one.address)
+                await until_used(router, one.address)
             await fleet.scale(mixed=1)
             assert await fleet.members() == (first,)
             # none was cut short: each request of the load says so
@@ -143,8 +112,7 @@ async def test_the_command_drains_at_a_signal_and_leaves_nothing_when_it_is_kill
             process.send_signal(number)
             async with asyncio.timeout(WHOLE_S):
                 said, _ = await process.communicate()
-                while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - they are no children of this process
-                    await asyncio.sleep(0.05)
+            await until_gone(pids)
             if number == signal.SIGINT:
                 assert process.returncode == 0
                 assert b"all drained" in said
@@ -152,14 +120,6 @@ async def test_the_command_drains_at_a_signal_and_leaves_nothing_when_it_is_kill
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.slow
@@ -183,11 +143,3 @@ class Trainer:
             after = await router.complete(PROMPT, PARAMS)
             version = router.facts().weight_version
         return list(before.samples[0].token_ids), list(after.samples[0].token_ids), str(version)
-
-
-async def _until_used(router: Any, address: str) -> None:
-    async with asyncio.timeout(WHOLE_S):
-        while not any(  # noqa: ASYNC110 - no event announces it
-            one.address == address and one.is_up and not one.problem for one in router.stats().instances
-        ):
-            await asyncio.sleep(0.05)

@@ -60,6 +60,12 @@ class Machine:
         """`argv` as run on this machine, beside its raylet."""
         return self._host.command(["nsenter", f"--mount=/proc/{self._raylet.pid}/ns/mnt", *argv])
 
+    def sent_nbytes(self) -> int:
+        """Over the wire so far."""
+        listed = subprocess.run(self.command(["cat", "/proc/net/dev"]), capture_output=True, text=True, check=True)
+        # the loopback and the wire
+        return sum(int(line.split()[9]) for line in listed.stdout.splitlines()[2:] if "lo:" not in line)
+
 
 def raylet(cpus: int, *options: str) -> list[str]:
     ray = Path(sys.executable).with_name("ray")
@@ -99,7 +105,7 @@ def until_two(machine: Machine) -> None:
 
 
 @pytest.mark.slow
-def test_links_are_authenticated_and_a_machine_that_falls_silent_is_replaced(machines, tmp_path):
+def test_weights_cross_once_links_are_authenticated_and_a_machine_that_falls_silent_is_replaced(machines, tmp_path):
     machine, wire, stack = machines
     keys = tmp_path / "fleet.keys"
     save_keys(keys, new_keys(), replace=False)
@@ -123,6 +129,19 @@ def test_links_are_authenticated_and_a_machine_that_falls_silent_is_replaced(mac
         process.stdin.write("\n")
         process.stdin.flush()
 
+    outlived = told()
+    assert len(set(outlived["nodes"])) == 2
+    assert outlived["changed"]
+    assert outlived["same"]
+    go_on()
+    assert told()["nodes"] == [2, 2]
+    before = machine.sent_nbytes()
+    go_on()
+    published = told()
+    sent = machine.sent_nbytes() - before
+    print(f"{sent / published['nbytes']:.2f} bytes went over the wire for each byte of weights, to two instances")
+    assert 1 <= sent / published["nbytes"] < 1.3
+    go_on()
     serves = told()
     assert {address.rpartition(":")[0] for _, address, _, _ in serves["members"]} == {
         "tcp://10.77.0.1",

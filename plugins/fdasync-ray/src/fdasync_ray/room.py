@@ -5,6 +5,7 @@ Reads Ray's books of resources. Called by `fleet.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,7 +15,7 @@ from fdasync.errors import TransientError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_MOST_NODES = 8
+_MOST_KINDS = 8
 
 
 class NoRoom(TransientError):
@@ -40,9 +41,10 @@ class NoRoom(TransientError):
         self.names, self.asked, self.limit_s = tuple(names), dict(asked), limit_s
         self.nodes, self.free = tuple(map(dict, nodes)), dict(free)
         self.fits = any(all(node[name] >= amount for name, amount in asked.items()) for node in self.nodes)
-        shown = [_words(node) for node in self.nodes[:_MOST_NODES]]
-        if len(self.nodes) > _MOST_NODES:
-            shown.append(f"and so on, {len(self.nodes)} nodes")
+        counted = sorted(Counter(tuple(node.items()) for node in self.nodes).items(), reverse=True)
+        shown = [f"{count} with {_words(dict(node))}" for node, count in counted[:_MOST_KINDS]]
+        if len(counted) > _MOST_KINDS:
+            shown.append("and others")
         out = (
             "ask for fewer instances, add nodes, or wait until others give resources back"
             if self.fits
@@ -50,7 +52,7 @@ class NoRoom(TransientError):
         )
         super().__init__(
             f"no node has had room for {', '.join(names)} for {limit_s:g} s: an instance needs {_words(asked)} on one"
-            f" node, the nodes have {'; '.join(shown)}, of which {_words(free)} are free in all; {out}"
+            f" node; there are {len(self.nodes)} nodes ({', '.join(shown)}), and {_words(free)} are free in all; {out}"
         )
 
 

@@ -33,6 +33,9 @@ _WATCH_S = 10.0
 _SOON_S = 3.0
 _ROOM_S = 1.0
 _UPDATE_S = 900.0
+_POLL_S = 0.02
+# a process that imports this package, on a node that may be busy
+_ACTOR_S = 60.0
 #: beyond an engine's own start deadline
 START_S = 30.0
 #: beyond an instance's own deadlines for draining and closing
@@ -76,7 +79,7 @@ class Slot:
         node: of its actor; "" without one.
         wanted: the node that was asked for.
         problem: of its last end, in words; "".
-        full_since: when the cluster had no room for it first, in the loop's time; None: it had, or is being asked.
+        full_since: when the cluster was asked for room that it has not given yet, in the loop's time; None: it has.
         leaving: set it to have the instance drain, and the task end.
         task: keeps the instance; ends when it has left, or was given up. Cancel it to end the instance at once.
     """
@@ -86,6 +89,7 @@ class Slot:
         self.state = "placing"
         self.node = self.wanted = self.problem = ""
         self.full_since: float | None = None
+        self._told_full = False
         self.leaving = asyncio.Event()
         self._shared = shared
         self._restarts = Restarts(shared.config.restart)
@@ -116,8 +120,8 @@ class Slot:
                 await self._end()
             if is_full:
                 wait_s = _ROOM_S
-                if self.full_since is None:
-                    self.full_since = loop.time()
+                if not self._told_full:
+                    self._told_full = True
                     tell(f"{self.problem}; it waits for room")
             else:
                 delay_s = self._restarts.ended(loop.time(), ready_at)
@@ -165,17 +169,13 @@ class Slot:
             self.wanted = ""
             # threads: Ray answers `ray.nodes` by a blocking call alone, and this process is no engine
             self.wanted = await asyncio.to_thread(self._choose, lost_node)
-        # the target is a wish: Ray takes another node where it is full, and waits where all are
-        self._group = placement_group([config.bundle()], "STRICT_PACK", _soft_target_node_id=self.wanted or None)
+        await self._take_room()
         place = PlacementGroupSchedulingStrategy(self._group, 0)
         resources = {"num_cpus": config.cpus, "num_gpus": config.gpus, "resources": dict(config.resources)}
         supervisor = ray.remote(Supervisor).options(**resources, scheduling_strategy=place, max_concurrency=16)
         self._actor = supervisor.remote(plan, config.listen, shared.uid, shared.keys)
-        try:
-            self.node = await answer(self._actor.node.remote(), f"placing {self.name}", config.place_s)
-        except DeadlineExceeded:
-            raise _Full(f"no node has room for {self.name}") from None
-        self.state, self.full_since = "loading", None
+        self.node = await answer(self._actor.node.remote(), f"starting the actor of {self.name}", _ACTOR_S)
+        self.state = "loading"
         shared.tell(f"{self.name} ({self.role}) loads on node {self.node[:8]}")
         await answer(shared.registry.watch.remote(self.name, self._actor), "telling the registry")
         told: Told = await answer(
@@ -186,6 +186,22 @@ class Slot:
         await self._join(Member(name=self.name, role=self.role, address=told.address, pid=told.pid, node=self.node))
         self.state, self.problem = "ready", ""
         shared.tell(f"{self.name} ({self.role}) is ready at {told.address} on node {self.node[:8]}")
+
+    async def _take_room(self) -> None:
+        """Have a placement group. Raises _Full."""
+        # the target is a wish: Ray takes another node where it is full, and waits where all are
+        bundles, target = [self._shared.config.bundle()], self.wanted or None
+        self._group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target)
+        loop = asyncio.get_running_loop()
+        until, pause_s = loop.time() + self._shared.config.place_s, _POLL_S
+        self.full_since = loop.time() if self.full_since is None else self.full_since
+        # threads: Ray answers by a blocking call alone
+        while not await asyncio.to_thread(self._group.wait, 0):
+            if loop.time() >= until:
+                raise _Full(f"no node has room for {self.name}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ROOM_S)
+        self.full_since, self._told_full = None, False
 
     async def _join(self, member: Member) -> None:
         """Become a member as soon as the instance has the fleet's weights. Raises _Lost."""

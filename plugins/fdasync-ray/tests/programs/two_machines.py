@@ -1,6 +1,6 @@
-"""For `test_two_machines.py`: a fleet over two machines, from the first of them. The test answers each line that it says.
+"""For `test_two_machines.py`: a fleet over two machines, from the first of them. The test answers each of its lines.
 
-    python two_machines.py RAY_ADDRESS KEYS_FILE
+python two_machines.py RAY_ADDRESS KEYS_FILE
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import contextlib
 import json
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import ray
-from fdasync_ray import FleetConfig, RayFleet
+from fdasync_ray import FleetConfig, RayFleet, attach
 
 from fdasync import EngineConfig, SamplingParams, connect
 from fdasync.errors import ConfigError, FdasyncError
@@ -22,8 +23,13 @@ from fdasync.pd.link.keys import new_keys
 from fdasync.pd.router.config import RouterConfig
 
 PARAMS = SamplingParams(max_tokens=24, seed=7)
+FILLER_NBYTES = 24 << 20
 PROMPT = list(range(2, 60))
 RUNNER = {"vocab_size": 128, "block_tokens": 16, "num_blocks": 256, "max_context_tokens": 512, "step_s": 0.005}
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def say(**facts: Any) -> None:
@@ -49,14 +55,53 @@ async def load(router: Any, going: asyncio.Event, number: int) -> int:
     return done
 
 
+class Trainer:
+    """An actor whose process ends soon after its update, and its objects with it."""
+
+    async def update(self, number: int) -> None:
+        client = attach("fleet")
+        async with client.router() as router:
+            await client.update_weights(router, number, weights(number))
+
+
+def weights(number: int) -> list[Any]:
+    """The runner reads the first tensor, the rest takes room."""
+    filler = np.zeros(FILLER_NBYTES, np.uint8)
+    return [("weights", "uint64", (1,), np.array([number], np.uint64)), ("filler", "uint8", filler.shape, filler)]
+
+
+async def tokens_of(router: Any, address: str) -> list[int]:
+    return list((await router.complete(PROMPT, PARAMS, decoders=[address])).samples[0].token_ids)
+
+
+async def weights_cross(engine: EngineConfig) -> None:
+    """Who joins after a trainer has died gets its weights from another machine; each machine reads an object once."""
+    async with RayFleet(FleetConfig(engine=engine, mixed=1), tell) as fleet, fleet.router() as router:
+        (first,) = await fleet.members()
+        before = await tokens_of(router, first.address)
+        trainer = ray.remote(Trainer).options(num_cpus=0).remote()
+        await trainer.update.remote(7)
+        ray.kill(trainer)
+        await fleet.scale(mixed=2)
+        (second,) = [one for one in await fleet.members() if one != first]
+        async with fleet.router() as router_of_both:
+            told = [await tokens_of(router_of_both, one.address) for one in (first, second)]
+        say(what="outlived", nodes=[first.node, second.node], changed=told[0] != before, same=told[0] == told[1])
+        await fleet.scale(mixed=4)
+        say(what="publishing", nodes=sorted(Counter(one.node for one in await fleet.members()).values()))
+        path = await fleet.publish(weights(8))
+        say(what="published", nbytes=FILLER_NBYTES, path=path)
+
+
 async def main(address: str, keys_file: str) -> None:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     engine = EngineConfig(
         runner="synthetic", runner_config=RUNNER, process="inline", role="mixed", host_blocks=64, close_deadline_s=5
     )
+    await weights_cross(engine)
     # tcp: the two "machines" have one kernel, which would let them share memory
     config = FleetConfig(engine=engine, prefill=1, decode=2, keys=keys_file, transport="tcp")
-    async with RayFleet(config, lambda line: print(line, file=sys.stderr)) as fleet, fleet.router() as router:
+    async with RayFleet(config, tell) as fleet, fleet.router() as router:
         members = await fleet.members()
         addresses = [one.address for one in members]
         before = await router.complete(PROMPT, PARAMS)
@@ -68,13 +113,9 @@ async def main(address: str, keys_file: str) -> None:
                 crossed += result.samples[0].finish_reason == "length"
         async with connect(addresses, keys=keys_file) as other:
             again = await other.complete(PROMPT, PARAMS)
-        await fleet.update_weights(router, 5, [("weights", "uint64", (1,), np.array([77], np.uint64))])
+        await fleet.update_weights(router, 5, weights(77))
         told = await router.complete(PROMPT, PARAMS)
-        each = [
-            list((await router.complete(PROMPT, PARAMS, decoders=[one.address])).samples[0].token_ids)
-            for one in members
-            if one.role == "decode"
-        ]
+        each = [await tokens_of(router, one.address) for one in members if one.role == "decode"]
         say(
             what="serves",
             members=[[one.name, one.address, one.pid, one.node] for one in members],
