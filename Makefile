@@ -58,7 +58,7 @@ test: $(STAMP)
 
 # one after the other, with what they measure: each module has a cluster, and clusters are many processes
 test-ray: $(RAY)
-	$(BIN)/python -m pytest -rP plugins/fdasync-ray
+	$(BIN)/python -m pytest -rP -o faulthandler_timeout=3600 plugins/fdasync-ray
 
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property

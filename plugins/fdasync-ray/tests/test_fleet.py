@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ray_fleets import PARAMS, PROMPT, WHOLE_S, Load, until_gone, until_used, weights
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")
 
 from fdasync_ray import FleetConfig, RayFleet, attach  # noqa: E402 - behind the skip
+from fdasync_ray.weights import packed  # noqa: E402
 
 pytestmark = [
     # of Ray's own code
@@ -85,6 +87,15 @@ async def test_it_scales_while_it_serves_and_an_actor_of_another_process_finds_a
         view = await fleet.view()
         assert view.current is not None
         assert view.current.version == "9"
+
+
+def test_a_node_has_one_copy_of_an_object_whoever_reads_it(cluster):
+    values = np.arange(1 << 18, dtype=np.float32)
+    read = ray.get(ray.put(packed([("a", "float32", values.shape, values)])))
+    (data,) = read.data
+    assert (data.view(np.float32) == values).all()
+    assert not data.flags.owndata
+    assert not data.flags.writeable
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).parent / "programs" / "two_machines.py"
 ADDRESS = "10.77.0.1:6380"
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "disabled"}
 WHOLE_S = 30.0
-UP_S = 60.0
+UP_S = 180.0
 END_S = 20.0
 # what a machine has for itself: Ray's folder of sockets and logs, and its memory
 OWN = "mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "

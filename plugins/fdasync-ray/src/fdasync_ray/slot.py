@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.keys import FleetKeys
     from fdasync_ray.config import Current, FleetConfig, Told, View
 
-_WATCH_S = 10.0
+_WATCH_S = 4.0
 _SOON_S = 3.0
 _ROOM_S = 1.0
 _UPDATE_S = 900.0
@@ -89,7 +89,7 @@ class Slot:
         self.state = "placing"
         self.node = self.wanted = self.problem = ""
         self.full_since: float | None = None
-        self._told_full = False
+        self._told_full = self._is_silent = False
         self.leaving = asyncio.Event()
         self._shared = shared
         self._restarts = Restarts(shared.config.restart)
@@ -156,7 +156,7 @@ class Slot:
         """Place an instance, start it, bring it to the fleet's weights, and have it join. Raises _Full, _Lost, other
         errors of this package and of Ray's."""
         shared, config = self._shared, self._shared.config
-        lost_node, self.node, self.state = self.node, "", "placing"
+        lost_node, self.node, self.state, self._is_silent = self.node, "", "placing", False
         plan = Plan(
             name=self.name,
             role=self.role,
@@ -191,6 +191,7 @@ class Slot:
         """Have a placement group. Raises _Full."""
         # the target is a wish: Ray takes another node where it is full, and waits where all are
         bundles, target = [self._shared.config.bundle()], self.wanted or None
+        # blocking: one message
         self._group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target)
         loop = asyncio.get_running_loop()
         until, pause_s = loop.time() + self._shared.config.place_s, _POLL_S
@@ -267,6 +268,7 @@ class Slot:
     async def _watch(self) -> None:
         """Return when an instance left as it was asked to. Raises _Lost when it ended by itself, or is out of reach."""
         leaving = asyncio.ensure_future(self.leaving.wait())
+        watching: asyncio.Future[Told] | None = None
         asked = False
         try:
             while True:
@@ -288,21 +290,23 @@ class Slot:
                 raise _Lost(told.problem)
         finally:
             leaving.cancel()
+            if watching is not None and not watching.done():
+                watching.cancel()
+                await asyncio.wait([watching])
 
     async def _look(self, limit_s: float) -> Told:
-        try:
-            told: Told = await answer(self._actor.watch.remote(limit_s), f"watching {self.name}", limit_s + _SOON_S)
-        except ray.exceptions.ActorUnavailableError:
+        """What the actor tells, when its instance has ended or the time is over. Raises _Lost, after a second try: a
+        connection may break, or a node stand still for seconds, while both ends live."""
+        for wait_s in (limit_s, 0.0):
             try:
-                # a connection may break while both of its ends live
-                told = await answer(self._actor.watch.remote(0.0), f"watching {self.name}", _SOON_S)
-            except (DeadlineExceeded, ray.exceptions.RayError):
-                raise _Lost(f"node {self.node[:8]} of {self.name} is out of reach") from None
-        except DeadlineExceeded:
-            raise _Lost(f"node {self.node[:8]} of {self.name} is out of reach") from None
-        except ray.exceptions.RayActorError:
-            raise _Lost(f"the actor of {self.name}, on node {self.node[:8]}, has ended") from None
-        return told
+                told: Told = await answer(self._actor.watch.remote(wait_s), f"watching {self.name}", wait_s + _SOON_S)
+                return told
+            except (DeadlineExceeded, ray.exceptions.ActorUnavailableError):
+                continue
+            except ray.exceptions.RayActorError:
+                raise _Lost(f"the actor of {self.name}, on node {self.node[:8]}, has ended") from None
+        self._is_silent = True
+        raise _Lost(f"node {self.node[:8]} of {self.name} is out of reach")
 
     async def _end(self) -> None:
         """Take an instance out of the registry, end its actor, and give its place back. Never raises."""
@@ -310,7 +314,7 @@ class Slot:
         try:
             if self._shared.registry is not None:
                 await answer(self._shared.registry.leave.remote(self.name), "leaving")
-            if actor is not None and self.node:
+            if actor is not None and self.node and not self._is_silent:
                 close_s = self._shared.config.engine.close_deadline_s
                 limit_s = close_s + CLOSE_S if not self.problem else _SOON_S
                 await answer(actor.aclose.remote(), f"ending {self.name}", limit_s)
@@ -318,7 +322,12 @@ class Slot:
             # it is killed below, and its child with it
             pass
         finally:
-            if actor is not None:
-                ray.kill(actor)
-            if group is not None:
-                remove_placement_group(group)
+            # threads: Ray's control store answers by blocking calls alone, and may be slow where nodes are lost
+            await asyncio.to_thread(_give_back, actor, group)
+
+
+def _give_back(actor: Any, group: Any) -> None:
+    if actor is not None:
+        ray.kill(actor)
+    if group is not None:
+        remove_placement_group(group)
