@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from ray_fleets import PARAMS, PROMPT, WHOLE_S, Load, parent_of, runs, until_gone, weights
+from ray_fleets import PARAMS, PROMPT, SOON_S, Load, parent_of, runs, until_gone, weights
 
 from fdasync import SamplingParams
 from fdasync.errors import ConfigError
@@ -43,7 +43,7 @@ async def test_an_instance_dies_with_its_actor_and_another_takes_its_place(clust
         def replaced(view: Any) -> Any:
             return view if {one.pid for one in view.members if one.name == first.name} - {first.pid} else None
 
-        await fleet.until(replaced, "the instance to be replaced", WHOLE_S)
+        await fleet.until(replaced, "the instance to be replaced", SOON_S)
         assert await load.end() > 4
 
 
@@ -146,7 +146,7 @@ async def test_the_second_signal_ends_the_command_at_once(cluster, tmp_path):
         lines: list[str] = []
 
         async def until_line(words: str) -> None:
-            async with asyncio.timeout(WHOLE_S):
+            async with asyncio.timeout(SOON_S):
                 while not lines or words not in lines[-1]:
                     lines.append((await process.stdout.readline()).decode())
                     assert lines[-1], lines
@@ -161,7 +161,7 @@ async def test_the_second_signal_ends_the_command_at_once(cluster, tmp_path):
         async with client.router() as router:
             asked = SamplingParams(max_tokens=900)
             calls = [asyncio.create_task(router.complete([number, 3], asked)) for number in range(2, 6)]
-            async with asyncio.timeout(WHOLE_S):
+            async with asyncio.timeout(SOON_S):
                 while not sum(one.status.running for one in router.stats().instances if one.status):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             process.send_signal(signal.SIGINT)
@@ -170,7 +170,7 @@ async def test_the_second_signal_ends_the_command_at_once(cluster, tmp_path):
             await until_line("requests were cut short")
             results = await asyncio.gather(*calls, return_exceptions=True)
         assert [one for one in results if not isinstance(one, Exception) and one.finish_reason == "length"] == []
-        async with asyncio.timeout(WHOLE_S):
+        async with asyncio.timeout(SOON_S):
             await process.communicate()
         assert process.returncode == 1
         await until_gone(pids)

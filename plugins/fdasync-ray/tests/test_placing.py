@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ray_fleets import PROMPT, environment_of, parent_of, until_used
+from ray_fleets import PROMPT, SOON_S, environment_of, parent_of, until_used
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.errors import BadInput, ConfigError
@@ -62,7 +62,7 @@ async def test_a_group_is_on_one_node_and_no_room_is_an_error_that_names_what_th
         assert [line for line in lines if "m3" in line] == ["no node has room for m3; it waits for room"]
         # the others serve, and who waits for room leaves at once
         await router.complete(PROMPT, SamplingParams(max_tokens=4))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             assert await fleet.scale(mixed=2)
             assert await fleet.scale(mixed=3)
         await until_used(router, (await fleet.members())[-1].address)

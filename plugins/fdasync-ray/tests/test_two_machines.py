@@ -133,6 +133,7 @@ def test_weights_cross_once_links_are_authenticated_and_a_machine_that_falls_sil
     assert len(set(outlived["nodes"])) == 2
     assert outlived["changed"]
     assert outlived["same"]
+    assert "m1 has its weights from m0: who published them has ended" in outlived["lines"]
     go_on()
     assert told()["nodes"] == [2, 2]
     before = machine.sent_nbytes()

@@ -244,6 +244,7 @@ class Slot:
                 continue
             try:
                 if await answer(other._actor.has.remote(published.path), f"asking {other.name}", _SOON_S):
+                    self._shared.tell(f"{self.name} has its weights from {other.name}: who published them has ended")
                     # it goes from node to node, and not through this process
                     return Published(published.path, (other._actor.read.remote(published.path),))
             except (FdasyncError, ray.exceptions.RayError):

@@ -28,7 +28,11 @@ PROMPT = list(range(2, 60))
 RUNNER = {"vocab_size": 128, "block_tokens": 16, "num_blocks": 256, "max_context_tokens": 512, "step_s": 0.005}
 
 
+LINES: list[str] = []
+
+
 def tell(line: str) -> None:
+    LINES.append(line)
     print(line, file=sys.stderr)
 
 
@@ -86,7 +90,13 @@ async def weights_cross(engine: EngineConfig) -> None:
         (second,) = [one for one in await fleet.members() if one != first]
         async with fleet.router() as router_of_both:
             told = [await tokens_of(router_of_both, one.address) for one in (first, second)]
-        say(what="outlived", nodes=[first.node, second.node], changed=told[0] != before, same=told[0] == told[1])
+        say(
+            what="outlived",
+            nodes=[first.node, second.node],
+            changed=told[0] != before,
+            same=told[0] == told[1],
+            lines=LINES,
+        )
         await fleet.scale(mixed=4)
         say(what="publishing", nodes=sorted(Counter(one.node for one in await fleet.members()).values()))
         path = await fleet.publish(weights(8))

@@ -11,6 +11,8 @@ import numpy as np
 from fdasync import SamplingParams
 
 WHOLE_S = 30.0
+# for what no figure is told of
+SOON_S = 120.0
 PARAMS = SamplingParams(max_tokens=24, seed=7)
 PROMPT = list(range(2, 60))
 
@@ -51,7 +53,7 @@ class Load:
 
 
 async def until_used(router: Any, address: str) -> None:
-    async with asyncio.timeout(WHOLE_S):
+    async with asyncio.timeout(SOON_S):
         while not any(  # noqa: ASYNC110 - no event announces it
             one.address == address and one.is_up and not one.problem for one in router.stats().instances
         ):
@@ -77,6 +79,6 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(WHOLE_S):
+    async with asyncio.timeout(SOON_S):
         while any(runs(pid) for pid in pids):  # noqa: ASYNC110 - they are no children of this process
             await asyncio.sleep(0.05)
