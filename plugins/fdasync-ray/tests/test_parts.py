@@ -148,6 +148,22 @@ def test_a_folder_is_a_checkpoint_and_goes_with_the_last_that_uses_it(root, tmp_
     assert not path.parent.exists()
 
 
+def test_a_node_gives_its_folder_to_another(root, tmp_path_factory):
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"a": 1}')
+    values = np.arange(6, dtype=np.float32)
+    folder = NodeFolder("u", str(model), "transformers")
+    first, second = root / "fdasync-ray-u" / "1", root / "fdasync-ray-u" / "2"
+    folder.write(str(first), packed([("a", "float32", (6,), values)]))
+    copied = folder.read(str(first))
+    assert not any(data.flags.owndata for data in copied.files.values()), "gigabytes are not read twice"
+    folder.write_once(str(second), copied)
+    assert sorted(file.name for file in second.iterdir()) == ["config.json", "model.safetensors"]
+    for file in first.iterdir():
+        assert (second / file.name).read_bytes() == file.read_bytes()
+    folder.close()
+
+
 def _hold(root: Path) -> None:
     NodeFolder("dead", "", "synthetic").write(
         str(root / "fdasync-ray-dead" / "1"), packed([("weights", "uint64", (1,), np.array([3], np.uint64))])
