@@ -1,0 +1,142 @@
+"""The process of one transfer engine: it has the staging area, no other memory of an instance, and starts nothing.
+
+Mooncake listens on all addresses and asks nobody who they are: who reaches its ports reaches the memory of this process
+at most. Calls of the engine are made on the loop, since one that hangs holds a lock that all others need, so a thread
+would not help; `engine.py` kills a process that hangs. Transfers that run are polled, with naps in between: the engine
+has nothing to wait on, and its waiting calls keep a core busy. Knows no blocks and no requests. `engine.py` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from fdasync.errors import PluginError, ProtocolError, RunnerError
+from fdasync.ipc.child import settle
+from fdasync.ipc.deadlines import Within
+from fdasync.ipc.service import Service, serve
+from fdasync.ipc.shared_memory import SharedRegion
+from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Ping, Read, Start, Started, Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.errors import FdasyncError
+
+# uvloop's timers count whole milliseconds, in which a fast network brings ten MB
+_NAP_S = 100e-6
+_GROUP, _NAME = "fdasync.transports", "mooncake"
+
+
+class _EngineService(Service):
+    """One engine."""
+
+    messages = Verb
+    errors = ERRORS
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._staging: SharedRegion | None = None
+        self._address = 0
+        # transfers that run, by the engine's number
+        self._reads: dict[int, asyncio.Future[int]] = {}
+
+    async def perform(self, message: Verb, fds: list[int]) -> object:
+        if isinstance(message, Start):
+            return self._start(message, fds)
+        if isinstance(message, Ping):
+            return None
+        if self._engine is None:
+            raise ProtocolError("a call came before the engine was started")
+        if isinstance(message, Connect):
+            return await self._connect(message)
+        return await self._read(message)
+
+    def _start(self, message: Start, fds: list[int]) -> Started:
+        try:
+            module = importlib.import_module("mooncake.engine")
+        except ImportError as error:
+            raise PluginError(
+                _GROUP, _NAME, "fdasync-mooncake",
+                f"its engine cannot be imported: {error}; install one of fdasync-mooncake[cpu] and"
+                " fdasync-mooncake[cuda], never both, and the system library libibverbs1",
+            ) from error  # fmt: skip
+        self._staging = SharedRegion(fds.pop(0), message.nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging.map))
+        engine = module.TransferEngine()
+        code = engine.initialize(message.host, "P2PHANDSHAKE", message.protocol, message.devices)
+        if code != 0:
+            raise RunnerError(f"Mooncake's engine does not start at {message.host} by {message.protocol} (code {code})")
+        code = engine.register_memory(self._address, message.nbytes)
+        if code != 0:
+            hint = "; rdma locks memory: see ulimit -l" if message.protocol == "rdma" else ""
+            raise RunnerError(f"Mooncake's engine could not register {message.nbytes} bytes (code {code}){hint}")
+        self._engine = engine
+        settle()
+        return Started(engine.get_rpc_port(), self._address)
+
+    async def _connect(self, message: Connect) -> str:
+        host, _, port = message.segment.rpartition(":")
+        try:
+            # the engine's own connect has no limit, and holds up all transfers
+            async with Within(message.limit_s):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+        except (OSError, TimeoutError) as error:
+            return f"{message.segment} cannot be reached: {error or 'no answer'}"
+        # blocking: a few round trips; an engine that is stopped keeps it for a minute, and this process is killed
+        found = self._engine.get_first_buffer_address(message.segment)
+        return "" if found else f"{message.segment} is no engine with memory"
+
+    async def _read(self, message: Read) -> int:
+        assert self._staging is not None
+        if not 0 <= message.offset <= message.offset + message.nbytes <= self._staging.nbytes:
+            raise ProtocolError("a read to outside of the staging area")
+        # one entry: of a batch the engine looks at the first transfer only
+        batch = self._engine.batch_transfer_async_read(
+            message.segment, [self._address + message.offset], [message.address], [message.nbytes]
+        )
+        if not batch:
+            return -1
+        loop = asyncio.get_running_loop()
+        ended = self._reads[batch] = loop.create_future()
+        if len(self._reads) == 1:
+            loop.call_soon(self._poll)
+        return await asyncio.shield(ended)
+
+    def _poll(self) -> None:
+        found = [(batch, code) for batch in self._reads if (code := self._engine.transfer_check_status(batch))]
+        for batch, code in found:
+            # never asked again: the engine has dropped it
+            ended = self._reads.pop(batch)
+            if not ended.done():
+                ended.set_result(code)
+        if self._reads:
+            if not found:
+                time.sleep(_NAP_S)  # blocking: a nap of a process that has nothing else to do
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def error_of(self, message: Verb, error: BaseException) -> FdasyncError:  # noqa: ARG002 - the contract's
+        if isinstance(error, PluginError | RunnerError):
+            return error
+        return RunnerError(f"{type(error).__name__}: {error}")
+
+    async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        # the process ends with all that it has; the engine's own end takes seconds
+        for call in calls:
+            call.cancel()
+
+
+def main() -> None:
+    """The child's program."""
+    # names and units of Mooncake; variables of the operator stay
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "5")
+    serve(_EngineService())
