@@ -137,6 +137,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.request",
         ),
         "fdasync_mooncake": (*_STORE, "fdasync.ipc.*"),
+        "fdasync_mooncake.transfer": (
+            "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
+        ),
         "fdasync_transformers.model": (
             *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.runner.shares",
         ),

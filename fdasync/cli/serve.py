@@ -33,6 +33,12 @@ _encrypt_blocks = click.option(
     is_flag=True,
     help="Blocks that go over tcp do so by TLS 1.3, both ways; needs --keys, and the package of fdasync[tls].",
 )
+_trusted_network = click.option(
+    "--trusted-network",
+    is_flag=True,
+    help="Whoever reaches this machine's ports may read and write blocks on their way: have them come from other"
+    " machines by Mooncake's engine (fdasync-mooncake), over RDMA or TCP, where both instances say so.",
+)
 
 
 @click.command()
@@ -61,6 +67,7 @@ _encrypt_blocks = click.option(
     help="File of `fdasync keys new`: every link that is not ipc is authenticated and encrypted.",
 )
 @_encrypt_blocks
+@_trusted_network
 @click.option(
     "--peer",
     "peers",
@@ -139,6 +146,7 @@ def serve(**options: Any) -> None:
     help="File of `fdasync keys new`: links over tcp are authenticated and encrypted.",
 )
 @_encrypt_blocks
+@_trusted_network
 @_drain_s
 @click.option(
     "--json-log",

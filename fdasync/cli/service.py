@@ -51,6 +51,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_port: int = 0
     keys: Path | None = None
     encrypt_blocks: bool = False
+    trusted_network: bool = False
     peers: tuple[str, ...] = ()
     name: str = ""
     transport: str = "auto"
@@ -119,6 +120,7 @@ async def _serve(config: EngineConfig, options: ServeOptions) -> int:
         transport=options.transport,
         keys=options.keys,
         encrypt_blocks=options.encrypt_blocks,
+        trusted_network=options.trusted_network,
     )
     voice = Voice(_STDOUT)
     with Signals() as signals:

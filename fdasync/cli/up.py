@@ -63,6 +63,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     keys: Path | None = None
     encrypt_blocks: bool = False
+    trusted_network: bool = False
     drain_s: float = 600.0
     json_log: Path | None = None
     restart: RestartRules = RestartRules()
@@ -94,6 +95,7 @@ class _Up:
             host=options.host,
             keys="" if options.keys is None else str(options.keys.absolute()),
             encrypt_blocks=options.encrypt_blocks,
+            trusted_network=options.trusted_network,
         )
         if options.json_log is not None:
             options.json_log.mkdir(parents=True, exist_ok=True)

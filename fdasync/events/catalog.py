@@ -556,12 +556,15 @@ class LinkChanged(Notice, frozen=True, kw_only=True):
             moment when few file descriptors are left (`zmq_listener.py`).
         up: the link is up.
         problem: why it was lost.
+        blocks: of an instance whose link is up: by which transports blocks come from it, best first, and by which not,
+            and why.
     """
 
     peer: str
     role: LinkRole
     up: bool
     problem: str = ""
+    blocks: str = ""
 
 
 class ConnectionsRefused(Notice, frozen=True, kw_only=True):

@@ -46,6 +46,7 @@ def plans_for(
     host: str = "",
     keys: str = "",
     encrypt_blocks: bool = False,
+    trusted_network: bool = False,
 ) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
     its own GPUs where these are placed (`EngineConfig.gpus`).
@@ -55,7 +56,7 @@ def plans_for(
             "": at sockets in the fleet's folder.
         host: what others dial in place of the host of `listen`; see `Instance`.
         keys: file of the fleet's keys; "": none.
-        encrypt_blocks: see `Instance`.
+        encrypt_blocks, trusted_network: see `Instance`.
 
     Raises ConfigError where that cannot be.
     """
@@ -77,7 +78,9 @@ def plans_for(
             drain_s=drain_s,
             listen=_listen(listen, host, number, bool(keys)),
             keys=keys,
-            extra=("--encrypt-blocks",) * encrypt_blocks + (("--host", host) if host else ()),
+            extra=("--encrypt-blocks",) * encrypt_blocks
+            + ("--trusted-network",) * trusted_network
+            + (("--host", host) if host else ()),
         )
         for number, (name, role) in enumerate(names)
     ]

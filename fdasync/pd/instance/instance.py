@@ -20,6 +20,7 @@ from fdasync.errors import (
     EngineClosed,
     FdasyncError,
     PeerUnreachable,
+    PluginError,
     UpdateUnderWay,
     WeightsDiffer,
 )
@@ -72,7 +73,7 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.transfer.device import DeviceTransport
 from fdasync.pd.transfer.device_blocks import BlockPuller
-from fdasync.pd.transfer.plugins import TransportSpec, make_transport
+from fdasync.pd.transfer.plugins import TransportSpec, make_transport, transport_class
 from fdasync.pd.transfer.process.proxy import TransferProcess
 from fdasync.pd.transfer.shm import shm_problem
 from fdasync.pd.transfer.transports import Transports
@@ -94,6 +95,8 @@ if TYPE_CHECKING:
     from fdasync.pd.transfer.base import Transport
     from fdasync.runner.base import Capacity, Runner
 
+#: the transport over fast networks, where these are trusted
+FAST = "mooncake"
 # limit of `messages.Name`
 _NAME_CHARS = 256
 _MAX_PORT = 65535
@@ -117,11 +120,19 @@ def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
     )
 
 
-def _auto(listen: str) -> tuple[tuple[str, ...], str]:
+def _auto(listen: str, trusted: bool) -> tuple[tuple[str, ...], str]:
     """The transports for "auto", in order of preference, and a notice for the user."""
     if not listen.startswith("ipc://"):
         # the instance has a port on the loopback already
-        return ("shm", "tcp"), ""
+        if not trusted:
+            return ("shm", "tcp"), ""
+        try:
+            transport_class(FAST)
+        except PluginError as error:
+            return ("shm", "tcp"), f"the network is trusted, and blocks do not go by {FAST}: {error.problem}"
+        return ("shm", FAST, "tcp"), ""
+    if trusted:
+        return _auto(listen, False)[0], "no block crosses a network: it listens at a socket of this machine"
     problem = shm_problem()
     if not problem:
         return ("shm",), ""
@@ -146,6 +157,9 @@ class Instance:
             tcp besides if the instance listens at a tcp address, and tcp alone if memory cannot be shared. A tcp
             transport listens at a loopback port, which all users of the machine can reach, but not read from without
             its token. An instance that listens at an ipc address has no such port otherwise.
+        trusted_network: whoever reaches this machine's ports may read and write the blocks that are on their way. With
+            "auto" and a tcp address, blocks from other machines come by `mooncake` (`plugins/fdasync-mooncake`) where
+            the other side trusts the network, too, and else by tcp. Without it such a transport is refused by name.
         transfer_process: blocks are copied and hashed in a process beside this loop, which copies of 200 MB would hold
             up for 50 ms in all. False: on this loop, as given `transports` do; one process less for each instance.
         links: times and bounds of the links.
@@ -177,6 +191,7 @@ class Instance:
         links: LinkConfig | None = None,
         keys: FleetKeys | str | Path | None = None,
         encrypt_blocks: bool = False,
+        trusted_network: bool = False,
         wire: Wire | None = None,
         transports: Sequence[Transport] | None = None,
         runner: Runner | None = None,
@@ -200,6 +215,10 @@ class Instance:
                 f"needs links with keys, and {listen} has none",
                 hint="give keys, and listen at tcp://",
             )
+        if encrypt_blocks and trusted_network:
+            raise ConfigError(
+                "trusted_network", "has blocks go in clear, and encrypt_blocks not", hint="give one of the two"
+            )
         self._encrypt_blocks = encrypt_blocks
         self.shows_blocks = transport == "device"
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self, drafter=drafter)
@@ -215,10 +234,18 @@ class Instance:
         self._wire = wire
         self.notice = ""
         self._process: TransferProcess | None = None
+        optional: Sequence[str] = ()
         if transports is None:
-            kinds, self.notice = _auto(listen) if transport in ("auto", "device") else ((transport,), "")
-            transports = self._make_transports(kinds, transfer_process)
-        self._transports = Transports(transports, self._process)
+            is_auto = transport in ("auto", "device")
+            kinds, self.notice = _auto(listen, trusted_network) if is_auto else ((transport,), "")
+            if not is_auto and not trusted_network and transport_class(transport).needs_trust:
+                raise ConfigError(
+                    "transport", f"is {transport!r}: whoever reaches its ports reads and writes blocks on their way",
+                    hint="trust the network on all instances (--trusted-network), or choose another",
+                )  # fmt: skip
+            optional = [kind for kind in kinds if is_auto and kind == FAST]
+            transports = self._make_transports(kinds, transfer_process, optional)
+        self._transports = Transports(transports, self._process, optional)
         self._links: Links | None = None
         self._context: InstanceContext | None = None
         self._hanging_up: asyncio.Task[None] | None = None
@@ -227,13 +254,18 @@ class Instance:
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
-    def _make_transports(self, kinds: Sequence[str], in_process: bool) -> Sequence[Transport]:
+    def _make_transports(self, kinds: Sequence[str], in_process: bool, optional: Sequence[str]) -> Sequence[Transport]:
         keyed_host = "" if self._keys is None or is_ipc(self._listen) else number_of(self._listen)
         said = host_of(advertised(self._listen, self._host)) if self._host else ""
         specs = [
-            TransportSpec(kind, keyed_host, self._encrypt_blocks, said, self._data_port)
-            if kind == "tcp"
-            else TransportSpec(kind)
+            TransportSpec(
+                kind,
+                keyed_host,
+                tls=self._encrypt_blocks and kind == "tcp",
+                said_host=said,
+                port=self._data_port if kind == "tcp" else 0,
+                optional=kind in optional,
+            )
             for kind in kinds
         ]
         # made here in any case, so that a plugin that is missing is named before a model is loaded
@@ -285,6 +317,8 @@ class Instance:
                 self.notice = f"blocks do not go from device to device: {problem}" + f"; {self.notice}" * bool(
                     self.notice
                 )
+            for kind, problem in self._transports.problems.items():
+                self.notice = f"blocks do not go by {kind}: {problem}" + f"; {self.notice}" * bool(self.notice)
             # raises what ended the engine meanwhile
             self.engine.load()
             self.listens = links.listen(self._listen)
@@ -509,11 +543,17 @@ class Instance:
         )
 
     def on_up(self, peer: Peer) -> None:
-        self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=True))
+        self.engine.bus.publish(
+            LinkChanged(peer=peer.name, role=peer.role or "", up=True, blocks=self._blocks_from(peer))
+        )
         if peer.role == "router" and not peer.was_dialed:
             self._kv_events.add(peer)
         elif not peer.was_dialed and peer.hello is not None:
             self._transports.prepare(peer.hello.sources)
+
+    def _blocks_from(self, peer: Peer) -> str:
+        is_instance = peer.hello is not None and peer.role != "router"
+        return self._transports.told(peer.hello.sources) if is_instance and peer.hello is not None else ""
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:  # noqa: ARG002 - the contract's
         handler = self._on.get(type(message))

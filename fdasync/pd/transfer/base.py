@@ -78,9 +78,15 @@ class Transport(ABC):
 
     Attributes:
         name: the transport's name in `Hello.sources`; two instances use a transport that both have.
+        needs_trust: processes that show nothing may reach what it copies, on the way or in memory of its own. An
+            instance has it only where its user says that the network is trusted (`Instance(trusted_network=True)`).
+        takes_host: it is made with the address at which this side is reached, in numbers, and `keyed=True`, where links
+            have keys; else without arguments.
     """
 
     name: ClassVar[str]
+    needs_trust: ClassVar[bool] = False
+    takes_host: ClassVar[bool] = False
 
     @staticmethod
     def checksum(data: bytes) -> int:

@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from fdasync.errors import PluginError
@@ -10,16 +12,20 @@ from fdasync.pd.transfer.base import Transport
 from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.registry.registry import TRANSPORTS, Registry
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class TransportSpec(msgspec.Struct, frozen=True, array_like=True):
     """How a transport is made.
 
     Attributes:
         name: of the plugin.
-        keyed_host: of "tcp", where links have keys: the address that it listens on, in numbers; "": the loopback.
+        keyed_host: where links have keys: the address at which this side is reached, in numbers; "": the loopback.
         tls: of "tcp", where links have keys: blocks travel by TLS.
-        said_host: of "tcp": the address that receivers dial, in numbers; "": the one that it listens on.
+        said_host: the address that receivers dial, in numbers; "": the one that it listens on.
         port: of "tcp": that it listens on; 0: any.
+        optional: the others are opened without it where it does not open.
     """
 
     name: str
@@ -27,19 +33,28 @@ class TransportSpec(msgspec.Struct, frozen=True, array_like=True):
     tls: bool = False
     said_host: str = ""
     port: int = 0
+    optional: bool = False
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The transport of this name. Raises PluginError."""
+    # mypy takes an abstract base for a class that is going to be made
+    return Registry().load(TRANSPORTS, name, Transport)  # type: ignore[type-abstract]
 
 
 def make_transport(spec: TransportSpec) -> Transport:
     """A transport. Raises PluginError, BadInput for the address, ConfigError for TLS without what it
     needs."""
-    if spec.keyed_host:
-        return TcpTransport(spec.keyed_host, keyed=True, tls=spec.tls, said_host=spec.said_host, port=spec.port)
-    if spec.name == "tcp":
-        return TcpTransport(port=spec.port)
-    name = spec.name
-    # mypy takes an abstract base for a class that is going to be made
-    transport = Registry().load(TRANSPORTS, name, Transport)  # type: ignore[type-abstract]
+    transport: Callable[..., Transport] = transport_class(spec.name)
+    options: dict[str, str | bool | int] = {}
+    if transport is TcpTransport and spec.keyed_host:
+        options = {"host": spec.keyed_host, "keyed": True, "tls": spec.tls, "said_host": spec.said_host}
+    elif spec.keyed_host and transport_class(spec.name).takes_host:
+        options = {"host": spec.said_host or spec.keyed_host, "keyed": True}
+    if transport is TcpTransport:
+        options["port"] = spec.port
     try:
-        return transport()
+        return transport(**options)
     except TypeError as error:
-        raise PluginError(TRANSPORTS, name, "", f"it cannot be made without arguments: {error}") from error
+        how = f"with {', '.join(options)}" if options else "without arguments"
+        raise PluginError(TRANSPORTS, spec.name, "", f"it cannot be made {how}: {error}") from error

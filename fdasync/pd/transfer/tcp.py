@@ -55,6 +55,7 @@ class TcpTransport(Endpoint):
     """
 
     name: ClassVar[str] = "tcp"
+    takes_host: ClassVar[bool] = True
     _regions: Sequence[SharedRegion]
 
     def __init__(

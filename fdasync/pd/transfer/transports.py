@@ -1,6 +1,7 @@
 """Holds all transports of an instance, and chooses the one by which it reads from another instance.
 
-Memory of the same machine is mapped (`shm`) rather than read over a socket (`tcp`). If mapping fails for good (another
+Memory of the same machine is mapped (`shm`) rather than read over a network, and where the network is trusted a fast
+engine (`mooncake`) goes before a socket (`tcp`). If mapping fails for good (another
 user's process, another container), that sender is read over the socket from then on. Parts of devices go by `device`
 alone: a sender offers them to a receiver that said that it reads them (`reads_device`), and else offers host blocks.
 The rows of such a block are parts of shared memory, and go by one of the others. Knows no messages and no blocks.
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.cache.store.base import Outcome
-from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.errors import FdasyncError, InvariantBroken, PluginError, RunnerError
 from fdasync.ipc.shared_memory import DEVICE_REGION
 from fdasync.pd.transfer.base import CopySpec, Transport, checksum_parts
 from fdasync.pd.transfer.validation import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from fdasync.ipc.shared_memory import Part, SharedRegion
     from fdasync.pd.messages import Source
@@ -37,16 +38,25 @@ class Transports:
     Args:
         transports: the transports, in order of preference; this object closes them.
         process: the process that these are in; None: they are on this loop.
+        optional: names of those that are left out where they do not open.
 
     Attributes:
+        problems: why transports were left out, by name.
         device_problem: why blocks do not go from device to device, though that was asked for; "" if they do.
     """
 
-    def __init__(self, transports: Sequence[Transport], process: TransferProcess | None = None) -> None:
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        process: TransferProcess | None = None,
+        optional: Collection[str] = (),
+    ) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._process = process
         self._regions: Sequence[SharedRegion] = ()
         self._unfit: set[bytes] = set()
+        self._optional = frozenset(optional)
+        self.problems: dict[str, str] = {}
         self._device: DeviceTransport | None = None
         self.device_problem = ""
 
@@ -54,8 +64,15 @@ class Transports:
         """See `Transport.open`. `device` is closed by this object; where the devices show no memory, blocks go by way
         of the host, and `device_problem` says why."""
         self._regions = regions
-        for transport in self._transports.values():
-            await transport.open(regions)
+        for name, transport in list(self._transports.items()):
+            try:
+                await transport.open(regions)
+            except (FdasyncError, OSError) as error:
+                if name not in self._optional:
+                    raise
+                self.problems[name] = error.problem if isinstance(error, PluginError) else str(error)
+                del self._transports[name]
+                await transport.aclose()
         if device is None:
             return
         self._device = device
@@ -70,6 +87,25 @@ class Transports:
         """The sources of all transports, for `Hello`."""
         every = [*self._transports.items(), *([] if self._device is None else [(self._device.name, self._device)])]
         return tuple([(name, transport.source()) for name, transport in every])
+
+    def told(self, sources: Sources) -> str:
+        """In words: by which ways blocks come from another instance, best first, and why not by a faster one."""
+        theirs = dict(sources)
+        ways = [name for name, _, _ in self._ways(sources)]
+        missing = [name for name in self._transports if name in self._optional and name not in theirs]
+        lacks = [
+            f"not by {name}: it offers none, without trust in the network or without the engine" for name in missing
+        ]
+        return "; ".join([f"by {', '.join(ways)}" if ways else "by no way in common", *lacks])
+
+    def _ways(self, sources: Sources) -> list[tuple[str, Transport, Source]]:
+        """Transports that both have and that the route can have, best first."""
+        theirs = dict(sources)
+        return [
+            (name, transport, theirs[name])
+            for name, transport in self._transports.items()
+            if name in theirs and (name != "shm" or theirs[name].machine == transport.source().machine)
+        ]
 
     async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """XXH3-64 of parts of shared memory. The caller sees to it that no process writes to the parts until this
@@ -149,12 +185,8 @@ class Transports:
         outcomes = [Outcome("failed", f"no transport in common: it has {', '.join(theirs) or 'none'}")] * len(
             copy_specs
         )
-        ways = [
-            (transport, theirs[name])
-            for name, transport in self._transports.items()
-            if name in theirs and (name != "shm" or theirs[name].machine == transport.source().machine)
-        ]
-        for number, (transport, source) in enumerate(ways):
+        ways = self._ways(sources)
+        for number, (_, transport, source) in enumerate(ways):
             last = number == len(ways) - 1
             if source.token in self._unfit and not last:
                 continue

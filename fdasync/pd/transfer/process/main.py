@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from fdasync.errors import FdasyncError, ProtocolError
+from fdasync.errors import FdasyncError, PluginError, ProtocolError
 from fdasync.ipc.child import settle
 from fdasync.ipc.service import Service, serve
 from fdasync.ipc.shared_memory import SharedRegion
@@ -62,18 +62,26 @@ class _TransferService(Service):
         deadline = asyncio.get_running_loop().time() + message.limit_s
         return await transport.receive(message.source, message.copy_specs, deadline)
 
-    async def _open(self, message: Open, fds: list[int]) -> list[Source]:
+    async def _open(self, message: Open, fds: list[int]) -> list[Source | str]:
         if len(fds) != len(message.region_nbytes):
             raise ProtocolError(f"{len(fds)} fds came for {len(message.region_nbytes)} regions")
         for nbytes in message.region_nbytes:
             self._regions.append(SharedRegion(fds.pop(0), nbytes))
+        sources: list[Source | str] = []
         for spec in message.specs:
             transport = make_transport(spec)
             # from now on it is closed, whether it opens or not
             self._transports.append(transport)
-            await transport.open(self._regions)
+            try:
+                await transport.open(self._regions)
+                sources.append(transport.source())
+            except (FdasyncError, OSError) as error:
+                if not spec.optional:
+                    raise
+                await transport.aclose()
+                sources.append(error.problem if isinstance(error, PluginError) else str(error))
         settle()
-        return [transport.source() for transport in self._transports]
+        return sources
 
     def error_of(self, message: Open | Verb, error: BaseException) -> FdasyncError:  # noqa: ARG002 - the contract's
         return error_of(error)

@@ -18,7 +18,8 @@ from fdasync.pd.transfer.plugins import TransportSpec
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Make these transports and open them; the answer is the `Source` of each, in order.
+    """Make these transports and open them; the answer is the `Source` of each, in order; for an optional one that does
+    not open, why.
 
     Attributes:
         specs: of the transports; other calls name one by its place.

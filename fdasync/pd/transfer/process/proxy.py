@@ -38,6 +38,7 @@ from fdasync.pd.transfer.process.messages import (
     Withdraw,
 )
 from fdasync.pd.transfer.validation import CLOSED, broken, refused
+from fdasync.registry.registry import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ _OPEN_S = 60.0
 _CHECKSUMS_S = 30.0
 #: how long the process may take to end a call that is over, before it is killed
 STOP_S = 5.0
-_SOURCES = msgspec.msgpack.Decoder(tuple[Source, ...])
+_SOURCES = msgspec.msgpack.Decoder(tuple[Source | str, ...])
 _SOURCE = msgspec.msgpack.Decoder(Source)
 _OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
 _SUMS = msgspec.msgpack.Decoder(tuple[int, ...])
@@ -80,7 +81,8 @@ class TransferProcess:
         self.transports = tuple([ProcessTransport(self, place, spec.name) for place, spec in enumerate(specs)])
         self._specs = tuple(specs)
         self._client: RpcClient | None = None
-        self._sources: tuple[Source, ...] = ()
+        # of an optional one that did not open: why
+        self._sources: tuple[Source | str, ...] = ()
         # places of the transports that are open
         self._users: set[int] = set()
         self._closed = False
@@ -118,11 +120,15 @@ class TransferProcess:
         return self._client
 
     async def open(self, regions: Sequence[SharedRegion], place: int) -> Source:
-        """Start the process, unless another transport did; the source of one."""
+        """Start the process, unless another transport did; the source of one. Raises PluginError for an optional one
+        that did not open, and as `_start`."""
         self._users.add(place)
         if self._client is None:
             await self._start(regions)
-        return self._sources[place]
+        found = self._sources[place]
+        if isinstance(found, str):
+            raise PluginError(TRANSPORTS, self._specs[place].name, "", found)
+        return found
 
     async def _start(self, regions: Sequence[SharedRegion]) -> None:
         """Raises OSError, and what a transport's `open` raises, as RunnerError where it is no error of fdasync."""
@@ -141,7 +147,7 @@ class TransferProcess:
             raise
         client.gone.add_done_callback(self._gone)
 
-    def _fits(self, sources: tuple[Source, ...]) -> bool:
+    def _fits(self, sources: tuple[Source | str, ...]) -> bool:
         return len(sources) == len(self._specs)
 
     def tell(self, message: Verb) -> None:

@@ -116,10 +116,11 @@ class Control(asyncio.Protocol):
             async with Within(self._stuck_s):
                 await self._loop.create_connection(lambda: self, self.host, self._port)
         except (OSError, TimeoutError) as error:
+            why = str(error) or "no answer"
             self.drop(
                 broken(
                     f"the sender says that its blocks are at {self._address}, and they cannot be reached there:"
-                    f" {error or 'no answer'}; it must listen (--listen) at an address that is reached from here"
+                    f" {why}; it must listen (--listen) at an address that is reached from here"
                 )
             )
 

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.errors import FdasyncError, PluginError, RunnerError, WorkerStuck
+from fdasync.errors import FdasyncError, RunnerError, WorkerStuck
 from fdasync.ipc.deadlines import wait_within
 from fdasync.ipc.rpc import RpcClient
-from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Ping, Read, Start, Started
+from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Met, Ping, Read, Start, Started
 from fdasync_mooncake.transfer.staging import STAGING_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from fdasync.ipc.shared_memory import SharedRegion
 
 NAME = "mooncake engine"
 _MODULE = "fdasync_mooncake.transfer.engine_main"
+#: what its verbs raise
+ENGINE_ERRORS = (FdasyncError, OSError)
 #: what `read` answers when all bytes have come
 DONE = 1
 
@@ -41,7 +43,7 @@ _RESTART_S = 1.0
 _SHUN_S = 30.0
 _STARTED = msgspec.msgpack.Decoder(Started)
 _NONE = msgspec.msgpack.Decoder(None)
-_TEXT = msgspec.msgpack.Decoder(str)
+_MET = msgspec.msgpack.Decoder(Met)
 _CODE = msgspec.msgpack.Decoder(int)
 
 
@@ -80,7 +82,7 @@ class Engine:
         self._starting: asyncio.Task[RpcClient] | None = None
         self._started_at = 0.0
         self._closed = False
-        self._connecting: dict[str, asyncio.Task[str]] = {}
+        self._connecting: dict[str, asyncio.Task[Met]] = {}
         self._connected: set[str] = set()
         self._shunned: dict[str, float] = {}
 
@@ -137,30 +139,30 @@ class Engine:
             await self._kill(client, "a ping", CONNECT_S)
         answer.result()  # of a future that is done
 
-    async def connect(self, segment: str) -> str:
-        """Get to know another engine; the problem, or "". Raises as `start`."""
+    async def connect(self, segment: str) -> Met:
+        """Get to know another engine. Raises as `start`."""
         if segment in self._connected:
-            return ""
+            return Met()
         loop = asyncio.get_running_loop()
         self._shunned = {name: until for name, until in self._shunned.items() if until > loop.time()}
         if segment in self._shunned:
-            return f"{segment} held up this machine's engine a moment ago"
+            return Met(f"{segment} held up this machine's engine a moment ago")
         if segment not in self._connecting:
             task = self._connecting[segment] = loop.create_task(self._connect(segment))
             task.add_done_callback(lambda _: self._connecting.pop(segment, None))
         return await asyncio.shield(self._connecting[segment])
 
-    async def _connect(self, segment: str) -> str:
+    async def _connect(self, segment: str) -> Met:
         client = await self.start()
-        answer = client.send(Connect(segment, CONNECT_S), _TEXT)
+        answer = client.send(Connect(segment, CONNECT_S), _MET)
         await wait_within([answer], 2 * CONNECT_S)
         if not answer.done():
             self._shunned[segment] = asyncio.get_running_loop().time() + _SHUN_S
             await self._kill(client, f"connecting to {segment}", 2 * CONNECT_S)
-        problem = answer.result()  # of a future that is done
-        if not problem:
+        met = answer.result()  # of a future that is done
+        if not met.problem:
             self._connected.add(segment)
-        return problem
+        return met
 
     async def read(self, segment: str, address: int, offset: int, nbytes: int) -> int:
         """Read another engine's memory into the staging area: `DONE`, or a code of Mooncake's.
@@ -197,7 +199,3 @@ class Engine:
     def _gone(self, gone: asyncio.Future[Exception]) -> None:
         if not self._closed:
             self._on_end(gone.result())  # of a future that is done
-
-
-ENGINE_ERRORS = (FdasyncError, OSError)
-__all__ = ["DONE", "ENGINE_ERRORS", "Engine", "PluginError", "protocol_here"]

@@ -21,7 +21,7 @@ from fdasync.ipc.child import settle
 from fdasync.ipc.deadlines import Within
 from fdasync.ipc.service import Service, serve
 from fdasync.ipc.shared_memory import SharedRegion
-from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Ping, Read, Start, Started, Verb
+from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Met, Ping, Read, Start, Started, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ class _EngineService(Service):
         settle()
         return Started(engine.get_rpc_port(), self._address)
 
-    async def _connect(self, message: Connect) -> str:
+    async def _connect(self, message: Connect) -> Met:
         host, _, port = message.segment.rpartition(":")
         try:
             # the engine's own connect has no limit, and holds up all transfers
@@ -89,11 +89,13 @@ class _EngineService(Service):
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
-        except (OSError, TimeoutError) as error:
-            return f"{message.segment} cannot be reached: {error or 'no answer'}"
+        except TimeoutError:
+            return Met(f"{message.segment} takes no connection within {message.limit_s:g} s: see firewalls", lasts=True)
+        except OSError as error:
+            return Met(f"{message.segment} cannot be reached: {error}")
         # blocking: a few round trips; an engine that is stopped keeps it for a minute, and this process is killed
         found = self._engine.get_first_buffer_address(message.segment)
-        return "" if found else f"{message.segment} is no engine with memory"
+        return Met("" if found else f"{message.segment} is no engine with memory")
 
     async def _read(self, message: Read) -> int:
         assert self._staging is not None

@@ -44,7 +44,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag="connect"):
-    """Get to know another engine; the answer is the problem, or "". Blocks the process while that engine is stopped.
+    """Get to know another engine; the answer is `Met`. Blocks the process while that engine is stopped.
 
     Attributes:
         limit_s: for its port to take a connection.
@@ -52,6 +52,18 @@ class Connect(msgspec.Struct, frozen=True, array_like=True, tag="connect"):
 
     segment: str
     limit_s: float
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True):
+    """Whether an engine can be read from.
+
+    Attributes:
+        problem: why not; "" if it can.
+        lasts: nothing between the machines lets a connection through.
+    """
+
+    problem: str = ""
+    lasts: bool = False
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):

@@ -112,9 +112,9 @@ class Landing:
             self.problem = self._check(staged)
             if self.problem is not None:
                 return
-            problem = await self._engine.connect(staged.segment)
-            if problem:
-                self.problem = broken(problem)
+            met = await self._engine.connect(staged.segment)
+            if met.problem:
+                self.problem = refused(met.problem) if met.lasts else broken(met.problem)
                 return
             self.slot = await self._slots.take(control)
             self._reading = True

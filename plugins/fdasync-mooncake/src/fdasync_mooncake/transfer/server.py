@@ -2,7 +2,8 @@
 
 Only parts that are on offer are read, slice by slice. A slot belongs to its receiver until that frees it, or until its
 connection ends. A receiver that keeps a slot for too long, greets too late or says what is not in the protocol is
-dropped; one that keeps all that it may have leaves places for others (`Slots`). Knows no copies. Made by `transport.py`.
+dropped; one that keeps all that it may have leaves places for others (`Slots`). Knows no copies. Made by
+`transport.py`.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ class Receiver(asyncio.Protocol):
                 self._say(pack(told))
 
     async def _stage(self, stage: Stage, slot: int) -> Staged | Unstaged:
-        server, engine = self._server, self._server.engine
+        engine = self._server.engine
         try:
             if self._checked:
                 await engine.start()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
@@ -102,9 +103,7 @@ class MooncakeTransport(Endpoint):
             raise PluginError("fdasync.transports", self.name, "fdasync-mooncake", str(error)) from error
         self._offers.open(regions)
         outgoing = Slots(range(SLOTS, 2 * SLOTS))
-        self._server = Server(
-            self._token, regions, self._offers, self.engine, outgoing, self._staging, self._stuck_s
-        )
+        self._server = Server(self._token, regions, self._offers, self.engine, outgoing, self._staging, self._stuck_s)
         await self._server.start(self._host)
         if self._closed:
             raise RunnerError("it was closed while it opened")
@@ -164,7 +163,7 @@ class MooncakeTransport(Endpoint):
                 while len(ahead) < _WINDOW and (runs := next(batches, None)) is not None:
                     landing = Landing(self.engine, self._slots, control, transfer, runs)
                     self._landings.add(landing)
-                    landing.task.add_done_callback(lambda _, landing=landing: self._landings.discard(landing))
+                    landing.task.add_done_callback(partial(self._landed, landing))
                     ahead.append(landing)
                 if not ahead:
                     return
@@ -181,6 +180,9 @@ class MooncakeTransport(Endpoint):
         finally:
             for landing in ahead:
                 landing.leave()
+
+    def _landed(self, landing: Landing, _task: asyncio.Task[None]) -> None:
+        self._landings.discard(landing)
 
     def _control(self, source: Source) -> Control:
         key = (source.token, source.address)
@@ -259,5 +261,3 @@ class _Taker:
             elif not any(part.nbytes for part in copy_spec.parts[run.part + 1 :]):
                 self._outcomes[run.place] = COPY_DONE
         return True
-
-
