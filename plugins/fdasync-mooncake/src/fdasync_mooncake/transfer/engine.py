@@ -47,12 +47,18 @@ _MET = msgspec.msgpack.Decoder(Met)
 _CODE = msgspec.msgpack.Decoder(int)
 
 
-def protocol_here() -> tuple[str, str]:
-    """Protocol and devices: MOONCAKE_PROTOCOL and MOONCAKE_DEVICE, which Mooncake's own tools read; else rdma where the
-    machine has a device for it."""
+def protocol_here() -> tuple[str, str, str]:
+    """Protocol, devices, and the problem with them, or "": of MOONCAKE_PROTOCOL and MOONCAKE_DEVICE, which Mooncake's
+    own tools read; else rdma where the machine has a device for it. Mooncake itself starts with any of them."""
     found = Path("/sys/class/infiniband")
-    protocol = os.environ.get("MOONCAKE_PROTOCOL") or ("rdma" if found.is_dir() and any(found.iterdir()) else "tcp")
-    return protocol, os.environ.get("MOONCAKE_DEVICE", "")
+    has_devices = found.is_dir() and any(found.iterdir())  # blocking: sysfs, microseconds
+    protocol = os.environ.get("MOONCAKE_PROTOCOL") or ("rdma" if has_devices else "tcp")
+    problem = ""
+    if protocol not in ("tcp", "rdma"):
+        problem = f"MOONCAKE_PROTOCOL is {protocol!r}, not tcp or rdma"
+    elif protocol == "rdma" and not has_devices:
+        problem = "MOONCAKE_PROTOCOL is 'rdma', and this machine has no device for it in /sys/class/infiniband"
+    return protocol, os.environ.get("MOONCAKE_DEVICE", ""), problem
 
 
 class Engine:
@@ -71,7 +77,7 @@ class Engine:
     """
 
     def __init__(self, host: str, staging: SharedRegion, on_end: Callable[[Exception], None]) -> None:
-        self.protocol, self._devices = protocol_here()
+        self.protocol, self._devices, self._problem = protocol_here()
         self.segment = ""
         self.address = 0
         self.restarts = -1
@@ -87,9 +93,9 @@ class Engine:
         self._shunned: dict[str, float] = {}
 
     @property
-    def pid(self) -> int:
-        """Of its process; -1 while there is none."""
-        return -1 if self._client is None or self._client.gone.done() else self._client.process.pid
+    def pid(self) -> int | None:
+        """Of its process; None while there is none: no number stands for no process in a call that ends processes."""
+        return None if self._client is None or self._client.gone.done() else self._client.process.pid
 
     async def start(self) -> RpcClient:
         """Start it unless it runs; callers at the same time share the start, and cancelling one stops its waiting only.
@@ -99,6 +105,8 @@ class Engine:
         """
         if self._closed:
             raise RunnerError("the transport is closed")
+        if self._problem:
+            raise RunnerError(self._problem)
         if self._client is not None and self._client.ending is None:
             return self._client
         if self._starting is None or self._starting.done():
@@ -197,5 +205,6 @@ class Engine:
         await client.kill(WorkerStuck(NAME, client.process.pid, what, limit_s))
 
     def _gone(self, gone: asyncio.Future[Exception]) -> None:
+        self._connected.clear()
         if not self._closed:
             self._on_end(gone.result())  # of a future that is done
