@@ -93,9 +93,7 @@ class Transports:
         theirs = dict(sources)
         ways = [name for name, _, _ in self._ways(sources)]
         missing = [name for name in self._transports if name in self._optional and name not in theirs]
-        lacks = [
-            f"not by {name}: it offers none, without trust in the network or without the engine" for name in missing
-        ]
+        lacks = [f"not by {name}: it offers none (--trusted-network on both sides)" for name in missing]
         return "; ".join([f"by {', '.join(ways)}" if ways else "by no way in common", *lacks])
 
     def _ways(self, sources: Sources) -> list[tuple[str, Transport, Source]]:

@@ -232,7 +232,7 @@ async def test_an_engine_that_is_stopped_fails_its_copies_by_their_deadline_and_
 @pytest.mark.usefixtures("network")
 async def test_an_engine_that_was_stopped_before_it_is_met_is_started_again_and_holds_up_nobody(monkeypatch):
     async with Hooks().sides(3) as (stopped, sender, receiver):
-        monkeypatch.setattr(engine_module, "CONNECT_S", 0.5)
+        monkeypatch.setattr(engine_module, "_PING_S", 0.5)
         first, other = receiver.wanted(stopped, "a", MIB), receiver.wanted(sender, "b", MIB)
         pid = stopped.transport.engine.pid
         assert pid is not None

@@ -34,13 +34,15 @@ DONE = 1
 
 # it takes 40 ms by tcp; rdma looks at its devices
 START_S = 20.0
-CONNECT_S = 2.0
+# an engine that a silent connection keeps answers after 5 s
+CONNECT_S = 6.0
+_PING_S = 2.0
 # Mooncake ends a transfer by itself 5 s after the last byte
 READ_S = 15.0
 _STOP_S = 2.0
 _RESTART_S = 1.0
 # an engine whose stop held up another one is left alone for so long
-_SHUN_S = 30.0
+_SHUN_S = 10.0
 _STARTED = msgspec.msgpack.Decoder(Started)
 _NONE = msgspec.msgpack.Decoder(None)
 _MET = msgspec.msgpack.Decoder(Met)
@@ -142,9 +144,9 @@ class Engine:
         """Raise unless it answers: a receiver's engine must not meet one that hangs. Raises as `start`."""
         client = await self.start()
         answer = client.send(Ping(), _NONE)
-        await wait_within([answer], CONNECT_S)
+        await wait_within([answer], _PING_S)
         if not answer.done():
-            await self._kill(client, "a ping", CONNECT_S)
+            await self._kill(client, "a ping", _PING_S)
         answer.result()  # of a future that is done
 
     async def connect(self, segment: str) -> Met:
@@ -163,10 +165,10 @@ class Engine:
     async def _connect(self, segment: str) -> Met:
         client = await self.start()
         answer = client.send(Connect(segment, CONNECT_S), _MET)
-        await wait_within([answer], 2 * CONNECT_S)
+        await wait_within([answer], CONNECT_S + _PING_S)
         if not answer.done():
             self._shunned[segment] = asyncio.get_running_loop().time() + _SHUN_S
-            await self._kill(client, f"connecting to {segment}", 2 * CONNECT_S)
+            await self._kill(client, f"connecting to {segment}", CONNECT_S + _PING_S)
         met = answer.result()  # of a future that is done
         if not met.problem:
             self._connected.add(segment)

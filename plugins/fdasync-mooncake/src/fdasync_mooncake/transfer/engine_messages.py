@@ -47,7 +47,7 @@ class Connect(msgspec.Struct, frozen=True, array_like=True, tag="connect"):
     """Get to know another engine; the answer is `Met`. Blocks the process while that engine is stopped.
 
     Attributes:
-        limit_s: for its port to take a connection.
+        limit_s: for its answer.
     """
 
     segment: str
