@@ -1,4 +1,4 @@
-"""The other process of `benchmarks/transports.py`: blocks in shared memory, behind both transports and a raw socket.
+"""The other process of `benchmarks/transports.py`: blocks in shared memory, behind transports and a raw socket.
 
 It announces them in one line, then serves until its standard input ends. A process that it forks before any loop runs
 answers raw requests with plain `sendall` from the same memory.
@@ -20,7 +20,8 @@ import uvloop
 from fdasync.ipc.child import die_with_parent
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import checksum_parts
+from fdasync.pd.transfer.base import Transport, checksum_parts
+from fdasync.pd.transfer.plugins import TransportSpec, make_transport
 from fdasync.pd.transfer.shm import ShmTransport
 from fdasync.pd.transfer.tcp import TcpTransport
 
@@ -71,9 +72,10 @@ def serve_raw(listener: socket.socket, regions: list[SharedRegion], count: int, 
                     sock.sendall(view)
 
 
-async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int) -> None:
+async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int, extra: list[str]) -> None:
     blocks = [parts_of(number, nbytes) for number in range(count)]
-    transports = {"shm": ShmTransport(), "tcp": TcpTransport(), "tls": TcpTransport(tls=True)}
+    transports: dict[str, Transport] = {"shm": ShmTransport(), "tcp": TcpTransport(), "tls": TcpTransport(tls=True)}
+    transports |= {name: make_transport(TransportSpec(name)) for name in extra}
     for transport in transports.values():
         await transport.open(regions)
         for parts in blocks:
@@ -108,7 +110,7 @@ def main() -> None:
         serve_raw(listener, regions, count, nbytes)
     port = listener.getsockname()[1]
     listener.close()
-    uvloop.run(serve(regions, port, count, nbytes))
+    uvloop.run(serve(regions, port, count, nbytes, sys.argv[3:]))
 
 
 if __name__ == "__main__":

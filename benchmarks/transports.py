@@ -11,6 +11,9 @@ the medians of MB/s. The longest callback is measured in rounds of its own, on a
 **tls.** (`--only tls` alone) The same blocks by TLS and in clear, in turns: `tls_over_tcp` is the ratio of the medians
 of MB/s. Both ends encrypt on the cores that this machine has.
 
+**mooncake.** (`--only mooncake` alone, as root) The same blocks by Mooncake's engine, tcp and shm, in turns, in a
+network that has only loopback: `mooncake_over_tcp` and `mooncake_over_shm` are ratios of the medians of MB/s.
+
 **The loop.** (`--only loop` alone) What receiving these blocks, and hashing as many, costs the loop of an instance, on
 it and with the process beside it; `--blocks 206` is a hand-over of 216 MB.
 """
@@ -39,6 +42,7 @@ from benchmarks._timed_loop import TimedLoop
 from benchmarks._transfer_loop import measure_loop_share
 from benchmarks._transport_sender import ROWS_NBYTES, Announcement, parts_of, regions_of
 from fdasync.pd.transfer.base import CopySpec
+from fdasync.pd.transfer.plugins import TransportSpec, make_transport
 from fdasync.pd.transfer.shm import ShmTransport
 from fdasync.pd.transfer.tcp import TcpTransport
 
@@ -57,11 +61,12 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": Tc
 class Bench:
     """The sender's process, the receiver's regions, and both raw arms."""
 
-    def __init__(self, count: int, nbytes: int) -> None:
+    def __init__(self, count: int, nbytes: int, extra: Sequence[str] = ()) -> None:
+        """`extra`: transports of plugins that the sender has, too."""
         self.count, self.nbytes = count, nbytes
         self.moved_nbytes = count * (nbytes + ROWS_NBYTES)
         self.regions = regions_of(count, nbytes)
-        command = [sys.executable, "-m", "benchmarks._transport_sender", str(count), str(nbytes)]
+        command = [sys.executable, "-m", "benchmarks._transport_sender", str(count), str(nbytes), *extra]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self.sender = msgspec.msgpack.decode(base64.b64decode(self._process.stdout.readline()), type=Announcement)
@@ -182,15 +187,14 @@ async def measure_loop(bench: Bench, name: str, rounds: int) -> list[tuple[float
     return longest
 
 
-async def measure_tls(bench: Bench, pairs: int) -> dict[str, list[float]]:
-    """Seconds of one receive by TLS, and in clear, pair by pair."""
-    times: dict[str, list[float]] = {"tls": [], "tcp": []}
-    transports = {"tls": TcpTransport(tls=True), "tcp": TcpTransport()}
+async def measure_ours(bench: Bench, transports: dict[str, Transport], rounds: int) -> dict[str, list[float]]:
+    """Seconds of one receive by each, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in transports}
     for transport in transports.values():
         await transport.open(bench.regions)
     try:
-        for round_ in range(WARM_ROUNDS + pairs):
-            for name in ("tls", "tcp") if round_ % 2 else ("tcp", "tls"):
+        for round_ in range(WARM_ROUNDS + rounds):
+            for name in transports if round_ % 2 else reversed(transports):
                 bench.spoil()
                 started = time.perf_counter()
                 await bench.ours(transports[name], name)
@@ -234,14 +238,29 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
     parser.add_argument("--block-nbytes", type=int, default=1 << 20, help="KV of a block (default 1 MiB)")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
-    parser.add_argument("--only", choices=[*TRANSPORTS, "tls", "loop"], help="this part only")
+    parser.add_argument("--only", choices=[*TRANSPORTS, "tls", "loop", "mooncake"], help="this part only")
     parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("Transports against the raw path")
     report.conditions["calibration_us"] = round(calibrate_us(), 1)
     report.conditions["blocks"] = f"{options.blocks} of {options.block_nbytes} bytes, rows of {ROWS_NBYTES}"
     load = os.getloadavg()[0]
-    bench = Bench(options.blocks, options.block_nbytes)
+    if options.only == "mooncake":
+        # of a plugin, which need not be installed
+        from fdasync_mooncake.testing import in_loopback_namespace
+
+        with in_loopback_namespace():
+            measure_all(report, options)
+    else:
+        measure_all(report, options)
+    # load of this machine by other processes, before and after
+    report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
+    report.finish(options.json_path)
+
+
+def measure_all(report: Report, options: argparse.Namespace) -> None:
+    """Add the figures that were asked for."""
+    bench = Bench(options.blocks, options.block_nbytes, ["mooncake"] if options.only == "mooncake" else [])
     try:
         for name in TRANSPORTS:
             if options.only in (None, name):
@@ -255,11 +274,21 @@ def main() -> None:
                 report.conditions[f"{name}_callback_ms_by_round"] = [round(value, 3) for value, _ in longest]
                 report.conditions[f"{name}_callback_longest"] = what
         if options.only in (None, "tls"):
-            found = uvloop.run(measure_tls(bench, options.pairs))
+            both: dict[str, Transport] = {"tls": TcpTransport(tls=True), "tcp": TcpTransport()}
+            found = uvloop.run(measure_ours(bench, both, options.pairs))
             tls, clear = (rates(bench.moved_nbytes, found[arm]) for arm in ("tls", "tcp"))
             report.add("tls_over_tcp", [rate / statistics.median(clear) for rate in tls])
             report.add("tls_mb_per_s", tls)
             report.add("tls_clear_mb_per_s", clear)
+        if options.only == "mooncake":
+            three = {name: make_transport(TransportSpec(name)) for name in ("mooncake", "tcp", "shm")}
+            found = uvloop.run(measure_ours(bench, three, options.pairs))
+            by_name = {name: rates(bench.moved_nbytes, seconds) for name, seconds in found.items()}
+            for name, values in by_name.items():
+                report.add(f"{name}_mb_per_s", values)
+            for name in ("tcp", "shm"):
+                middle = statistics.median(by_name[name])
+                report.add(f"mooncake_over_{name}", [rate / middle for rate in by_name["mooncake"]])
         for name in TRANSPORTS if options.only in (None, "loop") else ():
             with asyncio.Runner(loop_factory=TimedLoop) as runner:
                 runner.run(measure_loop_share(report, bench, name, options.pairs))
@@ -267,9 +296,6 @@ def main() -> None:
             compare_slices(report, bench, options.pairs)
     finally:
         bench.close()
-    # load of this machine by other processes, before and after
-    report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
-    report.finish(options.json_path)
 
 
 if __name__ == "__main__":
