@@ -66,9 +66,9 @@ def fleet(
     under: Mapping[Part, Sequence[str]] | None = None,
     runner: dict[str, Any] | None = None,
     late: bool = False,
-    tls: bool = False,
+    transport: Sequence[str] = ("tcp",),
 ) -> Iterator[Load]:
-    """Blocks go over tcp: hosts that are namespaces of one machine could map each other's memory.
+    """Blocks go over the network: hosts that are namespaces of one machine could map each other's memory.
 
     Args:
         joined: what joins the hosts.
@@ -77,7 +77,7 @@ def fleet(
         under: commands under which parts of it run, such as `env NAME=VALUE`.
         runner: of the configuration.
         late: a request at the end runs longer than its deadline.
-        tls: blocks travel by TLS.
+        transport: by which blocks travel, with the options that go with it.
     """
     under = under or {}
     keys, config = str(folder / "keys.json"), config_file(folder, runner)
@@ -95,7 +95,7 @@ def fleet(
         parts: tuple[tuple[Part, Host, str], ...] = (("prefill", a, addresses[0]), ("decode", b, addresses[1]))
         for role, host, address in parts:
             serve = ["serve", "--config", str(config), "--role", role, "--listen", address, "--keys", keys]
-            out = start(role, host, COMMAND, *serve, "--transport", "tcp", *["--encrypt-blocks"] * tls).stdout
+            out = start(role, host, COMMAND, *serve, "--transport", *transport).stdout
             assert out is not None
             assert "ready at" in out.readline()
         beside = b if router is None else router

@@ -73,7 +73,15 @@ def test_hosts_of_other_times_serve_together(tmp_path: Path, prefill: str, decod
     a, b = Host(), Host()
     wire = join("near", a, b, A, B, seed=3)
     with fleet(
-        tmp_path, a, b, wire, weights=str(weights), under=under, runner={"step_s": 0.005}, late=True, tls=True
+        tmp_path,
+        a,
+        b,
+        wire,
+        weights=str(weights),
+        under=under,
+        runner={"step_s": 0.005},
+        late=True,
+        transport=("tcp", "--encrypt-blocks"),
     ) as load:
         if jump:
             part, by = jump.split()

@@ -69,3 +69,22 @@ def test_a_cut_hangs_nothing_and_heals(tmp_path: Path, directions: tuple[str, ..
     check(found)
     assert found["ends"]["length"] > 1
     assert found["healed_s"] < 20.0
+
+
+@pytest.mark.slow
+def test_blocks_cross_by_mooncakes_engine(tmp_path: Path) -> None:
+    try:
+        from fdasync_mooncake.testing import why_not as no_mooncake
+    except ImportError as error:
+        pytest.skip(f"plugins/fdasync-mooncake is not installed: {error}")
+    if reason := no_mooncake():
+        pytest.skip(reason)
+    a, b = Host(), Host()
+    wire = Wire(a, b, A, B, delay_s=0.002, loss=0.01, seed=1)
+    with fleet(tmp_path, a, b, wire, transport=("mooncake", "--trusted-network")) as load:
+        time.sleep(1.0)  # the load goes on meanwhile
+        wire.cut("ab", "ba")
+        time.sleep(1.0)  # the length of the cut
+        wire.cut()
+        found = load.end()
+    check(found)
