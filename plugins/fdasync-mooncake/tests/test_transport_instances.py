@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from fdasync_mooncake.transfer import engine as engine_module
+from fdasync_mooncake.transfer.staging import SLOTS
 from fdasync_mooncake.transfer.transport import MooncakeTransport
 
 import fdasync
@@ -19,6 +23,7 @@ from fdasync.pd.link.keys import new_keys
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.transfer.plugins import TransportSpec, transport_class
 from fdasync.pd.transfer.process.proxy import TransferProcess
+from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.pd.transfer.transports import Transports
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.leaks import no_leaks
@@ -157,6 +162,55 @@ async def test_the_way_follows_the_route_and_an_engine_that_does_not_start_is_le
             assert [name for name, _ in other.sources()] == ["shm", "tcp"]
             await other.aclose()
             await here.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("why", ["firewall", "protocol", "elsewhere"])
+async def test_an_engine_that_cannot_be_read_from_here_has_its_sender_read_over_tcp(why, monkeypatch):
+    monkeypatch.setattr(engine_module, "CONNECT_S", 0.5)
+    hooks = TransportHooks()
+    hooks.make = MooncakeTransport
+    with no_leaks(), silent_port() as port:
+        async with hooks.sides(2) as (sender, receiver):
+            tcp = TcpTransport()
+            await tcp.open(sender.regions)
+            engine = sender.transport.engine
+            if why == "firewall":
+                engine.segment = f"127.0.0.1:{port}"
+            elif why == "protocol":
+                engine.protocol = "rdma"
+            else:
+                engine.segment = "10.1.2.3:15000"
+            parts, sums = sender.block("a", 300_000)
+            tcp.offer(parts)
+            sources = (("mooncake", sender.source), ("tcp", tcp.source()))
+            ways = Transports([MooncakeTransport(), TcpTransport()], None, ["mooncake"])
+            await ways.open(receiver.regions)
+            loop = asyncio.get_running_loop()
+            for _ in range(2):
+                spec = receiver.copy_spec(parts, sums)
+                (outcome,) = await ways.receive(sources, [spec], loop.time() + 5.0)
+                assert outcome.ok, outcome
+                receiver.assert_has(spec, "a")
+            # it was asked once
+            assert sender.transport._server.slots.num_free == SLOTS
+            assert ways._unfit == {sender.source.token}
+            await ways.aclose()
+            await tcp.aclose()
+
+
+@contextmanager
+def silent_port():
+    """A port that takes no connection: its queue is full, as behind a firewall that drops what comes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener, ExitStack() as dialled:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            sock = dialled.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
 
 
 def kill_child_of(pid):
