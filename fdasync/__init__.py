@@ -54,7 +54,16 @@ if TYPE_CHECKING:
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
-    from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams, WeightsFingerprint
+    from fdasync.request import (
+        GenerateOptions,
+        Grammar,
+        GroupTensors,
+        PauseMode,
+        SamplingParams,
+        TensorMeta,
+        WeightsFingerprint,
+        WeightsGroup,
+    )
     from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample, Usage, WeightSpan
 
 # the modules of the names that are no errors
@@ -70,6 +79,7 @@ _HOMES = {
     "Generation": "generator",
     "Generator": "generator",
     "Grammar": "request",
+    "GroupTensors": "request",
     "Instance": "pd.instance.instance",
     "InstanceLoad": "generator",
     "InstanceStats": "pd.router.stats",
@@ -83,10 +93,12 @@ _HOMES = {
     "Routing": "result",
     "Sample": "result",
     "SamplingParams": "request",
+    "TensorMeta": "request",
     "TokenStream": "engine.stream",
     "Usage": "result",
     "WeightSpan": "result",
     "WeightsFingerprint": "request",
+    "WeightsGroup": "request",
     "connect": "pd.router.router",
 }
 
@@ -114,6 +126,7 @@ __all__ = [
     "Generator",
     "Grammar",
     "GrammarFailed",
+    "GroupTensors",
     "Instance",
     "InstanceLoad",
     "InstanceLost",
@@ -140,6 +153,7 @@ __all__ = [
     "SourceUnsupported",
     "StoreRejected",
     "StoreUnavailable",
+    "TensorMeta",
     "TokenStream",
     "TokenizerFailed",
     "TooLong",
@@ -151,6 +165,7 @@ __all__ = [
     "WeightsBroken",
     "WeightsDiffer",
     "WeightsFingerprint",
+    "WeightsGroup",
     "WeightsRejected",
     "WorkerDied",
     "WorkerStuck",

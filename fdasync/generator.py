@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from typing import Literal, Self, Unpack
 
-    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
+    from fdasync.request import (
+        GenerateOptions,
+        PauseMode,
+        Prompt,
+        SamplingParams,
+        WeightsFingerprint,
+        WeightsGroup,
+        WeightSource,
+    )
     from fdasync.result import Delta, Result, Sample
 
 
@@ -384,8 +392,9 @@ class Generator(Protocol):
                 the version of each span of their tokens. The first one is the configuration's weight_version. None: the
                 version in use with its last run of digits counted one up ("0" to "1", "step-9" to "step-10"; "-1" is
                 appended where there are no digits).
-            source: a checkpoint folder (every generator takes one), or (name, dtype, shape, buffer) tuples, which a
-                router refuses with SourceUnsupported.
+            source: a checkpoint folder (every generator takes one), (name, dtype, shape, buffer) tuples, which a router
+                refuses with SourceUnsupported, or `GroupTensors`, which the trainer broadcasts meanwhile. While an
+                update in parts is open (`begin_weight_update`), these are its next part, and nothing else is taken.
             mode: "abort": requests that ran end with their results so far, and finish_reason "abort"; requests that
                 waited run under the new weights. "keep": all go on; requests with KV on the device use it to their end,
                 the others start again from their tokens under the new weights.
@@ -396,13 +405,67 @@ class Generator(Protocol):
 
         A version names one set of weights. The version in use may be given again with a folder of the same weights,
         which is compared and not loaded: the call succeeds, and no request ends or starts again. Other weights under a
-        version in use, tensors under it, and a version that was used earlier are refused with BadInput.
+        version in use, tensors under it, and a version that was used earlier are refused with BadInput. Tensors of a
+        group that come in one pause, which the caller asked for, may all have one version: no step runs between them.
+        None then is the version of those before.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no
         step uses them); EngineClosed. Cancelling stops the waiting: the update goes on to
         its end.
         """
+
+    @abstractmethod
+    async def join_weights_group(self, group: WeightsGroup) -> None:
+        """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
+
+        Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). No step
+        runs until then. A group of the same name is left first, so the call may be repeated. One by which an update
+        failed has been left. gloo and NCCL ask nobody who they are: workers listen on the loopback interface, or on the
+        one that the configuration names (`EngineConfig.weights_interface`).
+
+        Raises BadInput naming the field, for another machine's address without that setting too; WeightsRejected where
+        the ranks do not meet within `group.timeout_s`; UpdateUnderWay; EngineClosed. Cancelling stops the waiting.
+        """
+
+    @abstractmethod
+    async def leave_weights_group(self, name: str) -> None:
+        """Leave a group; its other ranks see the connection end. Does nothing where there is none of that name.
+
+        Raises UpdateUnderWay while tensors are being received; EngineClosed.
+        """
+
+    @abstractmethod
+    async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        """Begin an update in parts: no step runs until it ends. Its parts are calls of `update_weights` with
+        `GroupTensors`; a version that they name is the update's.
+
+        Args:
+            mode: as in `update_weights`.
+
+        Where a part is refused and none came before it, the update ends with nothing changed. Where one fails, or is
+        refused after others, and where nobody goes on with the update in time, the weights are broken (WeightsBroken)
+        until another update has replaced what this one did.
+
+        Raises BadInput; UpdateUnderWay while another update is open; EngineClosed.
+        """
+
+    @abstractmethod
+    async def end_weight_update(
+        self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
+    ) -> None:
+        """End an update in parts: all of them came, and steps run on the new weights. One of no parts changes nothing.
+
+        Args:
+            version, expected: as in `update_weights`. A version of None: that of the last part that named one.
+
+        Raises BadInput where no update is open; WeightsBroken; WeightsDiffer; EngineClosed.
+        """
+
+    @abstractmethod
+    async def abandon_weight_update(self) -> None:
+        """End an update in parts that is not whole: the weights are broken where a part of it came. Does nothing where
+        none is open. Raises UpdateUnderWay while tensors are being received; EngineClosed."""
 
     @abstractmethod
     async def set_weight_version(self, version: str | int) -> None:

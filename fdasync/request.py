@@ -9,7 +9,7 @@ import difflib
 import re
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 import msgspec
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int]
     #: name, dtype, shape, buffer
     NamedTensor = tuple[str, str, Sequence[int], Any]
-    #: a checkpoint folder, or tensors
-    WeightSource = str | os.PathLike[str] | Sequence[NamedTensor]
+    #: a checkpoint folder, tensors, or tensors that a trainer broadcasts
+    WeightSource: TypeAlias = "str | os.PathLike[str] | Sequence[NamedTensor] | GroupTensors"
 
 LogprobKind = Literal["none", "raw", "processed", "both"]
 #: what a pause does to the requests that are inside (`Generator.pause`)
@@ -69,6 +69,59 @@ class WeightsFingerprint(msgspec.Struct, frozen=True):
 
     weights_id: str
     tensors: dict[str, str] = {}
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a caller gives for a weight update.
+
+    Attributes:
+        name: as in the checkpoint or in the model's state dict.
+        dtype: numpy's name, "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        shape: of the whole tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process group of `torch.distributed` over which a trainer, its rank 0, broadcasts weights.
+
+    Attributes:
+        name: of the group, as all of its ranks know it.
+        address, port: of the trainer's store (`torch.distributed.TCPStore`).
+        world_size: ranks of the group, the trainer's among them.
+        rank: of the first worker here, from 1 on. An engine over N GPUs takes N ranks, a router those of its instances,
+            one instance behind the other in the order of their addresses.
+        backend: "gloo" between CPUs, "nccl" between GPUs.
+        timeout_s: longest that the ranks may take to meet, and that the next bytes of an update may take to come.
+    """
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    rank: int = 1
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout_s: float = 60.0
+
+
+class GroupTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors that rank 0 of a group broadcasts, as a source of new weights.
+
+    Attributes:
+        group: name of a group that was joined (`Generator.join_weights_group`).
+        tensors: in the order in which they come.
+        bucket_nbytes: 0: a broadcast for each tensor. Else neighbours come in one, as bytes, each at a multiple of 16:
+            as many as fit into so many bytes. A larger tensor comes alone.
+        checksum: a last broadcast of 16 bytes follows, XXH3-128 over the bytes of all tensors in order, big-endian.
+    """
+
+    group: str
+    tensors: tuple[TensorMeta, ...]
+    bucket_nbytes: int = 0
+    checksum: bool = False
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

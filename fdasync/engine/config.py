@@ -118,6 +118,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
+        weights_interface: network interface on which workers meet a trainer's process group
+            (`Engine.join_weights_group`), whose ports ask nobody who they are; "": the loopback one, and no address of
+            another machine is dialled.
         update_deadline_s: loading new weights, and comparing or hashing them, each; a worker that takes longer fails
             the engine. "auto": two minutes and three times what the runner's own start took, at most
             `start_deadline_s`.
@@ -175,6 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_version: str | int = FIRST_VERSION
     inline_tokenise_chars: int = 8000
     start_deadline_s: float = 900.0
+    weights_interface: str = ""
     update_deadline_s: float | Auto = "auto"
     step_deadline_s: float = 120.0
     request_deadline_s: float = 3600.0

@@ -44,7 +44,15 @@ if TYPE_CHECKING:
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
+    from fdasync.request import (
+        GenerateOptions,
+        PauseMode,
+        Prompt,
+        SamplingParams,
+        WeightsFingerprint,
+        WeightsGroup,
+        WeightSource,
+    )
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
 
@@ -431,6 +439,8 @@ class Engine(Generator):
         Args:
             source: of tensors, names are as in the checkpoint or the model's state dict, dtypes numpy's names or
                 "bfloat16", buffers C-contiguous. Names left out keep their values. Buffers are read until this returns.
+                Tensors of a group are received by the workers, into the parameters themselves where these are whole
+                and have their dtype; nothing of them passes through this process.
 
         Raises BadInput; WeightsRejected when the source does not fit (nothing has changed, the engine goes on);
         WeightsBroken when loading failed half-way, WeightsDiffer when the weights in place are not the expected ones
@@ -442,6 +452,29 @@ class Engine(Generator):
         compared with that of the weights in use. That reads and hashes the whole folder, and no step runs meanwhile.
         """
         await self.weights.update(version, source, mode, expected=expected)
+
+    async def join_weights_group(self, group: WeightsGroup) -> None:
+        """See `Generator.join_weights_group`. Each worker takes a rank; no step runs until they have met the others."""
+        await self.weights.join(group)
+
+    async def leave_weights_group(self, name: str) -> None:
+        """See `Generator.leave_weights_group`."""
+        await self.weights.leave(name)
+
+    async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        """See `Generator.begin_weight_update`. It ends by itself where nobody goes on with it for the deadline of an
+        update (`EngineConfig.update_deadline_s`)."""
+        await self.weights.begin(mode)
+
+    async def end_weight_update(
+        self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
+    ) -> None:
+        """See `Generator.end_weight_update`."""
+        await self.weights.end(version, expected)
+
+    async def abandon_weight_update(self) -> None:
+        """See `Generator.abandon_weight_update`."""
+        self.weights.abandon()
 
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""

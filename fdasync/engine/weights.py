@@ -2,24 +2,27 @@
 
 An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Blocks of
 the old weights match no request afterwards, in any tier, because every identity is chained from the new weights id
-(docs/design.md, rules 1, 10). A label is no part of an identity. Knows no blocks and no schedule. Called by
-`engine/engine.py` and `pd/instance/instance.py`.
+(docs/design.md, rules 1, 10). A label is no part of an identity. An update that comes in parts is open from `begin` to
+`end`: no step runs meanwhile. Knows no blocks and no schedule. Called by `engine/engine.py` and
+`pd/instance/instance.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from fdasync.engine.prepare import namespace_of
-from fdasync.engine.weight_source import ITEM_NBYTES, folder_of, tensors_of
+from fdasync.engine.weight_source import ITEM_NBYTES, check_group, folder_of, group_tensors_of, tensors_of
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
     EngineClosed,
+    FdasyncError,
     TaskCancelled,
     UpdateUnderWay,
     WeightsBroken,
@@ -27,16 +30,16 @@ from fdasync.errors import (
     WeightsRejected,
 )
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged, WeightsRelabelled
-from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.deadlines import DeadlineTimer, Within, wait_within
 from fdasync.request import checked_fingerprint, checked_version, first_difference, next_order, next_version
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
-    from fdasync.request import PauseMode, WeightsFingerprint, WeightSource
+    from fdasync.request import GroupTensors, PauseMode, WeightsFingerprint, WeightsGroup, WeightSource
     from fdasync.runner.base import TensorMeta
 
     # loads a source and returns its weights id; "": it is not known
@@ -45,7 +48,31 @@ if TYPE_CHECKING:
 # bytes handed to the runner at a time: other tasks of the loop run in between
 _PIECE_NBYTES = 8 << 20
 
+# of the deadline of an update, what a worker has: it tells what went wrong before the engine ends it
+_WORKER_SHARE = 0.9
+# beyond a group's own limits
+_JOIN_GRACE_S = 10.0
+
 T = TypeVar("T")
+
+
+class _OpenUpdate:
+    """An update in parts.
+
+    Attributes:
+        mode: of `update_weights`.
+        label: that a part was given last; None: none was.
+        parts: how many have come.
+        timer: ends an update that nobody goes on with.
+    """
+
+    __slots__ = ("label", "mode", "parts", "timer")
+
+    def __init__(self, mode: Literal["abort", "keep"]) -> None:
+        self.mode = mode
+        self.label: str | None = None
+        self.parts = 0
+        self.timer: DeadlineTimer | None = None
 
 
 class Weights:
@@ -92,6 +119,9 @@ class Weights:
         self._updating = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._open: _OpenUpdate | None = None
+        # the label of the last update by a group, where the engine has been paused by its callers since before it
+        self._goes_on: str | None = None
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
@@ -116,6 +146,7 @@ class Weights:
         if self.broken is not None:
             raise self.broken
         self._held = False
+        self._goes_on = None
         self._pausers.clear()
         if not self._updating:
             # an update resumes at its own end
@@ -166,35 +197,224 @@ class Weights:
         mode: Literal["abort", "keep"],
         order: int = 0,
         expected: str | WeightsFingerprint | None = None,
+        weights_id: str = "",
     ) -> None:
-        """See `Engine.update_weights`. `order`: of these weights; 0: the next one."""
+        """See `Engine.update_weights`.
+
+        Args:
+            order: of these weights; 0: the next one.
+            weights_id: of tensors that a group brings to several engines; "": drawn here.
+        """
         self._check()
         wanted = checked_fingerprint(expected)
-        label = self._next_label() if version is None else checked_version(version)
-        if label in self._used and label != self.version:
-            raise BadInput(
-                "version", f"{label!r} was used before", hint="a version is used again only while it is in use"
-            )
-        if mode not in ("abort", "keep"):
-            raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
+        part = group_tensors_of(source)
+        if self._open is not None:
+            await self._take_part(self._open, version, part, wanted)
+            return
+        label = self._new_label(version, goes_on=part is not None)
+        _check_mode(mode)
         if self._updating:
             raise UpdateUnderWay("of this engine")
-        folder = folder_of(source)
-        load = self._tensors_loader(source) if folder is None else self._folder_loader(folder)
+        folder = None if part is not None else folder_of(source)
+        if part is not None:
+            load = self._group_loader(part)
+        else:
+            load = self._tensors_loader(source) if folder is None else self._folder_loader(folder)
         again = label == self.version
-        if again and folder is None:
+        if again and folder is None and label != self._goes_on:
             problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
-            raise BadInput("version", problem, hint="give them a version of their own")
+            hint = "give them a version of their own, or pause, or begin an update, before the first of several parts"
+            raise BadInput("version", problem, hint=hint)
+        by_group = label if part is not None and self._held else None
+        work = self._update(label, order, load, mode, folder if again else None, wanted, weights_id)
+        await self._run(work)
+        self._goes_on = by_group if self._held else None
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work of an update as a task, and wait for it. A caller who is cancelled stops waiting."""
         self._updating = True
-        work = self._update(label, order, load, mode, folder if again else None, wanted)
         self._task = task = asyncio.get_running_loop().create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
-        # a caller who is cancelled stops waiting; an update that the engine's end cut short cancels no caller
+        # an update that the engine's end cut short cancels no caller
         await asyncio.wait([task])
         if task.cancelled():
             self._check()
             raise EngineClosed("closing")
         task.result()  # of a task that is done
+
+    def _new_label(self, version: str | int | None, *, goes_on: bool = False) -> str:
+        """The label of new weights. Raises BadInput for one that was used."""
+        if version is None:
+            return self._goes_on if goes_on and self._goes_on is not None else self._next_label()
+        label = checked_version(version)
+        if label in self._used and label != self.version:
+            raise BadInput(
+                "version", f"{label!r} was used before", hint="a version is used again only while it is in use"
+            )
+        return label
+
+    # -- groups, and updates in parts -------------------------------------------------------------------
+
+    async def join(self, group: WeightsGroup) -> None:
+        """See `Engine.join_weights_group`."""
+        self._check()
+        check_group(group, self._runtime.capacity.tensor_parallel, self._config.weights_interface)
+        if self._updating:
+            raise UpdateUnderWay("of this engine")
+        await self._run(self._join(group))
+
+    async def _join(self, group: WeightsGroup) -> None:
+        runner = self._runtime.runner
+        limit_s = 2 * group.timeout_s + _JOIN_GRACE_S
+        try:
+            # a worker may wait for the others without answering
+            await self._quiet()
+            async with Within(limit_s):
+                await runner.join_group(group, self._config.weights_interface)
+        except TimeoutError:
+            self._fail(runner.overdue("joining a group", limit_s))
+            self._check()
+        except FdasyncError as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            if isinstance(error, WeightsRejected):
+                raise
+            raise WeightsRejected(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._finish()
+            self._go_on()
+
+    async def leave(self, name: str) -> None:
+        """See `Engine.leave_weights_group`."""
+        self._check()
+        if self._task is not None:
+            raise UpdateUnderWay("of this engine")
+        # closing a connection takes a moment
+        await self._in_time("leaving a group", self._runtime.runner.leave_group(name))
+
+    async def begin(self, mode: Literal["abort", "keep"]) -> None:
+        """See `Engine.begin_weight_update`."""
+        self._check()
+        _check_mode(mode)
+        if self._updating:
+            raise UpdateUnderWay("of this engine")
+        self._updating = True
+        self._open = update = _OpenUpdate(mode)
+        try:
+            await self._quiet()
+        except BaseException:
+            self._close_update(update)
+            raise
+        self._await_part(update)
+
+    async def _take_part(
+        self,
+        update: _OpenUpdate,
+        version: str | int | None,
+        part: GroupTensors | None,
+        expected: WeightsFingerprint | None,
+    ) -> None:
+        if part is None or self._task is not None:
+            raise UpdateUnderWay("of this engine, in parts")
+        if expected is not None:
+            raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
+        if version is not None:
+            update.label = self._open_label(version)
+        self._stop_waiting(update)
+        await self._run(self._receive_part(update, part))
+
+    def _open_label(self, version: str | int) -> str:
+        label = self._new_label(version)
+        if label == self.version:
+            raise BadInput("version", f"{label!r} is in use", hint="give new weights a version of their own")
+        return label
+
+    async def _receive_part(self, update: _OpenUpdate, part: GroupTensors) -> None:
+        ended = True
+        try:
+            receiving = self._receive(part, first=not update.parts, last=False)
+            await self._in_time("receiving weights", receiving)
+            update.parts += 1
+            ended = False
+        except WeightsRejected as error:
+            if update.parts:
+                self.broken = WeightsBroken(f"{error.problem}; tensors before these have been replaced")
+                raise self.broken from error
+            raise
+        except Exception as error:
+            self._break(error)
+        finally:
+            if ended:
+                self._close_update(update)
+            else:
+                self._await_part(update)
+
+    async def end(
+        self, version: str | int | None, expected: str | WeightsFingerprint | None, order: int = 0, weights_id: str = ""
+    ) -> None:
+        """See `Engine.end_weight_update`. `order`, `weights_id`: as in `update`."""
+        self._check()
+        wanted = checked_fingerprint(expected)
+        update = self._open
+        if update is None:
+            raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
+        if self._task is not None:
+            raise UpdateUnderWay("of this engine, in parts")
+        if version is not None:
+            update.label = self._open_label(version)
+        label = update.label or self._next_label()
+        self._stop_waiting(update)
+        if not update.parts:
+            # nothing came, so nothing is new
+            self._close_update(update)
+            return
+        self._open = None
+        await self._run(self._update(label, order, self._end_received, update.mode, None, wanted, weights_id))
+
+    def abandon(self) -> None:
+        """See `Engine.abandon_weight_update`."""
+        self._check()
+        if self._open is None:
+            return
+        if self._task is not None:
+            raise UpdateUnderWay("of this engine: tensors are being received")
+        self._lapse(self._open, "was abandoned")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update in parts has begun and not ended."""
+        return self._open is not None
+
+    def _await_part(self, update: _OpenUpdate) -> None:
+        limit_s = self._runtime.update_limit_s
+        loop = asyncio.get_running_loop()
+        words = f"was neither continued nor ended for {limit_s:g} s"
+        update.timer = DeadlineTimer(loop, loop.time() + limit_s, partial(self._lapse, update, words))
+
+    def _stop_waiting(self, update: _OpenUpdate) -> None:
+        if update.timer is not None:
+            update.timer.cancel()
+            update.timer = None
+
+    def _lapse(self, update: _OpenUpdate, what: str) -> None:
+        """End an update that is not whole."""
+        if update.parts:
+            self.broken = WeightsBroken(f"an update in parts {what}, after {update.parts} of them")
+        self._close_update(update)
+
+    def _close_update(self, update: _OpenUpdate) -> None:
+        self._stop_waiting(update)
+        if self._open is update:
+            self._open = None
+        self._finish()
+        if not self._closing:
+            self._go_on()
+
+    def _finish(self) -> None:
+        self._updating = self._open is not None
+        if self._runtime.driver is not None:
+            # a pause that waits for requests looks again
+            self._runtime.driver.tell()
 
     def relabel(self, version: str | int, order: int = 0) -> None:
         """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
@@ -228,6 +448,8 @@ class Weights:
         """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""
         interrupted = self._updating
         self._closing = True
+        if self._open is not None:
+            self._stop_waiting(self._open)
         if self._task is not None:
             self._task.cancel()
             # all that it awaits can be cancelled: it ends within a turn or two
@@ -239,7 +461,7 @@ class Weights:
         if self._task is task:
             self._task = None
             # a task that was cancelled before its first step has not run `_update`
-            self._updating = False
+            self._updating = self._open is not None
         if task.cancelled():
             if not self._closing:
                 # `asyncio.run` cancels all tasks at its end: the runner may lack whole weights
@@ -261,8 +483,9 @@ class Weights:
         mode: Literal["abort", "keep"],
         again: str | None,
         expected: WeightsFingerprint | None,
+        weights_id: str,
     ) -> None:
-        """`again`: the folder, where `label` is in use already."""
+        """`again`: the folder, where `label` is in use already. `weights_id`: of weights whose loader tells none."""
         try:
             await self._quiet()
             if again is not None:
@@ -273,12 +496,9 @@ class Weights:
                     self._take_label(label, order, self._runtime.capacity.weights_id)
                     self._go_on()
                     return
-            await self._load(label, order, load, mode, expected)
+            await self._load(label, order, load, mode, expected, weights_id)
         finally:
-            self._updating = False
-            if self._runtime.driver is not None:
-                # a pause that waits for requests looks again
-                self._runtime.driver.tell()
+            self._finish()
 
     async def _compare(self, label: str, folder: str) -> None:
         """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
@@ -336,6 +556,7 @@ class Weights:
         load: Loader,
         mode: Literal["abort", "keep"],
         expected: WeightsFingerprint | None,
+        given_id: str,
     ) -> None:
         runtime = self._runtime
         try:
@@ -349,23 +570,26 @@ class Weights:
             self._go_on()
             raise
         except Exception as error:
-            # raises the engine's failure where the worker died
-            self._check()
-            broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
-            self.broken = broken
-            raise broken from error
+            self._break(error)
         self._check()
         if mode == "abort":
             # only now: where weights are refused, no request is aborted
             self._abort()
         self.broken = None
         # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
-        weights_id = weights_id or secrets.token_hex(16)
+        weights_id = weights_id or given_id or secrets.token_hex(16)
         runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
         runtime.bus.publish(WeightsChanged(version=label, namespace=runtime.namespace))
         self._take_label(label, order or next_order(self.order, label), weights_id)
         self._go_on()
+
+    def _break(self, error: Exception) -> NoReturn:
+        """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
+        self._check()
+        broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
+        self.broken = broken
+        raise broken from error
 
     def _go_on(self) -> None:
         """Resume, unless the weights are broken or a pause is left. One that waits for requests lets them go on."""
@@ -398,6 +622,18 @@ class Weights:
         checked = tensors_of(source)
         return lambda: self._load_tensors([meta for meta, _ in checked], [data for _, data in checked])
 
+    def _group_loader(self, part: GroupTensors) -> Loader:
+        return lambda: self._receive(part, first=True, last=True)
+
+    async def _receive(self, part: GroupTensors, *, first: bool, last: bool) -> str:
+        limit_s = _WORKER_SHARE * self._runtime.update_limit_s
+        await self._runtime.runner.receive_tensors(part, limit_s, first=first, last=last)
+        return ""
+
+    async def _end_received(self) -> str:
+        await self._runtime.runner.end_received()
+        return ""
+
     async def _load_tensors(self, metas: list[TensorMeta], buffers: list[memoryview]) -> str:
         runner = self._runtime.runner
         await runner.begin_tensors(metas)
@@ -408,3 +644,8 @@ class Weights:
                 await asyncio.sleep(0)
         await runner.end_tensors()
         return ""
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("abort", "keep"):
+        raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")

@@ -21,7 +21,15 @@ import msgspec
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
-from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics, PauseMode, SamplingParams
+from fdasync.request import (
+    FIRST_VERSION,
+    MAX_VERSION_CHARS,
+    GroupTensors,
+    Numerics,
+    PauseMode,
+    SamplingParams,
+    WeightsGroup,
+)
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
 
 PROTOCOL = 1
@@ -154,7 +162,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         vocab_size, max_context_tokens, num_blocks, moe_layer_ids, num_experts, top_k_by_layer: as in
             `runner.base.Capacity`.
         tokenizer, model_path, dtype: as in `ModelFacts`.
-        top_k, num_hidden_layers, grammars, scores_prompts: as in `runner.base.Capacity`.
+        top_k, num_hidden_layers, grammars, scores_prompts, tensor_parallel: as in `runner.base.Capacity`.
         max_step_tokens, max_requests: as in `EngineConfig`.
         weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
     """
@@ -177,6 +185,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     num_hidden_layers: Small = 0
     grammars: bool = False
     scores_prompts: bool = False
+    tensor_parallel: Small = 1
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):
@@ -679,6 +688,12 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 # -- commands, router to instances ----------------------------------------------------------------
 
 
+Verb = Literal[
+    "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
+    "leave_group", "begin_update", "update_part", "end_update", "abandon_update",
+]  # fmt: skip
+
+
 class Command(Message, frozen=True, array_like=True, tag="command"):
     """A router has an instance do something; the instance replies with one `Done`.
 
@@ -686,17 +701,22 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
         number: number of the command; the `Done` repeats it.
         verb: the action. "claim": no other router may update the weights for `limit_s`, or until this router's update
             or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
-            no new requests, reply when all have ended.
-        version, order: with "update_weights" and "relabel": the caller's label, and its order.
-        path: with "update_weights": the checkpoint folder.
-        mode: with "update_weights": whether requests end or go on; see `Engine.update_weights`.
+            no new requests, reply when all have ended. "begin_update", "update_part", "end_update" and
+            "abandon_update": an update in parts; "join_group", "leave_group": as the methods of `Generator`.
+        version, order: with "update_weights", "end_update" and "relabel": the caller's label, and its order.
+        path: with "update_weights": the checkpoint folder; "": the weights come by `part`.
+        mode: with "update_weights" and "begin_update": whether requests end or go on; see `Engine.update_weights`.
         limit_s: with "claim" and "drain": the time limit.
         pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
-        expected: with "update_weights": fingerprint that the weights must have; "": any.
+        expected: with "update_weights" and "end_update": fingerprint that the weights must have; "": any.
+        part: with "update_weights" and "update_part": tensors that a group brings.
+        weights_id: with `part` and "end_update": what all instances call the new weights; 32 hex digits.
+        group: with "join_group": the instance's ranks of it.
+        name: with "leave_group": of the group.
     """
 
     number: Count
-    verb: Literal["claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache"]
+    verb: Verb
     version: Version = FIRST_VERSION
     path: Words = ""
     mode: Literal["abort", "keep"] = "abort"
@@ -704,6 +724,10 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
     pause: PauseMode = "in_place"
     order: Count = 0
     expected: Words = ""
+    part: GroupTensors | None = None
+    weights_id: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    group: WeightsGroup | None = None
+    name: Words = ""
 
 
 class Done(Message, frozen=True, array_like=True, tag="done"):

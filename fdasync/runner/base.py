@@ -23,6 +23,7 @@ from fdasync.errors import (
     WeightsRejected,
 )
 from fdasync.request import Numerics
+from fdasync.request import TensorMeta as TensorMeta
 from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, WeightsFingerprint
+    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
     from fdasync.runner.report import ModelReport
 
 
@@ -219,20 +220,6 @@ class CopyOutput(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
     aux_nbytes: int
 
 
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that a caller gives for a weight update.
-
-    Attributes:
-        name: as in the checkpoint or in the model's state dict.
-        dtype: numpy's name, "bfloat16", "float8_e4m3fn" or "float8_e5m2".
-        shape: of the whole tensor.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class Runner(ABC):
     """One model and its KV cache.
 
@@ -361,6 +348,40 @@ class Runner(ABC):
         """
         what = "the digests of its tensors" if with_tensors else "the fingerprint of its weights"
         raise WeightsBroken(f"this runner cannot tell {what}")
+
+    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.
+
+        Args:
+            group: `rank` is this runner's. One of that name that was joined before is left first.
+            interface: network interface to listen on; "": the loopback one.
+
+        May block its loop for `group.timeout_s`. Raises WeightsRejected, as this default does, where it cannot join.
+        """
+        where = f"on {interface}" if interface else "on the loopback interface"
+        raise WeightsRejected(f"this runner joins no process group ({group.name!r}, {where})")
+
+    async def leave_group(self, name: str) -> None:  # noqa: B027 - a runner that joins none leaves none
+        """Leave a group, if there is one of that name. Its other ranks see the end of the connection."""
+
+    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
+        """Check tensors as `begin_tensors` does, and receive them from rank 0 of a group in place.
+
+        Args:
+            limit_s: longest that all of it may take; the group's `timeout_s` bounds the wait for each broadcast.
+            first: these are the first tensors of an update; else an update goes on, whose tensors so far stay.
+            last: of the update. Until the last ones have come no step may use the weights.
+
+        The group is left where this fails: what its rank 0 has sent by then is not known. Raises WeightsRejected
+        before the first byte, as this default does; WeightsBroken after.
+        """
+        which = f"first={first}, last={last}, within {limit_s:g} s"
+        raise WeightsRejected(f"this runner joins no process group ({source.group!r}; {which})")
+
+    async def end_received(self) -> None:
+        """End an update of which all tensors have come, the last ones by `receive_tensors` without `last`. Raises
+        WeightsBroken where it does not replace all that an earlier update broke."""
+        raise InvariantBroken("end_received without receive_tensors")
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         """The error that the engine fails with when `what` (a step) did not complete within its deadline."""

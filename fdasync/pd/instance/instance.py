@@ -139,6 +139,10 @@ def _auto(listen: str, trusted: bool) -> tuple[tuple[str, ...], str]:
     return ("tcp",), f"blocks go over tcp, by a port that all users of this machine reach: no shared memory: {problem}"
 
 
+# commands that change the weights, or who may
+_UPDATES = frozenset({"update_weights", "join_group", "begin_update", "update_part", "end_update", "abandon_update"})
+
+
 class Instance:
     """See the module.
 
@@ -467,6 +471,7 @@ class Instance:
             told.num_hidden_layers,
             capacity.grammars,
             capacity.scores_prompts,
+            capacity.tensor_parallel,
         )
         role = engine.config.role
         assert role != "alone"
@@ -636,14 +641,16 @@ class Instance:
                 self._claim(peer, message.limit_s)
             elif message.verb == "release":
                 self._release(peer)
-            elif message.verb == "update_weights":
+            elif message.verb in _UPDATES:
                 self._claim(peer)
                 try:
-                    await self._weights.update(
-                        message.version, message.path, message.mode, message.order, message.expected or None
-                    )
+                    await self._update(message)
                 finally:
-                    self._release(peer)
+                    # an update in parts keeps its claim, which its router has timed
+                    if not self._weights.is_open:
+                        self._release(peer)
+            elif message.verb == "leave_group":
+                await self._weights.leave(message.name)
             elif message.verb == "relabel":
                 self._claim(peer)
                 try:
@@ -672,6 +679,27 @@ class Instance:
                 expected, held,
             ),
         )  # fmt: skip
+
+    async def _update(self, message: Command) -> None:
+        weights = self._weights
+        expected = message.expected or None
+        if message.verb == "update_weights":
+            source = message.path if message.part is None else message.part
+            await weights.update(message.version, source, message.mode, message.order, expected, message.weights_id)
+        elif message.verb == "join_group":
+            if message.group is None:
+                raise BadInput("group", "a router named none")
+            await weights.join(message.group)
+        elif message.verb == "begin_update":
+            await weights.begin(message.mode)
+        elif message.verb == "update_part":
+            if message.part is None or not weights.is_open:
+                raise BadInput("part", "no update is open here, or no tensors came with the command")
+            await weights.update(None, message.part, message.mode)
+        elif message.verb == "end_update":
+            await weights.end(message.version, expected, message.order, message.weights_id)
+        else:
+            weights.abandon()
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
         """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""

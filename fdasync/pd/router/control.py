@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -27,22 +28,27 @@ from fdasync.errors import (
     RemoteError,
     UpdateUnderWay,
     WeightsDiffer,
+    WeightsRejected,
 )
 from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.futures import fail
 from fdasync.pd.messages import Command, Done
+from fdasync.pd.router.part_update import PartUpdate
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weight_agreement import WeightAgreement
-from fdasync.request import checked_fingerprint, checked_version, next_order, next_version
+from fdasync.request import WeightsGroup, checked_fingerprint, checked_version, next_order, next_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.pd.link.links import Links
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.dispatch import Dispatch
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.weight_agreement import Dropped
-    from fdasync.request import PauseMode
+    from fdasync.request import GroupTensors, PauseMode
+
+    Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
 
 _LOOK_S = 0.02
 
@@ -90,6 +96,7 @@ class ControlPlane:
         # the namespace that each label named
         self._used: dict[str, bytes] = {}
         self._update: Update | None = None
+        self._parts: PartUpdate | None = None
         # a pause has returned, and no resume came since; calls of `pause` that have not returned
         self._held = False
         self._pausers: set[object] = set()
@@ -191,11 +198,15 @@ class ControlPlane:
         await self.all(Command(0, "resume"), self._config.command_s)
 
     async def _ask_all(
-        self, command: Command, limit_s: float
-    ) -> tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]:
-        """The replies of the instances that are up, and the errors of those that did not reply. An instance with other
-        weights than the others does not get their label."""
-        instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
+        self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
+    ) -> Outcomes:
+        """The replies of the instances, and the errors of those that did not reply.
+
+        Args:
+            instances: None: those that are up. One with other weights than the others does not get their label.
+        """
+        if instances is None:
+            instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
         outcomes = await asyncio.gather(
             *[self._ask(instance, command, limit_s) for instance in instances], return_exceptions=True
         )
@@ -223,6 +234,152 @@ class ControlPlane:
         refused = label in self._used and label != self._table.weight_version
         await self._change(command, "a version is used again only while it is in use" if refused else "")
 
+    # -- tensors of a group -----------------------------------------------------------------------------
+
+    async def update_by_group(self, version: Any, part: GroupTensors, mode: Any, expected: Any = None) -> None:
+        """As `update_weights`, from a group that all instances have joined; a part of the update in parts that is open.
+
+        An instance that has not joined it is dropped; if a broadcast fails it fails for all of them."""
+        wanted = checked_fingerprint(expected)
+        if self._parts is not None:
+            if wanted is not None:
+                raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
+            command = Command(0, "update_part", part=part)
+            check_whole("source", command)
+            label = None if version is None else self._new_label(version)
+            await self._parts.ask(command)
+            if label is not None:
+                self._parts.label = label
+            return
+        label = self._next_label() if version is None else checked_version(version)
+        if mode not in ("abort", "keep"):
+            raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
+        weights_id = "" if wanted is None else wanted.weights_id
+        command = Command(0, "update_weights", version=label, part=part, mode=mode, expected=weights_id)
+        check_whole("source", command)
+        refused = label in self._used and label != self._table.weight_version
+        await self._change(command, "a version is used again only while it is in use" if refused else "")
+
+    async def join(self, group: WeightsGroup) -> None:
+        """Have all instances join a group, with a rank for each of their workers. Raises the first error, and then none
+        of them is in it."""
+        if not isinstance(group, WeightsGroup):
+            raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
+        if self.is_updating:
+            raise UpdateUnderWay("of this router")
+        asked: list[tuple[InstanceHandle, Command]] = []
+        rank = group.rank
+        for instance in sorted(self._table.up(), key=lambda instance: instance.address):
+            command = Command(0, "join_group", group=msgspec.structs.replace(group, rank=rank))
+            check_whole("group", command)
+            asked.append((instance, command))
+            rank += instance.workers
+        if not asked:
+            raise PeerUnreachable("router", "no instance is there")
+        if rank > group.world_size:
+            problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
+            hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
+            raise BadInput("group.world_size", problem, hint=hint)
+        joins = [self.one(instance, command, self._config.command_s) for instance, command in asked]
+        outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            await self._ask_all(Command(0, "leave_group", name=group.name), self._config.command_s)
+            # of several the one that tells more than that another rank did not come
+            raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
+
+    async def leave(self, name: Any) -> None:
+        command = Command(0, "leave_group", name=name)
+        check_whole("name", command)
+        await self.all(command, self._config.command_s)
+
+    async def begin(self, mode: Any) -> None:
+        """Begin an update in parts at all instances; one that cannot is dropped."""
+        if self.is_updating:
+            raise UpdateUnderWay("of this router")
+        command = Command(0, "begin_update", mode=mode)
+        check_whole("mode", command)
+        self._parts = parts = PartUpdate()
+        self._update = self._begin(command, self._play_parts(parts, command))
+        # bounded by the limits of what the task waits for
+        await asyncio.wait([parts.begun])
+        parts.begun.result()  # of a future that is done
+
+    async def end(self, version: Any, expected: Any = None) -> None:
+        parts = self._parts
+        if parts is None:
+            raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
+        wanted = checked_fingerprint(expected)
+        label = self._new_label(version) if version is not None else parts.label or self._next_label()
+        weights_id = "" if wanted is None else wanted.weights_id
+        await parts.ask(Command(0, "end_update", version=label, expected=weights_id))
+
+    async def abandon(self) -> None:
+        if self._parts is not None:
+            await self._parts.ask(Command(0, "abandon_update"))
+
+    def _new_label(self, version: Any) -> str:
+        label = checked_version(version)
+        if label in self._used or label == self._table.weight_version:
+            raise BadInput("version", f"{label!r} was used before", hint="give new weights a version of their own")
+        return label
+
+    async def _play_parts(self, parts: PartUpdate, begin: Command) -> None:
+        limit_s = self._config.command_s
+        ended: FdasyncError | None = None
+        begun = False
+        try:
+            await self._make_room(restart=True)
+            members = self._success(await self._ask_all(begin, limit_s), drops=True)
+            begun = True
+            parts.begun.set_result(None)
+            while True:
+                command, answer = await parts.next(limit_s)
+                try:
+                    begun = await self._play_part(parts, command, members)
+                except FdasyncError as error:
+                    fail(answer, error)
+                    raise
+                if not answer.done():
+                    answer.set_result(None)
+                if not begun:
+                    return
+        except FdasyncError as error:
+            ended = error
+        finally:
+            self._parts = None
+            parts.end(ended)
+        if begun:
+            # what came of it is for each instance to say
+            await self._ask_all(Command(0, "abandon_update"), limit_s)
+
+    async def _play_part(self, parts: PartUpdate, command: Command, members: list[tuple[InstanceHandle, Done]]) -> bool:
+        """One call of an update in parts; False: it was the last one."""
+        limit_s = self._config.command_s
+        if command.verb == "end_update" and parts.parts:
+            order = next_order(self._table.weight_order, command.version)
+            command = msgspec.structs.replace(command, order=order, weights_id=secrets.token_hex(16))
+        present = [instance for instance, _ in members if instance.peer.is_up]
+        took = self._success(await self._ask_all(command, limit_s, present), drops=command.verb != "abandon_update")
+        parts.parts += command.verb == "update_part"
+        if command.verb == "end_update" and parts.parts:
+            self._agree(msgspec.structs.replace(command, verb="update_weights"), took)
+        return command.verb == "update_part"
+
+    def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
+        """The instances that did as they were told. Others are dropped by name, where any did. Raises the first error
+        where none did."""
+        answers, silent = outcomes
+        took = [(instance, done) for instance, done in answers if not done.error]
+        refused = [(instance, _error_of(instance, done)) for instance, done in answers if done.error]
+        if not took:
+            errors = [error for _, error in refused + silent]
+            raise errors[0] if errors else PeerUnreachable("router", "no instance is there")
+        for instance, error in refused + silent if drops else ():
+            if not isinstance(error, UpdateUnderWay):
+                self.agreement.drop(instance, str(error))
+        return took
+
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
         label = checked_version(version)
@@ -243,7 +400,7 @@ class ControlPlane:
                 raise UpdateUnderWay(f"of this router, to version {update.command.version}")
             if refusal:
                 raise BadInput("version", f"{command.version!r} was used before", hint=refusal)
-            update = self._update = self._begin(command)
+            update = self._update = self._begin(command, self._play(command))
         # bounded by the limits of what it waits for
         await asyncio.wait([update.task])
         if self._update is update:
@@ -252,10 +409,10 @@ class ControlPlane:
             raise EngineClosed("closed")
         update.task.result()  # of a task that is done
 
-    def _begin(self, command: Command) -> Update:
+    def _begin(self, command: Command, work: Coroutine[Any, Any, None]) -> Update:
         self._dispatch.hold()
         self.agreement.held = True
-        task = self._loop.create_task(self._play(command), name="fdasync-weights")
+        task = self._loop.create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
         return Update(command, task)
 
@@ -267,22 +424,19 @@ class ControlPlane:
         self._dispatch.release()
 
     async def _play(self, command: Command) -> None:
+        await self._make_room(restart=command.verb == "update_weights")
+        order = next_order(self._table.weight_order, command.version)
+        weights_id = "" if command.part is None else secrets.token_hex(16)
+        command = msgspec.structs.replace(command, order=order, weights_id=weights_id)
+        took = self._success(await self._ask_all(command, self._config.command_s), drops=True)
+        self._agree(command, took)
+
+    async def _make_room(self, *, restart: bool) -> None:
+        """Claim all instances. `restart`: hand-overs end, or begin again behind the update."""
         await self.agreement.quiet(self._config.command_s)
         await self._claim_all()
-        if command.verb == "update_weights":
+        if restart:
             await self._let_hand_overs_finish()
-        order = next_order(self._table.weight_order, command.version)
-        command = msgspec.structs.replace(command, order=order)
-        answers, silent = await self._ask_all(command, self._config.command_s)
-        took = [(instance, done) for instance, done in answers if not done.error]
-        refused = [(instance, _error_of(instance, done)) for instance, done in answers if done.error]
-        if not took:
-            errors = [error for _, error in refused + silent]
-            raise errors[0] if errors else PeerUnreachable("router", "no instance is there")
-        self._agree(command, took)
-        for instance, error in refused + silent:
-            if not isinstance(error, UpdateUnderWay):
-                self.agreement.drop(instance, str(error))
 
     async def _claim_all(self) -> None:
         """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so

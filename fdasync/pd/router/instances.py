@@ -137,6 +137,11 @@ class InstanceHandle:
         return self._index.count(self.slot)
 
     @property
+    def workers(self) -> int:
+        """Worker processes, each of which is a rank of a trainer's group."""
+        return self.facts.tensor_parallel
+
+    @property
     def hello(self) -> Hello:
         assert self.peer.hello is not None
         return self.peer.hello

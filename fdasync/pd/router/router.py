@@ -49,7 +49,7 @@ from fdasync.pd.router.request import RoutedRequest
 from fdasync.pd.router.stats import RouterStats, facts_of, load_of, stats_of
 from fdasync.pd.router.stream import RoutedStream
 from fdasync.pd.router.validation import check_request_id, check_whole, folder_of, submit_of
-from fdasync.request import SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.request import GroupTensors, SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,15 @@ if TYPE_CHECKING:
     from fdasync.pd.link.session import LinkConfig
     from fdasync.pd.link.wire import Frame, Wire
     from fdasync.pd.messages import Message
-    from fdasync.request import GenerateOptions, GenerateRequest, PauseMode, Prompt, WeightsFingerprint, WeightSource
+    from fdasync.request import (
+        GenerateOptions,
+        GenerateRequest,
+        PauseMode,
+        Prompt,
+        WeightsFingerprint,
+        WeightsGroup,
+        WeightSource,
+    )
     from fdasync.result import Result
 
 
@@ -418,12 +426,47 @@ class Router(Generator):
         folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
         differs is dropped, and where all differ the call raises WeightsDiffer.
 
+        Tensors of a group come once. So an instance that was not up then, and one that is not in the group, gets no
+        requests until it is updated; and a broadcast that fails leaves the weights of all instances broken.
+
         If the caller is cancelled, the update goes on; the same call again waits for it and gives its outcome. Raises
         SourceUnsupported for tensors, since instances are other processes and read a folder; UpdateUnderWay, and
         changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """
         self._check_open()
+        if isinstance(source, GroupTensors):
+            await self.commands.update_by_group(version, source, mode, expected)
+            return
         await self.commands.update_weights(version, folder_of(source), mode, expected)
+
+    async def join_weights_group(self, group: WeightsGroup) -> None:
+        """See `Generator.join_weights_group`: the instances that are up join, in the order of their addresses, each
+        with a rank for every worker. Where one fails, all leave. An instance that comes up later is in no group."""
+        self._check_open()
+        await self.commands.join(group)
+
+    async def leave_weights_group(self, name: str) -> None:
+        """See `Generator.leave_weights_group`."""
+        self._check_open()
+        await self.commands.leave(name)
+
+    async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        """See `Generator.begin_weight_update`: a barrier as `update_weights` is, from here to the end of the update. A
+        part may follow the one before it by up to `command_s`."""
+        self._check_open()
+        await self.commands.begin(mode)
+
+    async def end_weight_update(
+        self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
+    ) -> None:
+        """See `Generator.end_weight_update`."""
+        self._check_open()
+        await self.commands.end(version, expected)
+
+    async def abandon_weight_update(self) -> None:
+        """See `Generator.abandon_weight_update`."""
+        self._check_open()
+        await self.commands.abandon()
 
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`: all instances give their weights the label, while new requests wait.

@@ -8,6 +8,9 @@ instances that were up at the start set the weights id: of several, the one of t
 earlier version then waits for the router that updates the others. Which version is earlier is told by its order, a
 number beside the label (`request.next_order`), and not by the label.
 
+Weights that a trainer's process group brought cannot be had again: an instance that comes up later waits for the next
+update.
+
 Instances with the same weights may have different labels, as one that was started again from the updated folder does.
 Such an instance gets the label that this router gave last.
 
@@ -169,7 +172,10 @@ class WeightAgreement:
 
     def agreed(self, command: Command, namespace: bytes) -> None:
         """An update of this router, or of the label alone, succeeded."""
-        if command.verb == "update_weights" or self.last is None:
+        if command.verb == "update_weights" and not command.path:
+            # a group's tensors come once: an instance without them waits for the next update
+            self.last = Command(0, "relabel", version=command.version, order=command.order)
+        elif command.verb == "update_weights" or self.last is None:
             self.last = command
         else:
             self.last = _relabelled(self.last, command.version, command.order)

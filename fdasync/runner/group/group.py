@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, WeightsFingerprint
+    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import TensorMeta
 
 T = TypeVar("T")
@@ -177,6 +177,26 @@ class GroupRunner(Runner):
 
     async def end_tensors(self) -> None:
         await self._change("ending an update", [runner.end_tensors() for runner in self._ranks])
+
+    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        """See `Runner`: every rank joins, one behind the other, so that each receives what it takes its share of."""
+        ranks = [msgspec.structs.replace(group, rank=group.rank + rank) for rank in range(len(self._ranks))]
+        calls = [runner.join_group(own, interface) for runner, own in zip(self._ranks, ranks, strict=True)]
+        tasks = await self._all("joining a group", calls, bearable=WeightsRejected)
+        errors = {rank: error for rank, task in enumerate(tasks) if (error := task.exception()) is not None}
+        if errors:
+            await self.leave_group(group.name)
+            self._raise_first(errors)
+
+    async def leave_group(self, name: str) -> None:
+        await self._ask("leaving a group", [runner.leave_group(name) for runner in self._ranks])
+
+    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
+        calls = [runner.receive_tensors(source, limit_s, first=first, last=last) for runner in self._ranks]
+        await self._change("receiving tensors", calls)
+
+    async def end_received(self) -> None:
+        await self._change("ending an update", [runner.end_received() for runner in self._ranks])
 
     async def _change(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
         """Ask all ranks for a change of weights. A refusal stands only where all ranks refuse; else it breaks them."""

@@ -24,12 +24,16 @@ from fdasync.runner.worker.messages import (
     Bind,
     CheckGrammar,
     CloseSource,
+    EndReceived,
     FingerprintWeights,
     Join,
+    JoinGroup,
+    LeaveGroup,
     LoadFolder,
     Open,
     OpenSource,
     ReadWeightsId,
+    ReceiveTensors,
     Request,
     ShowPool,
     SumBlocks,
@@ -154,6 +158,8 @@ class _RunnerService(Service):
             return await runner.read_weights_id(message.path)
         elif isinstance(message, FingerprintWeights):
             return await runner.fingerprint_weights(message.with_tensors)
+        elif isinstance(message, JoinGroup | LeaveGroup | ReceiveTensors | EndReceived):
+            await _of_group(runner, message)
         elif isinstance(message, BeginTensors):
             self._forget_tensors()
             receiver = TensorReceiver(runner, fds, message.chunk_nbytes)
@@ -194,6 +200,17 @@ class _RunnerService(Service):
             await self._runner.aclose()
         if self._exchange is not None:
             self._exchange.close()
+
+
+async def _of_group(runner: Runner, message: JoinGroup | LeaveGroup | ReceiveTensors | EndReceived) -> None:
+    if isinstance(message, JoinGroup):
+        await runner.join_group(message.group, message.interface)
+    elif isinstance(message, LeaveGroup):
+        await runner.leave_group(message.name)
+    elif isinstance(message, ReceiveTensors):
+        await runner.receive_tensors(message.source, message.limit_s, first=message.first, last=message.last)
+    else:
+        await runner.end_received()
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 The engine has a worker of a group meet the others (`Join`), opens a runner (`Open`), has it allocate (`Bind`, with the
 fds of the arenas), and then sends steps and copies, which `events/actions.py` defines. The answer to a `RunStep` is a
-`StepOutput`, the answer to a `SwapOut` or `SwapIn` a `CopyOutput`. New weights come from a folder, or as tensors
-through chunks of shared memory. Every call is numbered and answered once (`ipc/rpc.py`). Used by both sides, `proxy.py`
+`StepOutput`, the answer to a `SwapOut` or `SwapIn` a `CopyOutput`. New weights come from a folder, as tensors
+through chunks of shared memory, or from a trainer's process group that the worker joins. Every call is numbered and
+answered once (`ipc/rpc.py`). Used by both sides, `proxy.py`
 and `main.py`, by `weight_transfer.py`, and by the group of workers.
 """
 
@@ -17,7 +18,7 @@ from fdasync import errors
 from fdasync.cache.aux import AuxSpec
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.rpc import ErrorTable
-from fdasync.request import Grammar
+from fdasync.request import Grammar, GroupTensors, WeightsGroup
 from fdasync.runner.base import RunnerLimits, TensorMeta
 
 
@@ -137,6 +138,32 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
     """Every byte was written."""
 
 
+class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
+    """As `Runner.join_group`."""
+
+    group: WeightsGroup
+    interface: str
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag="leave_group"):
+    """As `Runner.leave_group`."""
+
+    name: str
+
+
+class ReceiveTensors(msgspec.Struct, frozen=True, array_like=True, tag="receive_tensors"):
+    """As `Runner.receive_tensors`."""
+
+    source: GroupTensors
+    limit_s: float
+    first: bool
+    last: bool
+
+
+class EndReceived(msgspec.Struct, frozen=True, array_like=True, tag="end_received"):
+    """As `Runner.end_received`."""
+
+
 class ShowPool(msgspec.Struct, frozen=True, array_like=True, tag="show_pool"):
     """Show the pool's memory to other processes. A socket's fd comes with the message; the pools' fds go through it, in
     one message of a byte. The answer is the `PoolExport`s, () where the runner shows none."""
@@ -161,7 +188,8 @@ class SumBlocks(msgspec.Struct, frozen=True, array_like=True, tag="sum_blocks"):
     blocks: tuple[int, ...]
 
 
-_Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors
+_Group = JoinGroup | LeaveGroup | ReceiveTensors | EndReceived
+_Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors | _Group
 PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
 Request = Join | Open | Bind | CheckGrammar | PeerRequest | _Weights
 

@@ -21,11 +21,15 @@ from fdasync.runner.worker.messages import (
     ERRORS,
     Bind,
     CheckGrammar,
+    EndReceived,
     FingerprintWeights,
     Join,
+    JoinGroup,
+    LeaveGroup,
     LoadFolder,
     Open,
     ReadWeightsId,
+    ReceiveTensors,
     Request,
 )
 from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, GroupTensors, WeightsGroup
 
 _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
@@ -166,7 +170,7 @@ class WorkerRunner(Runner):
             asking.cancel()
 
     async def load_folder(self, path: str) -> str:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in the five that follow."""
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in the nine that follow."""
         return await self._ask(LoadFolder(path), _WEIGHTS_ID)
 
     async def read_weights_id(self, path: str) -> str:
@@ -183,6 +187,18 @@ class WorkerRunner(Runner):
 
     async def end_tensors(self) -> None:
         await self._transfer.end(_only)
+
+    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        await self._ask(JoinGroup(group, interface), _NOTHING)
+
+    async def leave_group(self, name: str) -> None:
+        await self._ask(LeaveGroup(name), _NOTHING)
+
+    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
+        await self._ask(ReceiveTensors(source, limit_s, first, last), _NOTHING)
+
+    async def end_received(self) -> None:
+        await self._ask(EndReceived(), _NOTHING)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.verification.modules import ModuleDifference, ModuleTrace, first_difference, traced
     from fdasync_transformers.verification.trainer import TrainerSide
     from fdasync_transformers.verification.verify import Difference, Report, Served, verify
+    from fdasync_transformers.weights.groups.sending import WeightsSender
     from fdasync_transformers.weights.named import named_tensors, weights_fingerprint
     from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
 
@@ -47,6 +48,7 @@ _HOME = {
     "TransformersConfig": "start.runner_config",
     "TransformersRunner": "runner",
     "WeightsName": "verification.logprob_table",
+    "WeightsSender": "weights.groups.sending",
     "checkpoint_contexts": "replay.batch",
     "compare_logprobs": "verification.logprob_compare",
     "first_difference": "verification.modules",
@@ -82,6 +84,7 @@ __all__ = [
     "TransformersConfig",
     "TransformersRunner",
     "WeightsName",
+    "WeightsSender",
     "checkpoint_contexts",
     "compare_logprobs",
     "first_difference",

@@ -25,6 +25,8 @@ from fdasync.errors import (
     InvariantBroken,
     RunnerError,
     UnsupportedModel,
+    WeightsBroken,
+    WeightsRejected,
 )
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.input_batch import InputBatch
@@ -61,6 +63,8 @@ from fdasync_transformers.start.runner_config import (
     uses_kernels,
 )
 from fdasync_transformers.weights import identity, loading
+from fdasync_transformers.weights.groups.group import JoinedGroup
+from fdasync_transformers.weights.groups.receiving import TensorReceiver
 from fdasync_transformers.weights.update import LiveWeights
 
 if TYPE_CHECKING:
@@ -75,7 +79,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, WeightsFingerprint
+    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
@@ -112,6 +116,8 @@ class TransformersRunner(Runner):
         self._exchange: Exchange | None = None
         self._collectives: Collectives | None = None
         self._shares_blocks = False
+        # of trainers, by name
+        self._groups: dict[str, JoinedGroup] = {}
 
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
@@ -348,6 +354,42 @@ class TransformersRunner(Runner):
         self._opened_weights.end()
         self._settle()
 
+    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        await self.leave_group(group.name)
+        device = torch.device("cpu") if self._step_model is None else self._step_model.model.device
+        if group.backend == "nccl" and device.type != "cuda":
+            raise WeightsRejected(f"group {group.name!r}: this model is on a CPU, and NCCL is between GPUs; use gloo")
+        with _current(device):
+            self._groups[group.name] = JoinedGroup(group, interface)
+
+    async def leave_group(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+
+    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
+        until = asyncio.get_running_loop().time() + limit_s
+        weights, group = self._opened_weights, self._groups.get(source.group)
+        try:
+            if group is None:
+                raise WeightsRejected(f"no group {source.group!r} was joined, or it was left since")
+            incoming = weights.begin(source.tensors, first=first, last=last)
+            receiver = TensorReceiver(group, incoming, source.bucket_nbytes, checksum=source.checksum)
+            weights.touch()
+            problem = ""
+            try:
+                await receiver.run(until)
+            except WeightsBroken as error:
+                problem = error.problem
+            self._settle()
+            weights.received(problem, last=last)
+        except BaseException:
+            await self.leave_group(source.group)
+            raise
+
+    async def end_received(self) -> None:
+        self._opened_weights.end_parts()
+
     def _settle(self) -> None:
         """Wait for the new weights: they were written on another stream than the one that runs the next step."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
@@ -376,6 +418,8 @@ class TransformersRunner(Runner):
         """Free model, KV, graphs and hooks; idempotent. Waits for the device's work, bounded."""
         executor, self._executor = self._executor, None
         dead = False
+        for name in list(self._groups):
+            await self.leave_group(name)
         try:
             if self._checks is not None:
                 await self._checks.aclose()

@@ -47,21 +47,33 @@ def named_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[
 
     Raises WeightsRejected for a tensor without data, or of a dtype that no runner takes.
     """
+    named: list[NamedTensor] = []
+    for name, tensor in own_tensors(source):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        named.append((name, dtype_name(name, tensor), tuple(tensor.shape), flat.view(torch.uint8).numpy()))
+    return named
+
+
+def own_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, or of a state dict, by name; a tied one once. Raises WeightsRejected for one without
+    data."""
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...], torch.device]] = set()
-    named: list[NamedTensor] = []
     for name, tensor in state.items():
         if tensor.is_meta or tensor.layout != torch.strided:
             raise WeightsRejected(f"{name} holds no plain data")
-        if tensor.dtype not in _NAMES:
-            raise WeightsRejected(f"{name} has dtype {tensor.dtype}, which is none of {', '.join(DTYPES)}")
         where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.device)
         if tensor.numel() and where in seen:
             continue
         seen.add(where)
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        named.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy()))
-    return named
+        yield name, tensor
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """The dtype as updates name it. Raises WeightsRejected for one that no runner takes."""
+    if tensor.dtype not in _NAMES:
+        raise WeightsRejected(f"{name} has dtype {tensor.dtype}, which is none of {', '.join(DTYPES)}")
+    return _NAMES[tensor.dtype]
 
 
 def weights_fingerprint(

@@ -56,8 +56,14 @@ DTYPES = {
 MTP_LEFT = "no multi-token prediction tensors: these layers keep their weights, and fewer drafts may be accepted"
 
 
-class _Incoming(NamedTuple):
-    """A tensor of the update under way; `target` is None where the library leaves the tensor out."""
+class Incoming(NamedTuple):
+    """A tensor of the update under way.
+
+    Attributes:
+        name, dtype: as its sender has it.
+        nbytes: of all of it.
+        target: its place; None where the library leaves the tensor out.
+    """
 
     name: str
     dtype: torch.dtype
@@ -88,9 +94,12 @@ class LiveWeights:
         self._facts = dict(facts)
         self._names = _first_names(self._model.state_dict())
         self.broken: frozenset[Placement] = frozenset()
-        self._incoming: list[_Incoming] | None = None
+        self._incoming: list[Incoming] | None = None
         self._written: list[int] = []
         self._replaced: frozenset[Placement] = frozenset()
+        # of an update in several parts: what they replaced so far, and what they must replace by its end
+        self._covered: frozenset[Placement] = frozenset()
+        self._owed: frozenset[Placement] = frozenset()
 
     def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
@@ -179,19 +188,30 @@ class LiveWeights:
             raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
         return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
 
-    def begin(self, tensors: Sequence[TensorMeta]) -> None:
-        """Check the tensors to come. Raises WeightsRejected naming the tensor; changes nothing."""
+    def begin(self, tensors: Sequence[TensorMeta], *, first: bool = True, last: bool = True) -> tuple[Incoming, ...]:
+        """Check the tensors to come, and return their places; changes nothing. Raises WeightsRejected, naming one.
+
+        Args:
+            first, last: of the tensors of an update. One in several parts has replaced what an earlier one broke, and
+                may be used, once its last part has come.
+        """
         self._incoming = None
         failed: Exception | None = None
+        if first:
+            self._covered, self._owed = frozenset(), self.broken
         try:
-            self._begin_own(tensors)
+            self._begin_own(tensors, last)
         except FdasyncError as error:
             failed = error
         if problem := agree(self._collectives, _problem("the tensors", failed), "an update was checked"):
             self._incoming = None
             raise WeightsRejected(problem) from failed
+        return self._places()
 
-    def _begin_own(self, tensors: Sequence[TensorMeta]) -> None:
+    def _places(self) -> tuple[Incoming, ...]:
+        return tuple(self._incoming or ())
+
+    def _begin_own(self, tensors: Sequence[TensorMeta], last: bool) -> None:
         names = [tensor.name for tensor in tensors]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -207,11 +227,12 @@ class LiveWeights:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         placements = {**located.placements, **self._converted_already(located, shapes)}
         incoming = [self._check(tensor, placements.get(tensor.name), state) for tensor in tensors]
-        replaced = self._check_overlap(placements)
-        self._check_covers_broken(replaced, state)
+        replaced = frozenset(self._check_overlap(placements))
+        if last and (left := self._left(self._covered | replaced)):
+            raise WeightsRejected(left)
         self._incoming = incoming
         self._written = [0] * len(incoming)
-        self._replaced = frozenset(replaced)
+        self._replaced = replaced
         if self._checkpoint_names.has_mtp and not self._checkpoint_names.mtp_among(names):
             _log.info("new tensors: %s", MTP_LEFT)
 
@@ -221,7 +242,7 @@ class LiveWeights:
             raise InvariantBroken("a tensor was written before it was announced")
         if not 0 <= number < len(self._incoming):
             raise WeightsBroken(f"bytes came for tensor {number} of {len(self._incoming)}")
-        self.broken |= self._replaced
+        self.touch()
         name, dtype, nbytes, target = self._incoming[number]
         if offset_nbytes != self._written[number] or len(data) % dtype.itemsize:
             raise WeightsBroken(f"{name}: {len(data)} bytes came for offset {offset_nbytes}, out of order or torn")
@@ -236,6 +257,27 @@ class LiveWeights:
             target.put_flat(offset_nbytes // dtype.itemsize, source)
         except Exception as error:
             raise WeightsBroken(f"{name}: {error}") from error
+
+    def touch(self) -> None:
+        """The places of the tensors to come are about to change."""
+        self.broken |= self._replaced
+
+    def received(self, problem: str, *, last: bool) -> None:
+        """All tensors that `begin` checked were received in their places, or there was a problem. `last`: the update
+        has ended. Raises WeightsBroken where a rank had a problem."""
+        self._incoming = None
+        if problem := agree(self._collectives, problem, "new weights were received"):
+            raise WeightsBroken(problem)
+        self._covered |= self._replaced
+        if last:
+            self.broken = frozenset()
+
+    def end_parts(self) -> None:
+        """End an update in several parts, of which none was called the last. Raises WeightsBroken where they leave out
+        what an earlier update broke."""
+        if left := self._left(self._covered):
+            raise WeightsBroken(left)
+        self.broken = frozenset()
 
     def end(self) -> None:
         """End the update. Raises WeightsBroken unless every byte was written."""
@@ -280,13 +322,13 @@ class LiveWeights:
             found[key] = Placement(own)
         return found
 
-    def _check(self, tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> _Incoming:
+    def _check(self, tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> Incoming:
         dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         if placement is None:
-            return _Incoming(tensor.name, dtype, nbytes, None)
+            return Incoming(tensor.name, dtype, nbytes, None)
         names = self._checkpoint_names
         target = state[placement.target]
         problem = misfit(tensor.shape, dtype.is_floating_point, placement, names.shapes[placement.target])
@@ -295,7 +337,7 @@ class LiveWeights:
         if problem:
             raise WeightsRejected(f"{tensor.name} {problem}")
         where = destination(placement, target, names.cuts.get(placement.target))
-        return _Incoming(tensor.name, dtype, nbytes, where)
+        return Incoming(tensor.name, dtype, nbytes, where)
 
     def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
         """Every place, under one name for tied tensors. Raises WeightsRejected for two tensors of one place, and where
@@ -317,18 +359,18 @@ class LiveWeights:
                 )
         return replaced
 
-    def _check_covers_broken(self, replaced: set[Placement], state: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsRejected unless the update replaces all places that an earlier one may have broken."""
+    def _left(self, replaced: frozenset[Placement]) -> str:
+        """What an update leaves out of what an earlier one may have broken, for people; ""."""
+        state = self._model.state_dict()
         pieces: dict[str, int] = {}
         for where in replaced:
             pieces[where.target] = pieces.get(where.target, 0) + 1
             if where.row < 0 or pieces[where.target] == state[where.target].shape[0] * where.parts:
                 pieces[where.target] = -1
-        left = sorted(where.target for where in self.broken - replaced if pieces.get(where.target) != -1)
-        if left:
-            raise WeightsRejected(
-                f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
-            )
+        left = sorted(where.target for where in self._owed - replaced if pieces.get(where.target) != -1)
+        if not left:
+            return ""
+        return f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
 
 
 def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -1,0 +1,172 @@
+"""One rank of a trainer's process group: it meets the others, and broadcasts from rank 0.
+
+The keys of the store are those of the groups that SGLang's, slime's, Miles', AReaL's and OpenRLHF's trainers make
+(`torch.distributed`'s own helper behind a prefix of the group's name). The group is an object of its own, in no list of
+torch's: a process may have several, of any names. gloo's port asks nobody who they are, so it is open on the loopback
+interface, or on one that was named. Knows bytes; knows no tensors of models. Used by both sides, `receiving.py` and
+`sending.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+
+from fdasync.errors import WeightsBroken, WeightsRejected
+
+if TYPE_CHECKING:
+    from fdasync.request import WeightsGroup
+
+# torch declares no types of these
+dist: Any = torch_dist
+# broadcasts under way: one comes while the one before it is put to its place
+_DEPTH = 2
+# between two looks at a broadcast
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
+# NCCL's own limit ends the process, so it is only for what ours did not end
+_BEYOND_S = 120.0
+
+
+def new_store(address: str, port: int, world_size: int, timeout_s: float, *, is_trainer: bool) -> Any:
+    """The trainer's store, or a connection to it. Blocks until it is there. Raises what torch raises."""
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_trainer,
+        timeout=timedelta(seconds=timeout_s),
+        # a server that waits for its clients counts each that connects as this one does
+        wait_for_workers=not is_trainer,
+    )
+
+
+class JoinedGroup:
+    """A rank of a group.
+
+    Args:
+        group: of which this is the rank `group.rank`.
+        interface: to listen on; "": the loopback one.
+        store: the trainer's own; None: connect to it.
+
+    Blocks until all ranks have met, at most `group.timeout_s` (NCCL's meet at the first broadcast). Raises
+    WeightsRejected.
+
+    Attributes:
+        spec: `group`.
+        device: where broadcast bytes lie.
+    """
+
+    def __init__(self, group: WeightsGroup, interface: str, store: Any = None) -> None:
+        self.spec = group
+        on_gpu = group.backend == "nccl"
+        if on_gpu and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise WeightsRejected(f"group {group.name!r}: there is no NCCL, or no GPU, in this process; use gloo")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        try:
+            if store is None:
+                store = new_store(group.address, group.port, group.world_size, group.timeout_s, is_trainer=False)
+            keys: Any = store
+            for prefix in (group.name, f"{group.name}/", f"{self.device.type}/"):
+                keys = dist.PrefixStore(prefix, keys)
+            self._backend: Any = (_nccl if on_gpu else _gloo)(keys, group, interface)
+        except (RuntimeError, ValueError, OSError) as error:
+            words = str(error).partition("\n")[0]
+            where = f"{group.address}:{group.port}"
+            raise WeightsRejected(
+                f"group {group.name!r}: rank {group.rank} of {group.world_size} could not meet the others by the store"
+                f" at {where} within {group.timeout_s:g} s: {words}"
+            ) from error
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def begin(self, data: torch.Tensor) -> None:
+        """Begin to broadcast flat bytes on `device` from rank 0. The tensor is the group's until `next` returned it.
+        Raises WeightsBroken."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        try:
+            self._under_way.append((self._backend.broadcast([data], options), data))
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    @property
+    def is_full(self) -> bool:
+        """So many broadcasts are under way that `next` should be called first."""
+        return len(self._under_way) >= _DEPTH
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a broadcast is under way."""
+        return bool(self._under_way)
+
+    async def next(self, until: float) -> torch.Tensor:
+        """Wait for the oldest broadcast, at most until that time of the loop and for the group's `timeout_s`. Raises
+        WeightsBroken."""
+        work, data = self._under_way[0]
+        loop = asyncio.get_running_loop()
+        limit_s = min(until - loop.time(), self.spec.timeout_s)
+        late = loop.time() + limit_s
+        look_s = _FIRST_LOOK_S
+        try:
+            while not work.is_completed():
+                if loop.time() > late:
+                    raise WeightsBroken(f"group {self.spec.name!r}: no bytes came from rank 0 for {limit_s:.1f} s")
+                # neither torch nor gloo has anything that a loop could wait for
+                await asyncio.sleep(look_s)
+                look_s = min(2 * look_s, _LAST_LOOK_S)
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        self._under_way.popleft()
+        return data
+
+    def wait(self) -> None:
+        """As `next`, for the trainer: blocks. The group's `timeout_s` bounds it. Raises WeightsBroken."""
+        work, _ = self._under_way.popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: RuntimeError) -> WeightsBroken:
+        words = str(error).partition("\n")[0]
+        return WeightsBroken(f"group {self.spec.name!r}: a broadcast from rank 0 failed: {words}")
+
+    def close(self) -> None:
+        """Leave; idempotent. What is under way ends first, or is cut off: nothing writes to its tensors afterwards."""
+        backend, self._backend = self._backend, None
+        under_way, self._under_way = self._under_way, deque()
+        if backend is None:
+            return
+        with suppress(RuntimeError):
+            backend.abort()
+        for work, _ in under_way:
+            # a broadcast that was cut off has failed; gloo's own limit ends one that was not
+            with suppress(RuntimeError):
+                work.wait()
+        del backend
+
+
+def _gloo(keys: Any, group: WeightsGroup, interface: str) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = timedelta(seconds=group.timeout_s)
+    where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
+    options._devices = [kind.create_device(**where)]
+    return kind(keys, group.rank, group.world_size, options)
+
+
+def _nccl(keys: Any, group: WeightsGroup, interface: str) -> Any:
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=group.timeout_s + _BEYOND_S)
+    options.is_high_priority_stream = False
+    # NCCL reads it when the ranks first meet, at the first broadcast
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface or "lo")
+    return kind(keys, group.rank, group.world_size, options)

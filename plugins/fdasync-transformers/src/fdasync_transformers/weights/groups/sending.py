@@ -1,0 +1,146 @@
+"""The trainer's side: rank 0 of a group, which tells what it will send, and broadcasts it.
+
+Used by trainers, in their own processes; every call but `tell` blocks. What it sends is what `Runner.receive_tensors`
+receives; trainers with groups of their own send without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+import torch
+import xxhash
+
+from fdasync.errors import BadInput
+from fdasync.request import GroupTensors, TensorMeta, WeightsGroup
+from fdasync_transformers.weights.groups.framing import buckets
+from fdasync_transformers.weights.groups.group import JoinedGroup, new_store
+from fdasync_transformers.weights.named import dtype_name, own_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: of CPUs: tensors as large come alone, and are received in place
+BUCKET_NBYTES = 1 << 20
+#: of GPUs: broadcasts are long against what each costs
+GPU_BUCKET_NBYTES = 256 << 20
+
+
+class WeightsSender:
+    """Rank 0 of a group.
+
+        sender = WeightsSender(world_size=2)
+        joined = asyncio.to_thread(sender.join)
+        await asyncio.gather(joined, engine.join_weights_group(sender.group))
+        part = sender.tell(model)
+        sent = asyncio.to_thread(sender.send, model)
+        await asyncio.gather(sent, engine.update_weights(version, part, mode="keep"))
+
+    Args:
+        world_size: the trainer, and each worker process of all engines.
+        name: of the group.
+        address: of this process, at which the others find the store.
+        port: of the store; 0: a free one.
+        backend: "gloo", or "nccl" for tensors on GPUs.
+        interface: of the network, to listen on; "": the loopback one.
+        timeout_s: longest that the ranks may take to meet, and that a broadcast may take.
+        bucket_nbytes: see `GroupTensors`; None: as it is fast on this kind of device.
+        checksum: send one behind the tensors. Hashing takes about as long as the broadcast between GPUs.
+
+    Attributes:
+        group: what the engine is told.
+
+    Raises WeightsRejected where the store cannot listen.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        name: str = "weights",
+        address: str = "127.0.0.1",
+        port: int = 0,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        interface: str = "",
+        timeout_s: float = 60.0,
+        bucket_nbytes: int | None = None,
+        checksum: bool = False,
+    ) -> None:
+        if bucket_nbytes is None:
+            bucket_nbytes = GPU_BUCKET_NBYTES if backend == "nccl" else BUCKET_NBYTES
+        self._bucket_nbytes = bucket_nbytes
+        self._checksum = checksum
+        self._interface = interface
+        try:
+            self._store = new_store(address, port, world_size, timeout_s, is_trainer=True)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise BadInput("port", f"no store can listen at {address}:{port}: {error}") from error
+        self.group = WeightsGroup(
+            name=name,
+            address=address,
+            port=int(self._store.port),
+            world_size=world_size,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+        self._joined: JoinedGroup | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self) -> None:
+        """Meet the other ranks. Blocks, at most `timeout_s`. Raises WeightsRejected."""
+        self._joined = JoinedGroup(msgspec.structs.replace(self.group, rank=0), self._interface, self._store)
+
+    def tell(self, source: torch.nn.Module | Mapping[str, torch.Tensor]) -> GroupTensors:
+        """What the engine must be told before `send` of the same tensors. Raises WeightsRejected as `named_tensors`."""
+        metas = [
+            TensorMeta(name, dtype_name(name, tensor), tuple(tensor.shape)) for name, tensor in own_tensors(source)
+        ]
+        return GroupTensors(
+            group=self.group.name, tensors=tuple(metas), bucket_nbytes=self._bucket_nbytes, checksum=self._checksum
+        )
+
+    def send(self, source: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+        """Broadcast the tensors, which must not change meanwhile. Blocks until they are sent. Raises WeightsBroken
+        where a rank left, or took longer than `timeout_s`."""
+        group = self._joined
+        if group is None:
+            raise BadInput("group", f"rank 0 of {self.group.name!r} has not joined", hint="call join() first")
+        tensors = [tensor for _, tensor in own_tensors(source)]
+        made = xxhash.xxh3_128() if self._checksum else None
+        for bucket in buckets([tensor.nbytes for tensor in tensors], self._bucket_nbytes):
+            if group.is_full:
+                group.wait()
+            parts = [_bytes_of(tensors[number], group.device) for number, _ in bucket.parts]
+            if made is not None:
+                for part in parts:
+                    data: Any = part.cpu().numpy()
+                    made.update(data)
+            group.begin(parts[0] if len(parts) == 1 else _joined(bucket.nbytes, bucket.parts, parts))
+        if made is not None:
+            if group.is_full:
+                group.wait()
+            group.begin(torch.tensor(list(made.digest()), dtype=torch.uint8, device=group.device))
+        while group.is_busy:
+            group.wait()
+
+    def close(self) -> None:
+        """Leave; idempotent. Engines see the end of the connection."""
+        if self._joined is not None:
+            self._joined.close()
+            self._joined = None
+
+
+def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(nbytes: int, parts: tuple[tuple[int, int], ...], data: list[torch.Tensor]) -> torch.Tensor:
+    made = torch.zeros(nbytes, dtype=torch.uint8, device=data[0].device)
+    torch._foreach_copy_([made[at : at + len(one)] for (_, at), one in zip(parts, data, strict=True)], data)
+    return made
