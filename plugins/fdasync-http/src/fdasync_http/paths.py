@@ -13,9 +13,10 @@ from fdasync_http.openai.models import model, models
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.rollout.generate import RolloutBody, rollout
-from fdasync_http.sglang import asked, control, generate, info
+from fdasync_http.sglang import asked, control, generate, groups, info
 from fdasync_http.vllm import control as vllm_control
 from fdasync_http.vllm import generate as vllm_generate
+from fdasync_http.vllm import groups as vllm_groups
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -84,6 +85,11 @@ CONTROL: tuple[Path, ...] = (
     Path("/flush_cache", ("GET", "POST"), control.flush_cache),
     Path("/abort_request", _POST, control.abort_request, control.AbortBody),
     Path("/update_weights_from_disk", _POST, control.update_weights_from_disk, control.UpdateBody),
+    Path("/init_weights_update_group", _POST, groups.init_weights_update_group, groups.JoinBody),
+    Path("/destroy_weights_update_group", _POST, groups.destroy_weights_update_group, groups.LeaveBody),
+    Path("/update_weights_from_distributed", _POST, groups.update_weights_from_distributed, groups.ReceiveBody),
+    Path("/begin_weight_update", _POST, groups.begin_weight_update, groups.BeginBody),
+    Path("/end_weight_update", _POST, groups.end_weight_update, groups.EndBody),
     Path("/update_weight_version", _POST, control.update_weight_version, control.VersionBody),
     Path("/start_profile", _POST, control.profile),
     Path("/stop_profile", _POST, control.profile),
@@ -91,6 +97,9 @@ CONTROL: tuple[Path, ...] = (
     Path("/resume", _POST, vllm_control.resume),
     Path("/abort_requests", _POST, vllm_control.abort_requests, vllm_control.AbortBody),
     Path("/reset_prefix_cache", _POST, vllm_control.reset_prefix_cache, vllm_control.ResetBody),
+    Path("/init_weight_transfer_engine", _POST, vllm_groups.init_weight_transfer_engine, vllm_groups.InitBody),
+    Path("/start_weight_update", _POST, vllm_groups.start_weight_update, vllm_groups.StartBody),
+    Path("/finish_weight_update", _POST, vllm_groups.finish_weight_update, vllm_groups.FinishBody),
     Path("/update_weights", _POST, vllm_control.update_weights, vllm_control.UpdateBody),
     *[Path(path, _POST, refused.not_served) for path in refused.REASONS],
 )

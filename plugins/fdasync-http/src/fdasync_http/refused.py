@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 _DISK = "send a checkpoint folder to /update_weights_from_disk (SGLang) or /update_weights with weight_dir (vLLM)"
 _PICKLE = f"tensors in a pickle run their sender's code and are never read here; {_DISK}"
-_GROUP = f"weights over a process group are not served yet; {_DISK}"
+_BROADCASTER = (
+    "prime-rl's broadcaster sends the names of tensors as a pickle, which runs its sender's code; join a group of"
+    f" torch.distributed by /init_weights_update_group, or {_DISK}"
+)
+_LOOK = "weights are not read out over HTTP; expected_weights_id of an update compares all of them"
 _DELTA = f"deltas of weights are not served; {_DISK}"
 _SLEEP = "memory is not released over HTTP yet; pause and update from disk work without it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
@@ -29,17 +33,14 @@ REASONS = {
     "/update_weights_from_ipc": _PICKLE,
     "/load_lora_adapter_from_tensors": _PICKLE,
     "/collective_rpc": "calls into workers are not served: each control path has a name of its own",
-    "/update_weights_from_distributed": _GROUP,
-    "/init_weights_update_group": _GROUP,
-    "/destroy_weights_update_group": _GROUP,
-    "/init_weight_transfer_engine": _GROUP,
-    "/begin_weight_update": _GROUP,
-    "/end_weight_update": _GROUP,
-    "/start_weight_update": _GROUP,
-    "/finish_weight_update": _GROUP,
-    "/init_broadcaster": _GROUP,
+    "/init_broadcaster": _BROADCASTER,
+    "/start_draft_weight_update": "draft models are not served; the model's own prediction layers are updated with it",
     "/pull_weights": _DELTA,
     "/fetch_weights": _DELTA,
+    "/finish_session": _DELTA,
+    "/weights_checker": _LOOK,
+    "/weight_checker": _LOOK,
+    "/get_weights_by_name": _LOOK,
     "/release_memory_occupation": _SLEEP,
     "/resume_memory_occupation": _SLEEP,
     "/sleep": _SLEEP,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
@@ -11,12 +11,14 @@ from starlette.responses import Response
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.sglang.control import reply
+from fdasync_http.sglang.groups import tensors_of
+from fdasync_http.vllm.groups import STATELESS
 from fdasync_http.weights import folder_within
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from fdasync import PauseMode
+    from fdasync import GroupTensors, PauseMode
     from fdasync_http.front import Front
 
 # vLLM's words for what becomes of requests that run
@@ -109,12 +111,23 @@ class UpdateInfo(msgspec.Struct):
         weight_version: label of these weights; None: the last one, counted up.
         expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
             is another, and no step uses them); None: any.
+        names, dtype_names, shapes: of tensors that come by a group, in their order.
+        group_name: of a group of `torch.distributed` that was joined by `/init_weight_transfer_engine`.
+        packed: vLLM's own buckets, which are refused.
+        bucket_nbytes, checksum: as in `fdasync.GroupTensors`.
     """
 
     weight_dir: str | None = None
     weights_path: str | None = None
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
+    names: list[str] | None = None
+    dtype_names: list[str] = []
+    shapes: list[list[int]] = []
+    group_name: str | None = None
+    packed: bool = False
+    bucket_nbytes: int = 0
+    checksum: bool = False
 
 
 class UpdateBody(UpdateInfo):
@@ -131,18 +144,26 @@ async def update_weights(request: Request, front: Front) -> Response:
     """`POST /update_weights`: requests that run go on, on the KV that they have."""
     body = await read_json(request, UpdateBody, front.config)
     info = body.update_info or body
-    named = info.weight_dir or info.weights_path
-    if not named:
-        raise Refused(
-            400,
-            "weights are taken from disk only: name a checkpoint folder in weight_dir",
-            param="weight_dir",
-            code="not_served",
-        )
-    folder = folder_within(front.config, named, "weight_dir")
-    mode: Literal["abort", "keep"] = "keep"
-    await front.generator.update_weights(info.weight_version, folder, mode, expected=info.expected_weights_id)
+    await front.generator.update_weights(
+        info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
+    )
     return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
+
+
+def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:
+    """The folder, or the tensors of a group, that a client names. Raises Refused (400)."""
+    named = info.weight_dir or info.weights_path
+    if named:
+        return folder_within(front.config, named, "weight_dir")
+    if info.names is None:
+        words = "name a checkpoint folder in weight_dir, or tensors of a group in names, dtype_names and shapes"
+        raise Refused(400, words, param="weight_dir", code="not_served")
+    if info.group_name is None or info.packed:
+        field = "group_name" if info.group_name is None else "packed"
+        raise Refused(400, STATELESS, param=field, code="not_served")
+    return tensors_of(
+        info.names, info.dtype_names, info.shapes, info.group_name, info.bucket_nbytes, checksum=info.checksum
+    )
 
 
 async def get_world_size(_request: Request, front: Front) -> Response:

@@ -1,0 +1,112 @@
+"""vLLM's paths for weights over a process group, which are served for groups of `torch.distributed` alone.
+
+vLLM's own group is a NCCL communicator whose identifier its store carries as a pickle, and prime-rl's carries the names
+of tensors as one: neither is read here. A client that names a `group_name` means a group of torch's, as SGLang's
+clients make it. Called by `application.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fdasync import WeightsGroup
+from fdasync_http.bodies import read_json
+from fdasync_http.failures import Refused
+from fdasync_http.sglang.control import reply
+from fdasync_http.sglang.groups import backend_of, port_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync_http.front import Front
+
+_TIMEOUT_S = 300.0
+STATELESS = (
+    "vLLM's own transfer groups are not joined: their store carries a pickle, which runs its sender's code. Make a"
+    " group of torch.distributed and name it in group_name, or send a checkpoint folder to /update_weights (weight_dir)"
+)
+
+
+class InitInfo(msgspec.Struct):
+    """Of `/init_weight_transfer_engine`.
+
+    Attributes:
+        master_address, master_port, rank_offset, world_size: as of `/init_weights_update_group`.
+        group_name: of a group of `torch.distributed`; None: it is one of vLLM's own, which is refused.
+        backend: "gloo" or "nccl".
+    """
+
+    master_address: str = ""
+    master_port: int | str = 0
+    rank_offset: int = 1
+    world_size: int = 0
+    group_name: str | None = None
+    backend: str = "nccl"
+
+
+class InitBody(msgspec.Struct):
+    """Of `/init_weight_transfer_engine`.
+
+    Attributes:
+        init_info: the group.
+    """
+
+    init_info: InitInfo
+
+
+async def init_weight_transfer_engine(request: Request, front: Front) -> Response:
+    """`POST /init_weight_transfer_engine`: answers once the ranks have met."""
+    info = (await read_json(request, InitBody, front.config)).init_info
+    if info.group_name is None:
+        raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
+    group = WeightsGroup(
+        name=info.group_name,
+        address=info.master_address,
+        port=port_of(info.master_port),
+        world_size=info.world_size,
+        rank=info.rank_offset,
+        backend=backend_of(info.backend),
+        timeout_s=_TIMEOUT_S,
+    )
+    await front.generator.join_weights_group(group)
+    return reply({"message": "Weight transfer initialized"})
+
+
+class StartBody(msgspec.Struct):
+    """Of `/start_weight_update`.
+
+    Attributes:
+        is_checkpoint_format: names are those of a checkpoint, or of the model: both are known here.
+    """
+
+    is_checkpoint_format: bool = True
+
+
+async def start_weight_update(request: Request, front: Front) -> Response:
+    """`POST /start_weight_update`: no step runs until `/finish_weight_update`."""
+    await read_json(request, StartBody, front.config)
+    await front.generator.begin_weight_update("keep")
+    return reply({"message": "Weight update started"})
+
+
+class FinishBody(msgspec.Struct):
+    """Of `/finish_weight_update`.
+
+    Attributes:
+        weight_version: label of the weights; None: the last one, counted up.
+        expected_weights_id: as of `/update_weights`.
+    """
+
+    weight_version: str | int | None = None
+    expected_weights_id: str | None = None
+
+
+async def finish_weight_update(request: Request, front: Front) -> Response:
+    """`POST /finish_weight_update`: the weights are whole."""
+    body = await read_json(request, FinishBody, front.config)
+    await front.generator.end_weight_update(body.weight_version, expected=body.expected_weights_id)
+    version = front.generator.facts().weight_version
+    return reply({"message": "Weight update finished", "weight_version": version})
