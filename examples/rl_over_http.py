@@ -3,8 +3,9 @@
     python examples/rl_over_http.py                  # over HTTP, then in this process, and whether they agree
     python examples/rl_over_http.py --steps 10 --only http
 
-`fdasync http` serves the model. Tokens, log-probs and expert rows come as safetensors from `/v1/rollout`. After each
-update a checkpoint folder is written and `/update_weights_from_disk` loads it. Nothing of the model is shared.
+`fdasync http` serves the model. Tokens, log-probs and expert rows come as safetensors from `/v1/rollout`. The server's
+workers join a process group of this program, over which it broadcasts the weights after each update: no file is
+written, and nothing of the model is shared.
 
 Both loops are lockstep: the engine is paused, all groups of a step are asked for, and it goes on once they all wait.
 So both engines compute the same batches, and the KL of rollout and trainer must be the same to the last bit. A loop
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import sys
 import tempfile
 from contextlib import asynccontextmanager
@@ -29,8 +29,7 @@ import msgspec
 import rl_loop  # beside this file, as is small_moe
 import small_moe
 import torch
-from fdasync_transformers import named_tensors
-from fdasync_transformers.weights.quiet import no_progress_bars
+from fdasync_transformers import WeightsSender, named_tensors
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load as load_safetensors
@@ -87,12 +86,12 @@ class Remote:
 
     Args:
         client: its base URL is the server's.
-        weights: the server's `--weights-root`. One checkpoint at a time lies in it.
+        sender: rank 0 of the group that `join` has the server join.
     """
 
-    def __init__(self, client: httpx2.AsyncClient, weights: Path) -> None:
+    def __init__(self, client: httpx2.AsyncClient, sender: WeightsSender) -> None:
         self._client = client
-        self._weights = weights
+        self._sender = sender
 
     async def _post(self, path: str, body: dict[str, Any]) -> bytes:
         answer = await self._client.post(path, json=body)
@@ -118,11 +117,34 @@ class Remote:
         return Result(request_id=name, prompt_token_ids=prompt, samples=samples)
 
     async def update(self, model: Any, version: int) -> None:
-        folder = self._weights / f"step-{version}"
-        with no_progress_bars():
-            model.save_pretrained(folder)  # blocking: the engine is paused, and the file is small
-        await self._post("/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(version)})
-        shutil.rmtree(folder)
+        part = self._sender.tell(model)
+        body = {
+            "names": [tensor.name for tensor in part.tensors],
+            "dtypes": [tensor.dtype for tensor in part.tensors],
+            "shapes": [tensor.shape for tensor in part.tensors],
+            "group_name": part.group,
+            "bucket_nbytes": part.bucket_nbytes,
+            "weight_version": str(version),
+        }
+        # it blocks until the server's workers have received all
+        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, model))
+        await self._post("/update_weights_from_distributed", body)
+        await sending
+
+    async def join(self) -> None:
+        """Have the server's workers join the group, which this program is rank 0 of."""
+        group = self._sender.group
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": group.rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        joining = asyncio.create_task(asyncio.to_thread(self._sender.join))
+        await self._post("/init_weights_update_group", body)
+        await joining
 
 
 def files_of(answer: bytes) -> list[bytes]:
@@ -163,20 +185,24 @@ def sample_of(file: bytes) -> Sample:
 
 
 @asynccontextmanager
-async def server(folder: Path, config: Path, weights: Path) -> AsyncIterator[Remote]:
+async def server(folder: Path, config: Path) -> AsyncIterator[Remote]:
     """`fdasync http` as a process of its own, and its client; it has ended when the block is left."""
     import httpx2
 
     read, write = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "fdasync", "http", "--model", str(folder), "--config", str(config), "--port", "0",
-        "--weights-root", str(weights), "--ready-fd", str(write), pass_fds=(write,),
+        "--ready-fd", str(write), pass_fds=(write,),
     )  # fmt: skip
     os.close(write)
     try:
         ready = await ready_line(read)
-        async with httpx2.AsyncClient(base_url=ready["url"], timeout=CALL_S) as client:
-            yield Remote(client, weights)
+        # the trainer, and the one worker of the server
+        with WeightsSender(world_size=2) as sender:
+            async with httpx2.AsyncClient(base_url=ready["url"], timeout=CALL_S) as client:
+                remote = Remote(client, sender)
+                await remote.join()
+                yield remote
     finally:
         await end(process)
 
@@ -266,14 +292,12 @@ def compared(runs: dict[str, list[StepFigures]]) -> Table:
     return drawn
 
 
-async def run(
-    chosen: argparse.Namespace, config: Path, weights: Path, console: Console
-) -> dict[str, list[StepFigures]]:
+async def run(chosen: argparse.Namespace, config: Path, console: Console) -> dict[str, list[StepFigures]]:
     """The loops that were chosen, one after the other."""
     runs: dict[str, list[StepFigures]] = {}
     sizes = (chosen.folder, chosen.steps, chosen.problems, chosen.seed, console)
     if chosen.only != "in-process":
-        async with server(chosen.folder, config, weights) as remote:
+        async with server(chosen.folder, config) as remote:
             runs["over HTTP"] = await run_loop(remote, "over HTTP", *sizes)
     if chosen.only != "http":
         local = EngineConfig.from_mapping({**SETTINGS, "model": str(chosen.folder), "seed": chosen.seed})
@@ -308,10 +332,9 @@ def main() -> int:
         except OSError as error:  # a file, a folder of something else, one that cannot be written
             sys.exit(f"rl_over_http.py: --folder {chosen.folder}: {error}")
         with tempfile.TemporaryDirectory(prefix="rl_over_http-") as made:
-            config, weights = Path(made, "engine.json"), Path(made, "weights")
+            config = Path(made, "engine.json")
             config.write_bytes(msgspec.json.encode({**SETTINGS, "seed": chosen.seed}))
-            weights.mkdir()
-            runs = asyncio.run(run(chosen, config, weights, console))
+            runs = asyncio.run(run(chosen, config, console))
     except KeyboardInterrupt:
         # the server and the workers have ended on the way here
         return 130

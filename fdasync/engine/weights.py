@@ -207,6 +207,7 @@ class Weights:
         """
         self._check()
         wanted = checked_fingerprint(expected)
+        checked_fingerprint(weights_id or None)
         part = group_tensors_of(source)
         if self._open is not None:
             await self._take_part(self._open, version, part, wanted)
@@ -355,6 +356,7 @@ class Weights:
         """See `Engine.end_weight_update`. `order`, `weights_id`: as in `update`."""
         self._check()
         wanted = checked_fingerprint(expected)
+        checked_fingerprint(weights_id or None)
         update = self._open
         if update is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")

@@ -725,7 +725,7 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
     order: Count = 0
     expected: Words = ""
     part: GroupTensors | None = None
-    weights_id: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    weights_id: Words = ""
     group: WeightsGroup | None = None
     name: Words = ""
 

@@ -178,8 +178,8 @@ async def test_a_server_tells_what_it_is(scene):
         ("/update_weights_from_ipc", "pickle"),
         ("/collective_rpc", "not served"),
         ("/load_lora_adapter", "LoRA"),
-        ("/init_weights_update_group", "process group"),
-        ("/begin_weight_update", "process group"),
+        ("/init_broadcaster", "pickle"),
+        ("/get_weights_by_name", "expected_weights_id"),
         ("/release_memory_occupation", "memory"),
     ],
 )

@@ -152,12 +152,14 @@ async def test_areal_trains_a_step(stage_of, place, rows):
         assert await stage.num_live() == 0
 
 
-async def test_what_areal_would_broadcast_is_refused(stage_of):
+async def test_what_areal_would_broadcast_from_elsewhere_is_refused(stage_of):
     async with stage_of("engine") as stage:
         # it sends the port as a text
         group = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
                  "group_name": "update", "backend": "nccl"}  # fmt: skip
-        for path in ("/init_weights_update_group", "/update_weights_from_distributed"):
-            assert "/update_weights_from_disk" in await stage.refused(path, group)
+        answer = await stage.client.post("/init_weights_update_group", json=group)
+        assert answer.status_code == 400
+        assert answer.json()["success"] is False
+        assert "weights_interface" in answer.json()["message"]
         assert "merge" in await stage.refused("/load_lora_adapter", {"lora_name": "lora_1", "lora_path": "/x"})
         assert "pause" in await stage.refused("/release_memory_occupation", {"tags": ["weights"]})

@@ -147,10 +147,6 @@ class Miles:
     async def transports_are_refused(self):
         """What its trainer calls for an update."""
         for path, told in (
-            ("/begin_weight_update", "process group"),
-            ("/init_weights_update_group", "process group"),
-            ("/update_weights_from_distributed", "process group"),
-            ("/end_weight_update", "process group"),
             ("/update_weights_from_tensor", "pickle"),
             ("/pull_weights", "deltas"),
         ):

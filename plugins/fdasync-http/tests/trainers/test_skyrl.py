@@ -89,8 +89,6 @@ class SkyRL:
         """What its trainer calls for an update, and around it."""
         for path, body, told in (
             ("/init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.1"}}, "weight_dir"),
-            ("/start_weight_update", {"is_checkpoint_format": True}, "weight_dir"),
-            ("/finish_weight_update", {"weight_version": "1"}, "weight_dir"),
             ("/fetch_weights", {"target_version": 1, "sync_dir": "/x", "uri": "y"}, "weight_dir"),
             ("/collective_rpc", {"method": "update"}, "not served"),
             ("/sleep", {"level": 2}, "pause"),
@@ -100,7 +98,7 @@ class SkyRL:
             assert told in await self.stage.refused(path, body)
         tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[1]], "packed": True}
         answer = await self.stage.client.post("/update_weights", json={"update_info": tensors})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight_dir")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "group_name")
         assert answer.json()["error"]["code"] == "not_served"
 
     async def load(self, folder, version):

@@ -254,12 +254,7 @@ async def test_slime_trains_a_step(stage_of, place, rows):
 
 async def test_slimes_other_transports_name_the_safe_one(stage_of):
     async with stage_of("engine") as stage:
-        group = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3,
-                 "group_name": "slime", "backend": "nccl"}  # fmt: skip
         for path, body, told in (
-            ("/init_weights_update_group", group, "process group"),
-            ("/update_weights_from_distributed", {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]]}, "group"),
-            ("/destroy_weights_update_group", {"group_name": "slime"}, "group"),
             ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, "pickle"),
             ("/pull_weights", {"local_checkpoint_dir": "/a", "source_dir": "/b", "target_version": "1"}, "deltas"),
             ("/release_memory_occupation", {"tags": ["kv_cache"]}, "pause"),

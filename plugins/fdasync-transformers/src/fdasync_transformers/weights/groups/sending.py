@@ -50,6 +50,7 @@ class WeightsSender:
 
     Attributes:
         group: what the engine is told.
+        store: of this rank.
 
     Raises WeightsRejected where the store cannot listen.
     """
@@ -73,13 +74,13 @@ class WeightsSender:
         self._checksum = checksum
         self._interface = interface
         try:
-            self._store = new_store(address, port, world_size, timeout_s, is_trainer=True)
+            self.store = new_store(address, port, world_size, timeout_s, is_trainer=True)
         except (RuntimeError, ValueError, OSError) as error:
             raise BadInput("port", f"no store can listen at {address}:{port}: {error}") from error
         self.group = WeightsGroup(
             name=name,
             address=address,
-            port=int(self._store.port),
+            port=int(self.store.port),
             world_size=world_size,
             backend=backend,
             timeout_s=timeout_s,
@@ -94,7 +95,7 @@ class WeightsSender:
 
     def join(self) -> None:
         """Meet the other ranks. Blocks, at most `timeout_s`. Raises WeightsRejected."""
-        self._joined = JoinedGroup(msgspec.structs.replace(self.group, rank=0), self._interface, self._store)
+        self._joined = JoinedGroup(msgspec.structs.replace(self.group, rank=0), self._interface, self.store)
 
     def tell(self, source: torch.nn.Module | Mapping[str, torch.Tensor]) -> GroupTensors:
         """What the engine must be told before `send` of the same tensors. Raises WeightsRejected as `named_tensors`."""
