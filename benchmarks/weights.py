@@ -96,7 +96,7 @@ def config_of(folder: Path, device: str) -> EngineConfig:
     own |= {"num_threads": 1} if device == "cpu" else {"cuda_graphs": False}
     return EngineConfig(
         model=str(folder), runner_config=own, num_blocks=256, max_context_tokens=1024, max_running=REQUESTS,
-        max_step_tokens=64, capture=True, process="worker", update_deadline_s=CALL_S, start_deadline_s=CALL_S,
+        max_step_tokens=64, process="worker", update_deadline_s=CALL_S, start_deadline_s=CALL_S,
     )  # fmt: skip
 
 
@@ -159,9 +159,7 @@ async def measure(chosen: argparse.Namespace, folder: Path, report: Report) -> N
         # NCCL's ranks meet at the first broadcast, and memory is touched
         await raw(trainer, receiver)
         await update(engine, trainer, part)
-        pairs = []
-        for _ in range(chosen.pairs):
-            pairs.append((await raw(trainer, receiver), await update(engine, trainer, part)))
+        pairs = [(await raw(trainer, receiver), await update(engine, trainer, part)) for _ in range(chosen.pairs)]
         raw_s = statistics.median(one for one, _ in pairs)
         report.add("raw_gb_s", [nbytes / 1e9 / one for one, _ in pairs])
         report.add("update_gb_s", [nbytes / 1e9 / other for _, other in pairs])

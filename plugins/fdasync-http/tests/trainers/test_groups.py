@@ -4,7 +4,6 @@ A real engine of a tiny checkpoint receives from a real trainer, a process with 
 2.4, 3.2 and 5: what clients repeat does no harm, and a second update while one is open is 409.
 """
 
-
 from __future__ import annotations
 
 import asyncio

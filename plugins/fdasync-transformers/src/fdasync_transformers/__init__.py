@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.verification.modules import ModuleDifference, ModuleTrace, first_difference, traced
     from fdasync_transformers.verification.trainer import TrainerSide
     from fdasync_transformers.verification.verify import Difference, Report, Served, verify
+    from fdasync_transformers.weights.deltas.delta import write_delta
     from fdasync_transformers.weights.groups.sending import WeightsSender
     from fdasync_transformers.weights.named import named_tensors, weights_fingerprint
     from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
@@ -63,6 +64,7 @@ _HOME = {
     "traced": "verification.modules",
     "verify": "verification.verify",
     "weights_fingerprint": "weights.named",
+    "write_delta": "weights.deltas.delta",
     "write_logprobs": "verification.logprob_file",
 }
 
@@ -99,6 +101,7 @@ __all__ = [
     "traced",
     "verify",
     "weights_fingerprint",
+    "write_delta",
     "write_logprobs",
 ]
 

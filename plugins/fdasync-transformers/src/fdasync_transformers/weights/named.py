@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fdasync.errors import BadInput, WeightsRejected
 from fdasync_transformers.weights import identity, loading
-from fdasync_transformers.weights.update import DTYPES
+from fdasync_transformers.weights.deltas.tensors import DTYPES, dtype_name, own_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,6 @@ NamedTensor = tuple[str, str, tuple[int, ...], "NDArray[np.uint8]"]
 
 #: by name, the dtypes that engines serve in
 SERVED = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16", "float64")}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def named_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[NamedTensor]:
@@ -52,28 +51,6 @@ def named_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         named.append((name, dtype_name(name, tensor), tuple(tensor.shape), flat.view(torch.uint8).numpy()))
     return named
-
-
-def own_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model, or of a state dict, by name; a tied one once. Raises WeightsRejected for one without
-    data."""
-    state = source.state_dict() if isinstance(source, torch.nn.Module) else source
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...], torch.device]] = set()
-    for name, tensor in state.items():
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise WeightsRejected(f"{name} holds no plain data")
-        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.device)
-        if tensor.numel() and where in seen:
-            continue
-        seen.add(where)
-        yield name, tensor
-
-
-def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """The dtype as updates name it. Raises WeightsRejected for one that no runner takes."""
-    if tensor.dtype not in _NAMES:
-        raise WeightsRejected(f"{name} has dtype {tensor.dtype}, which is none of {', '.join(DTYPES)}")
-    return _NAMES[tensor.dtype]
 
 
 def weights_fingerprint(

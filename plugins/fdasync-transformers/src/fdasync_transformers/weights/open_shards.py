@@ -6,7 +6,7 @@ Knows files; knows no models and no names. Opened by `loading.py` and `ties.py`;
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+T = TypeVar("T")
 
 
 class OpenShards:
@@ -35,19 +37,26 @@ class OpenShards:
         for file in files:
             file.__exit__(None, None, None)
 
+    def names(self, path: Path) -> list[str]:
+        """Of the tensors of a file."""
+        return self._read(path, lambda file: list(file.keys()))
+
     def tensor(self, path: Path, key: str) -> torch.Tensor:
         """A stored tensor, whole."""
-        return self._read(path, lambda file: file.get_tensor(key))
+        return self._tensor(path, lambda file: file.get_tensor(key))
 
     def rows(self, path: Path, key: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` (exclusive) of a stored tensor's first dimension."""
-        return self._read(path, lambda file: file.get_slice(key)[first:last])
+        return self._tensor(path, lambda file: file.get_slice(key)[first:last])
 
     def columns(self, path: Path, key: str, first: int, last: int) -> torch.Tensor:
         """Columns `first` to `last` (exclusive) of a stored matrix."""
-        return self._read(path, lambda file: file.get_slice(key)[:, first:last])
+        return self._tensor(path, lambda file: file.get_slice(key)[:, first:last])
 
-    def _read(self, path: Path, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def _tensor(self, path: Path, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return self._read(path, read)
+
+    def _read(self, path: Path, read: Callable[[Any], T]) -> T:
         try:
             if path not in self._open:
                 opened: Any = safe_open(path, framework="pt")

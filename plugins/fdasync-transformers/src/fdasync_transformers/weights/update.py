@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync.errors import CheckpointError, FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.weights import identity, loading
+from fdasync_transformers.weights.deltas.delta import bytes_of, checked_metas, is_delta, read_manifest, tensors_of
+from fdasync_transformers.weights.deltas.tensors import DTYPES
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.ties import settle, tied_groups
@@ -35,22 +37,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.weights.ties import Settled
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bool": torch.bool,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
-
 
 # drafts stay exact whatever the layers' weights, as each is verified
 MTP_LEFT = "no multi-token prediction tensors: these layers keep their weights, and fewer drafts may be accepted"
@@ -97,6 +83,8 @@ class LiveWeights:
         self._incoming: list[Incoming] | None = None
         self._written: list[int] = []
         self._replaced: frozenset[Placement] = frozenset()
+        # of the weights in use, where it is known
+        self._id = ""
         # of an update in several parts: what they replaced so far, and what they must replace by its end
         self._covered: frozenset[Placement] = frozenset()
         self._owed: frozenset[Placement] = frozenset()
@@ -106,11 +94,16 @@ class LiveWeights:
 
         The folder may be plain or quantised, whatever the one before was; the log says which (level INFO).
 
+        A folder of changed tensors (`deltas/delta.py`) is applied to the weights that it names, and to no others.
+
         Raises WeightsRejected, also for a folder with different values for tied tensors that share memory in the model;
         WeightsBroken.
         """
         self._incoming = None
+        if is_delta(path):
+            return self._load_delta(path)
         notes, tensors, settled = self._read(path)
+        self._id = ""
         self.broken = frozenset(Placement(name) for name in self._names.values())
         failed: Exception | None = None
         try:
@@ -125,8 +118,41 @@ class LiveWeights:
         # raises where ranks have read different bytes
         weights_id = identity.whole_weights_id(self._checkpoint_names, self._collectives)
         self.broken = frozenset()
+        self._id = weights_id
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return weights_id
+
+    def _load_delta(self, path: str) -> str:
+        names, collectives = self._checkpoint_names, self._collectives
+        held = self._id or (not self.broken and identity.whole_weights_id(names, collectives)) or ""
+        manifest, metas, failed = None, [], None
+        try:
+            manifest = read_manifest(path)
+            if manifest.base != held:
+                have = f"the weights in use are {held}" if held else "those in use are broken"
+                raise WeightsRejected(f"{path}: is a delta to weights {manifest.base}, and {have}")
+            metas = checked_metas(path, manifest)
+        except Exception as error:  # libraries raise errors of many types for bad files; nothing has changed
+            failed = error
+        problem = agree(collectives, _problem(path, failed), "a delta was checked")
+        if problem or manifest is None:
+            raise WeightsRejected(problem) from failed
+        self.begin(metas)
+        failed = None
+        try:
+            for number, (_, tensor) in enumerate(tensors_of(path, manifest)):
+                # a parameter may have no elements
+                self.write(number, 0, bytes_of(tensor))
+        except Exception as error:
+            failed = error
+        self.end(_problem(path, failed))
+        found = identity.whole_weights_id(names, collectives)
+        if found != manifest.result:
+            self.broken = frozenset(Placement(name) for name in self._names.values())
+            raise WeightsBroken(f"{path}: gives the weights {found}, and says that it gives {manifest.result}")
+        self._id = found
+        _log.info("%s: %d tensors of new weights", path, len(metas))
+        return found
 
     def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
         """Of the weights in use; each tensor's digest, too, where they are asked for."""
@@ -137,6 +163,11 @@ class LiveWeights:
 
         Raises WeightsRejected.
         """
+        if is_delta(path):
+            try:
+                return read_manifest(path).result
+            except CheckpointError as error:
+                raise WeightsRejected(str(error)) from error
         _, folder_tensors, settled = self._read(path)
         # by the first name of the memory that they go to
         stored: dict[str, dict[str, Placement]] = {}
@@ -260,6 +291,7 @@ class LiveWeights:
 
     def touch(self) -> None:
         """The places of the tensors to come are about to change."""
+        self._id = ""
         self.broken |= self._replaced
 
     def received(self, problem: str, *, last: bool) -> None:
@@ -279,12 +311,12 @@ class LiveWeights:
             raise WeightsBroken(left)
         self.broken = frozenset()
 
-    def end(self) -> None:
-        """End the update. Raises WeightsBroken unless every byte was written."""
+    def end(self, problem: str = "") -> None:
+        """End the update. Raises WeightsBroken where there was a problem, or not every byte was written."""
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             raise InvariantBroken("tensors were ended before they were announced")
-        short = ""
+        short = problem
         for (name, _, nbytes, _), written in zip(incoming, self._written, strict=True):
             if written != nbytes:
                 short = short or f"{name}: {written} of its {nbytes} bytes came"

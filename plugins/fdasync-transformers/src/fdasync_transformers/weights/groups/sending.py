@@ -14,9 +14,9 @@ import xxhash
 
 from fdasync.errors import BadInput
 from fdasync.request import GroupTensors, TensorMeta, WeightsGroup
+from fdasync_transformers.weights.deltas.tensors import dtype_name, own_tensors
 from fdasync_transformers.weights.groups.framing import buckets
 from fdasync_transformers.weights.groups.group import JoinedGroup, new_store
-from fdasync_transformers.weights.named import dtype_name, own_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
