@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar, WeightsFingerprint
+    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, TensorMeta
 
 StepFaultKind = Literal["fail", "hang", "die"]
@@ -183,6 +183,21 @@ class FaultRunner(Runner):
 
     async def end_tensors(self) -> None:
         await self.inner.end_tensors()
+        self._loaded()
+
+    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        await self.inner.join_group(group, interface)
+
+    async def leave_group(self, name: str) -> None:
+        await self.inner.leave_group(name)
+
+    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
+        await self.inner.receive_tensors(source, limit_s, first=first, last=last)
+        if last:
+            self._loaded()
+
+    async def end_received(self) -> None:
+        await self.inner.end_received()
         self._loaded()
 
     def _loaded(self) -> None:
