@@ -420,7 +420,7 @@ class Generator(Protocol):
         """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
 
         Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). No step
-        runs until then. A group of the same name is left first, so the call may be repeated. One by which an update
+        runs until then. The call may be repeated; another group of the same name is left first. One by which an update
         failed has been left. gloo and NCCL ask nobody who they are: workers listen on the loopback interface, or on the
         one that the configuration names (`EngineConfig.weights_interface`).
 

@@ -353,7 +353,8 @@ class Runner(ABC):
         """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.
 
         Args:
-            group: `rank` is this runner's. One of that name that was joined before is left first.
+            group: `rank` is this runner's. Another one of that name that was joined before is left first; the same one
+                is joined already.
             interface: network interface to listen on; "": the loopback one.
 
         May block its loop for `group.timeout_s`. Raises WeightsRejected, as this default does, where it cannot join.

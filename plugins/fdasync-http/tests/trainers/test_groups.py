@@ -68,6 +68,8 @@ async def sglang_join(scene: Scene, group: Any) -> None:
             "group_name": group.name, "backend": "gloo"}  # fmt: skip
     assert (await post(scene, "/init_weights_update_group", body))["success"]
     await scene.trainer.read("met")
+    # an answer that was lost is asked for again
+    assert (await post(scene, "/init_weights_update_group", body))["success"]
 
 
 def sglang_body(scene: Scene, names: list[str], **more: Any) -> dict[str, Any]:
@@ -109,6 +111,10 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         await sglang_send(scene, names[9:], weight_version="6")
         await post(scene, "/end_weight_update", {"selector": None})
         assert (await scene.client.get("/get_weight_version")).json() == {"weight_version": "6"}
+        assert await generated(scene) == await fresh_tokens(scene.new)
+        # a trainer that left in the middle, and starts anew
+        await post(scene, "/begin_weight_update")
+        await post(scene, "/destroy_weights_update_group", {"group_name": scene.trainer.group.name})
         assert await generated(scene) == await fresh_tokens(scene.new)
         # nothing is open
         assert not (await post(scene, "/end_weight_update", {}, 400))["success"]

@@ -355,6 +355,9 @@ class TransformersRunner(Runner):
         self._settle()
 
     async def join_group(self, group: WeightsGroup, interface: str) -> None:
+        held = self._groups.get(group.name)
+        if held is not None and held.spec == group:
+            return
         await self.leave_group(group.name)
         device = torch.device("cpu") if self._step_model is None else self._step_model.model.device
         if group.backend == "nccl" and device.type != "cuda":

@@ -101,9 +101,15 @@ class LeaveBody(msgspec.Struct):
 
 
 async def destroy_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /destroy_weights_update_group`: 200 where there is no such group, too."""
+    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. An update in parts that is open is over:
+    a trainer that was started again need not wait for its deadline."""
     body = await read_json(request, LeaveBody, front.config)
-    return await told(front.generator.leave_weights_group(body.group_name), front)
+
+    async def leave() -> None:
+        await front.generator.abandon_weight_update()
+        await front.generator.leave_weights_group(body.group_name)
+
+    return await told(leave(), front)
 
 
 class ReceiveBody(msgspec.Struct):
