@@ -101,7 +101,7 @@ class LeaveBody(msgspec.Struct):
 
 
 async def destroy_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. An update in parts that is open is over:
+    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. An open update in parts is over:
     a trainer that was started again need not wait for its deadline."""
     body = await read_json(request, LeaveBody, front.config)
 
