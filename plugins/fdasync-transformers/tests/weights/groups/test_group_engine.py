@@ -130,7 +130,7 @@ async def test_a_trainer_of_torchs_own_group_sends_checkpoint_names_tensor_by_te
     assert any(".experts.1." in name for name in stored)
     names = list(stored)
     async with (
-        Engine(engine_config(tmp_path / "old")) as engine,
+        Engine(engine_config(tmp_path / "old", weights_interface="lo")) as engine,
         Trainer.running(tmp_path / "new") as trainer,
     ):
         await engine.join_weights_group(trainer.group)
