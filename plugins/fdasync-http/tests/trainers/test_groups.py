@@ -99,6 +99,7 @@ async def test_slime_pauses_and_sends_bucket_by_bucket_under_one_version(tmp_pat
             await post(scene, "/destroy_weights_update_group", {"group_name": scene.trainer.group.name})
 
 
+@pytest.mark.slow
 async def test_miles_brackets_its_update(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         await sglang_join(scene, scene.trainer.group)
@@ -120,6 +121,7 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         assert not (await post(scene, "/end_weight_update", {}, 400))["success"]
 
 
+@pytest.mark.slow
 async def test_vllms_clients_start_send_and_finish(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         group = scene.trainer.group
@@ -149,6 +151,7 @@ async def test_vllms_clients_start_send_and_finish(tmp_path: Path) -> None:
         assert await generated(scene) == await fresh_tokens(scene.new)
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_is_told_as_an_engine_that_must_be_updated(tmp_path: Path) -> None:
     async with scene_of(tmp_path, "--die-after", "4") as scene:
         await sglang_join(scene, scene.trainer.group)
