@@ -11,9 +11,11 @@ from fdasync_transformers import weights_fingerprint, write_delta
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import identity
 from fdasync_transformers.weights.deltas.delta import MANIFEST
+from group_play import engine_config, fresh_tokens, tokens
 from live_weights import Live, assert_equal
 from safetensors.torch import load_file, save_file
 
+from fdasync import Engine
 from fdasync.errors import WeightsBroken, WeightsRejected
 
 if TYPE_CHECKING:
@@ -115,6 +117,20 @@ def test_a_result_that_is_another_breaks_the_weights(tmp_path: Path) -> None:
         pair.live.weights.load_folder(str(pair.folder))
     pair.live.weights.load_folder(str(tmp_path / "old"))
     assert identity.weights_id(pair.live.model) == pair.base
+
+
+async def test_an_engine_takes_a_delta_as_any_folder(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.model.save_pretrained(tmp_path / "new")
+    async with Engine(engine_config(tmp_path / "old")) as engine:
+        await engine.update_weights("1", str(pair.folder), "keep", expected=pair.result)
+        assert await tokens(engine) == await fresh_tokens(tmp_path / "new")
+        with pytest.raises(WeightsRejected, match="is a delta to weights"):
+            await engine.update_weights("2", str(pair.folder))
+        # the version in use, for the same weights
+        await engine.update_weights("1", str(pair.folder))
+        assert engine.facts().weight_version == "1"
+        engine.check()
 
 
 def test_files_hold_the_tensors_under_their_names(tmp_path: Path) -> None:
