@@ -61,15 +61,17 @@ class _OpenUpdate:
 
     Attributes:
         mode: of `update_weights`.
+        begun: no step is in flight, and parts may come.
         label: that a part was given last; None: none was.
         parts: how many have come.
         timer: ends an update that nobody goes on with.
     """
 
-    __slots__ = ("label", "mode", "parts", "timer")
+    __slots__ = ("begun", "label", "mode", "parts", "timer")
 
     def __init__(self, mode: Literal["abort", "keep"]) -> None:
         self.mode = mode
+        self.begun = False
         self.label: str | None = None
         self.parts = 0
         self.timer: DeadlineTimer | None = None
@@ -306,6 +308,7 @@ class Weights:
         except BaseException:
             self._close_update(update)
             raise
+        update.begun = True
         self._await_part(update)
 
     async def _take_part(
@@ -315,7 +318,7 @@ class Weights:
         part: GroupTensors | None,
         expected: WeightsFingerprint | None,
     ) -> None:
-        if part is None or self._task is not None:
+        if part is None or self._is_busy(update):
             raise UpdateUnderWay("of this engine, in parts")
         if expected is not None:
             raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
@@ -360,7 +363,7 @@ class Weights:
         update = self._open
         if update is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
-        if self._task is not None:
+        if self._is_busy(update):
             raise UpdateUnderWay("of this engine, in parts")
         if version is not None:
             update.label = self._open_label(version)
@@ -378,9 +381,13 @@ class Weights:
         self._check()
         if self._open is None:
             return
-        if self._task is not None:
+        if self._is_busy(self._open):
             raise UpdateUnderWay("of this engine: tensors are being received")
         self._lapse(self._open, "was abandoned")
+
+    def _is_busy(self, update: _OpenUpdate) -> bool:
+        """The update begins, or a part of it is being received."""
+        return not update.begun or self._task is not None
 
     @property
     def is_open(self) -> bool:

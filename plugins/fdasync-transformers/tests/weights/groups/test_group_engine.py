@@ -189,7 +189,13 @@ async def test_an_update_in_parts_that_is_left_alone_ends(tmp_path: Path) -> Non
     async with Engine(engine_config(tmp_path / "old", update_deadline_s=1.0)) as engine, sender_of(engine) as sender:
         before = await tokens(engine)
         # nothing came, nothing changed
-        await engine.begin_weight_update()
+        beginning = asyncio.create_task(engine.begin_weight_update())
+        await asyncio.sleep(0)
+        for early in (engine.end_weight_update("x"), engine.update_weights("x", sender.tell(new))):
+            # steps may be in flight
+            with pytest.raises(UpdateUnderWay):
+                await early
+        await beginning
         await engine.end_weight_update("never")
         await engine.begin_weight_update()
         await engine.abandon_weight_update()
