@@ -64,7 +64,7 @@ from fdasync_transformers.start.runner_config import (
 )
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.groups.group import JoinedGroup
-from fdasync_transformers.weights.groups.receiving import TensorReceiver
+from fdasync_transformers.weights.groups.receiving import ReceivePlan, TensorReceiver
 from fdasync_transformers.weights.update import LiveWeights
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.weights.update import Incoming
 
 
 # of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones
@@ -118,6 +119,8 @@ class TransformersRunner(Runner):
         self._shares_blocks = False
         # of trainers, by name
         self._groups: dict[str, JoinedGroup] = {}
+        # of the last update by one: its tensors, bucket and device, and where they go
+        self._plan: tuple[tuple[Incoming, ...], tuple[int, torch.device], ReceivePlan] | None = None
 
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
@@ -377,18 +380,28 @@ class TransformersRunner(Runner):
             if group is None:
                 raise WeightsRejected(f"no group {source.group!r} was joined, or it was left since")
             incoming = weights.begin(source.tensors, first=first, last=last)
-            receiver = TensorReceiver(group, incoming, source.bucket_nbytes, checksum=source.checksum)
             weights.touch()
             problem = ""
             try:
-                await receiver.run(until)
+                plan = self._plan_of(source, incoming, group)
+                await TensorReceiver(group, plan, checksum=source.checksum).run(until)
             except WeightsBroken as error:
                 problem = error.problem
+            except (RuntimeError, MemoryError) as error:
+                # no room for a buffer, or a device that failed: other ranks must hear of it
+                problem = f"{type(error).__name__}: {error}"
             self._settle()
             weights.received(problem, last=last)
         except BaseException:
             await self.leave_group(source.group)
             raise
+
+    def _plan_of(self, source: GroupTensors, incoming: tuple[Incoming, ...], group: JoinedGroup) -> ReceivePlan:
+        """That of the last update, where its tensors were the same: parameters stay where they are."""
+        asked = (source.bucket_nbytes, group.device)
+        if self._plan is None or self._plan[0] is not incoming or self._plan[1] != asked:
+            self._plan = incoming, asked, ReceivePlan(incoming, source.bucket_nbytes, group.device)
+        return self._plan[2]
 
     async def end_received(self) -> None:
         self._opened_weights.end_parts()
@@ -437,7 +450,7 @@ class TransformersRunner(Runner):
             if self._aux is not None:
                 self._aux.close()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
-            self._aux = self._routers = self._step_model = self._weights = executor = None
+            self._aux = self._routers = self._step_model = self._weights = self._plan = executor = None
             shown, self._shown = self._shown, None
             if shown is not None and not dead:
                 shown.free()

@@ -57,6 +57,21 @@ class Incoming(NamedTuple):
     target: Target | None
 
 
+class _Placed(NamedTuple):
+    """Tensors that were checked, and their places.
+
+    Attributes:
+        metas: the tensors, as they were announced.
+        addresses: of the model's tensors by then.
+        incoming, replaced: with their places; the places.
+    """
+
+    metas: tuple[TensorMeta, ...]
+    addresses: dict[str, int]
+    incoming: tuple[Incoming, ...]
+    replaced: frozenset[Placement]
+
+
 class LiveWeights:
     """The weights of one model.
 
@@ -80,7 +95,8 @@ class LiveWeights:
         self._facts = dict(facts)
         self._names = _first_names(self._model.state_dict())
         self.broken: frozenset[Placement] = frozenset()
-        self._incoming: list[Incoming] | None = None
+        self._incoming: tuple[Incoming, ...] | None = None
+        self._placed: _Placed | None = None
         self._written: list[int] = []
         self._replaced: frozenset[Placement] = frozenset()
         # of the weights in use, where it is known
@@ -237,12 +253,29 @@ class LiveWeights:
         if problem := agree(self._collectives, _problem("the tensors", failed), "an update was checked"):
             self._incoming = None
             raise WeightsRejected(problem) from failed
-        return self._places()
-
-    def _places(self) -> tuple[Incoming, ...]:
-        return tuple(self._incoming or ())
+        incoming: tuple[Incoming, ...] | None = self._incoming
+        return incoming or ()
 
     def _begin_own(self, tensors: Sequence[TensorMeta], last: bool) -> None:
+        placed = self._placed
+        metas, addresses = tuple(tensors), self._addresses()
+        if placed is None or placed.metas != metas or placed.addresses != addresses:
+            # thousands of names take longer than their bytes: those of the next update are the same
+            placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
+        if last and (left := self._left(placed.replaced)):
+            raise WeightsRejected(left)
+        self._incoming = placed.incoming
+        self._written = [0] * len(placed.incoming)
+        self._replaced = placed.replaced
+        names = [tensor.name for tensor in tensors] if self._checkpoint_names.has_mtp else []
+        if names and not self._checkpoint_names.mtp_among(names):
+            _log.info("new tensors: %s", MTP_LEFT)
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._model.state_dict().items()}
+
+    def _place(self, tensors: Sequence[TensorMeta]) -> tuple[tuple[Incoming, ...], frozenset[Placement]]:
+        """The tensors with their places, and the places. Raises WeightsRejected."""
         names = [tensor.name for tensor in tensors]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -258,14 +291,7 @@ class LiveWeights:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         placements = {**located.placements, **self._converted_already(located, shapes)}
         incoming = [self._check(tensor, placements.get(tensor.name), state) for tensor in tensors]
-        replaced = frozenset(self._check_overlap(placements))
-        if last and (left := self._left(self._covered | replaced)):
-            raise WeightsRejected(left)
-        self._incoming = incoming
-        self._written = [0] * len(incoming)
-        self._replaced = replaced
-        if self._checkpoint_names.has_mtp and not self._checkpoint_names.mtp_among(names):
-            _log.info("new tensors: %s", MTP_LEFT)
+        return tuple(incoming), frozenset(self._check_overlap(placements))
 
     def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Write the next bytes of a tensor, converted to the model's dtype. Raises WeightsBroken."""
@@ -392,7 +418,11 @@ class LiveWeights:
         return replaced
 
     def _left(self, replaced: frozenset[Placement]) -> str:
-        """What an update leaves out of what an earlier one may have broken, for people; ""."""
+        """What an update, which replaces these places too, leaves out of what an earlier one may have broken, for
+        people; ""."""
+        if not self._owed:
+            return ""
+        replaced |= self._covered
         state = self._model.state_dict()
         pieces: dict[str, int] = {}
         for where in replaced:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 # torch declares no types of these
 dist: Any = torch_dist
-# broadcasts under way: one comes while the one before it is put to its place
-_DEPTH = 2
+# broadcasts under way: some come while the one before them is put to its place
+_DEPTH = {"cpu": 2, "cuda": 4}
 # between two looks at a broadcast
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
 # NCCL's own limit ends the process, so it is only for what ours did not end
@@ -98,7 +99,7 @@ class JoinedGroup:
     @property
     def is_full(self) -> bool:
         """So many broadcasts are under way that `next` should be called first."""
-        return len(self._under_way) >= _DEPTH
+        return len(self._under_way) >= _DEPTH[self.device.type]
 
     @property
     def is_busy(self) -> bool:
@@ -129,7 +130,15 @@ class JoinedGroup:
     def wait(self) -> None:
         """As `next`, for the trainer: blocks. The group's `timeout_s` bounds it. Raises WeightsBroken."""
         work, _ = self._under_way.popleft()
+        late = time.monotonic() + self.spec.timeout_s
         try:
+            # gloo's own wait has the limit; NCCL's ends at once, whatever the device does
+            while self.device.type == "cuda" and not work.is_completed():
+                if time.monotonic() > late:
+                    raise WeightsBroken(
+                        f"group {self.spec.name!r}: nobody took the bytes for {self.spec.timeout_s:g} s"
+                    )
+                time.sleep(_FIRST_LOOK_S)  # blocking: in the trainer's process
             work.wait()
         except RuntimeError as error:
             raise self._broken(error) from error

@@ -1,8 +1,9 @@
 """Receives the tensors of an update in place, in the broadcasts of a trainer's group.
 
 A tensor that comes alone, is whole here and has the model's dtype is received into the parameter itself; others come
-into a buffer and are put to their places while the next ones come. Bytes are hashed on the way where the sender offers
-a checksum. Called by `runner.py`; knows the places of tensors by `weights/update.py`.
+into a buffer and are put to their places while the next ones come. What goes where is planned once for updates of the
+same tensors: between GPUs a bucket takes less time than planning it. Bytes are hashed on the way where the sender
+offers a checksum. Called by `runner.py`; knows the places of tensors by `weights/update.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,62 @@ if TYPE_CHECKING:
 _HASHED_NBYTES = 64 << 20
 
 
-class _Coming(NamedTuple):
-    """A broadcast under way; `buffer` is None where its bytes are in their place then."""
+class _Planned(NamedTuple):
+    """One broadcast and where it goes.
+
+    Attributes:
+        bucket: the broadcast.
+        place: the bytes of the parameter itself; None: a buffer is needed.
+        flat: of each tensor the parameter, flat, where all lie close in the buffer, have one dtype, are whole here and
+            in one piece; None: they are put one by one.
+        counts: elements of each of `flat`.
+        dtype: of the tensors as they come, where there is `flat`.
+    """
 
     bucket: Bucket
-    buffer: torch.Tensor | None
+    place: torch.Tensor | None
+    flat: tuple[torch.Tensor, ...] | None
+    counts: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ReceivePlan:
+    """Where the tensors of an update go.
+
+    Args:
+        incoming: with their places, in the order in which they come.
+        bucket_nbytes: as in `GroupTensors`.
+        device: on which they come.
+    """
+
+    def __init__(self, incoming: Sequence[Incoming], bucket_nbytes: int, device: torch.device) -> None:
+        self.incoming = tuple(incoming)
+        made = buckets([tensor.nbytes for tensor in incoming], bucket_nbytes)
+        self.broadcasts = [self._plan(bucket, device) for bucket in made]
+
+    def _plan(self, bucket: Bucket, device: torch.device) -> _Planned:
+        tensors = [self.incoming[number] for number, _ in bucket.parts]
+        flat = [_flat(tensor) for tensor in tensors]
+        whole = [one for one in flat if one is not None]
+        dtype = tensors[0].dtype
+        place = None
+        if len(tensors) == 1 and whole and whole[0].dtype == dtype and whole[0].device == device and bucket.nbytes:
+            place = whole[0].view(torch.uint8)
+        ends = 0
+        is_close = len(whole) == len(tensors)
+        for (_, at), tensor in zip(bucket.parts, tensors, strict=True):
+            is_close = is_close and at == ends and tensor.dtype == dtype
+            ends = at + tensor.nbytes
+        counts = tuple(tensor.nbytes // dtype.itemsize for tensor in tensors)
+        return _Planned(bucket, place, tuple(whole) if is_close else None, counts, dtype)
+
+
+def _flat(tensor: Incoming) -> torch.Tensor | None:
+    """The elements of a tensor's place, where this process has all of it in one piece."""
+    target = tensor.target
+    if target is None or target.cut is not None or not target.tensor.is_contiguous():
+        return None
+    return target.tensor.detach().view(-1)
 
 
 class TensorReceiver:
@@ -38,25 +90,24 @@ class TensorReceiver:
 
     Args:
         group: of which rank 0 sends.
-        incoming: tensors with their places, in the order in which they come.
-        bucket_nbytes, checksum: as in `GroupTensors`.
+        plan: of these tensors.
+        checksum: as in `GroupTensors`.
     """
 
-    def __init__(self, group: JoinedGroup, incoming: Sequence[Incoming], bucket_nbytes: int, *, checksum: bool) -> None:
+    def __init__(self, group: JoinedGroup, plan: ReceivePlan, *, checksum: bool) -> None:
         self._group = group
-        self._incoming = incoming
-        self._buckets = buckets([tensor.nbytes for tensor in incoming], bucket_nbytes)
+        self._plan = plan
         self._hash = xxhash.xxh3_128() if checksum else None
         # that no broadcast under way has
         self._free: list[torch.Tensor] = []
-        self._coming: list[_Coming] = []
+        self._coming: list[tuple[_Planned, torch.Tensor | None]] = []
 
     async def run(self, until: float) -> None:
         """Receive all, at most until that time of the loop. Raises WeightsBroken; then some tensors may be torn."""
-        for bucket in self._buckets:
+        for planned in self._plan.broadcasts:
             while self._group.is_full:
                 await self._take(until)
-            self._begin(bucket)
+            self._begin(planned)
         while self._coming:
             await self._take(until)
         if self._hash is not None:
@@ -67,57 +118,43 @@ class TensorReceiver:
                     f"the tensors that came have the checksum {self._hash.hexdigest()}, the sender's is {sent.hex()}"
                 )
 
-    def _begin(self, bucket: Bucket) -> None:
-        data, buffer = self._own_place(bucket), None
+    def _begin(self, planned: _Planned) -> None:
+        data, buffer = planned.place, None
         if data is None:
+            nbytes = planned.bucket.nbytes
             buffer = self._free.pop() if self._free else None
-            if buffer is None or len(buffer) < bucket.nbytes:
-                buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._group.device)
-            data = buffer[: bucket.nbytes]
+            if buffer is None or len(buffer) < nbytes:
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+            data = buffer[:nbytes]
         self._group.begin(data)
-        self._coming.append(_Coming(bucket, buffer))
-
-    def _own_place(self, bucket: Bucket) -> torch.Tensor | None:
-        """The bytes of the parameter itself, where a tensor that comes alone may be received there."""
-        if len(bucket.parts) > 1 or not bucket.nbytes:
-            return None
-        tensor = self._incoming[bucket.parts[0][0]]
-        target = tensor.target
-        if target is None or target.cut is not None:
-            return None
-        place = target.tensor.detach()
-        fits = place.dtype == tensor.dtype and place.is_contiguous() and place.device == self._group.device
-        return place.view(-1).view(torch.uint8) if fits else None
+        self._coming.append((planned, buffer))
 
     async def _take(self, until: float) -> None:
         data = await self._group.next(until)
-        bucket, buffer = self._coming.pop(0)
-        # tensors of the same shape here: one launch for all of them, where the device has launches
-        places: list[torch.Tensor] = []
-        pieces: list[torch.Tensor] = []
-        for number, at in bucket.parts:
-            tensor = self._incoming[number]
-            piece = data[at : at + tensor.nbytes]
-            if self._hash is not None:
-                self._update_hash(piece)
-            target = tensor.target
-            if buffer is None or target is None or not tensor.nbytes:
-                continue
-            values = piece.view(tensor.dtype)
-            if target.cut is None:
-                places.append(target.tensor.detach())
-                pieces.append(values.view(target.shape))
-                continue
-            try:
-                target.put_flat(0, values)
-            except (RuntimeError, ValueError) as error:
-                raise WeightsBroken(f"{tensor.name}: {error}") from error
-        if places:
-            torch._foreach_copy_(places, pieces)
+        planned, buffer = self._coming.pop(0)
+        if self._hash is not None:
+            for number, at in planned.bucket.parts:
+                self._update_hash(data[at : at + self._plan.incoming[number].nbytes])
         if buffer is not None:
+            self._put(planned, data)
             self._free.append(buffer)
         # other calls of the worker come between
         await asyncio.sleep(0)
+
+    def _put(self, planned: _Planned, data: torch.Tensor) -> None:
+        """Copy the tensors of a buffer to their places."""
+        if planned.flat is not None:
+            # one launch for all of them, where the device has launches
+            torch._foreach_copy_(planned.flat, data.view(planned.dtype).split_with_sizes(planned.counts))
+            return
+        for number, at in planned.bucket.parts:
+            tensor = self._plan.incoming[number]
+            if tensor.target is None or not tensor.nbytes:
+                continue
+            try:
+                tensor.target.put_flat(0, data[at : at + tensor.nbytes].view(tensor.dtype))
+            except (RuntimeError, ValueError) as error:
+                raise WeightsBroken(f"{tensor.name}: {error}") from error
 
     def _update_hash(self, piece: torch.Tensor) -> None:
         assert self._hash is not None

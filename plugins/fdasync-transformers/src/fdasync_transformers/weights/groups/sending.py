@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: of CPUs: tensors as large come alone, and are received in place
 BUCKET_NBYTES = 1 << 20
-#: of GPUs: broadcasts are long against what each costs
-GPU_BUCKET_NBYTES = 256 << 20
+#: of GPUs: long against what a broadcast costs, and short against the memory that is left beside a model
+GPU_BUCKET_NBYTES = 128 << 20
 
 
 class WeightsSender:
@@ -138,10 +138,13 @@ class WeightsSender:
 
 
 def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    held = tensor.detach()
+    return (held if held.device == device else held.to(device)).reshape(-1).view(torch.uint8)
 
 
 def _joined(nbytes: int, parts: tuple[tuple[int, int], ...], data: list[torch.Tensor]) -> torch.Tensor:
+    if nbytes == sum(map(len, data)):
+        return torch.cat(data)
     made = torch.zeros(nbytes, dtype=torch.uint8, device=data[0].device)
     torch._foreach_copy_([made[at : at + len(one)] for (_, at), one in zip(parts, data, strict=True)], data)
     return made
