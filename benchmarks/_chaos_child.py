@@ -59,6 +59,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         leases: of other instances here; granted, or in line.
         tasks: names of the tasks on its loop.
         fds: open files by what they are.
+        sockets: each open one, in words.
         children: process ids of its worker, its store and so on.
         data_port: where its blocks can be read; 0: not over tcp.
     """
@@ -72,6 +73,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     tasks: list[str]
     fds: dict[str, int]
+    sockets: list[str]
     children: list[int]
     data_port: int
 
@@ -118,6 +120,7 @@ def probe(instance: Instance) -> Probe:
         leases=len(decode_service._leases),
         tasks=sorted(task.get_name() for task in asyncio.all_tasks()),
         fds=open_files(),
+        sockets=open_sockets(),
         children=children(),
         data_port=ProxiedTcp.real_port,
     )
@@ -133,6 +136,24 @@ def open_files() -> dict[str, int]:
             continue
         found[target if target.startswith("/") else target.partition(":")[0]] += 1
     return dict(found)
+
+
+def open_sockets() -> list[str]:
+    """Open sockets of this process: descriptor, family, both ends, state of TCP."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] if sock.family == socket.AF_INET else 0
+            try:
+                other = sock.getpeername()
+            except OSError as error:
+                other = error.strerror
+            found.append(f"{name}: {sock.family.name} {sock.getsockname()} {other} {state}")
+    return found
 
 
 class ProxiedTcp(ProcessTransport):

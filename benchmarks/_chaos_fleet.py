@@ -216,8 +216,8 @@ class Fleet:
             for kind, count in probe.fds.items()
             if count > first.fds.get(kind, 0) + _LOOSE.get(kind, 0)
         ]
-        if grown and node.place is not None:
-            grown.append(f"{node.name}: connections of its host: {node.place.connections()}")
+        if grown:
+            grown.append(f"{node.name}: sockets {probe.sockets}, at first {first.sockets}")
         if len(probe.children) > len(first.children):
             grown.append(f"{node.name}: {len(probe.children)} child processes, {len(first.children)} at first")
         if len(probe.tasks) > len(first.tasks):

@@ -41,13 +41,6 @@ class Place(msgspec.Struct):
         """Where an instance on it listens."""
         return f"tcp://{self.ip}:{_PORT}"
 
-    def connections(self) -> list[str]:
-        """TCP sockets on it, with their processes."""
-        told = subprocess.run(
-            self.host.command(["ss", "-tanpH"]), capture_output=True, text=True, check=True, timeout=10
-        )
-        return [" ".join(line.split()) for line in told.stdout.splitlines()]
-
 
 class Hosts:
     """See the module. A context; opened before there is a loop.
