@@ -143,6 +143,8 @@ def open_sockets() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                continue
             sock = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue

@@ -23,8 +23,8 @@ def shown(**values: Any) -> str:
     """The table with one instance, as a terminal gets it."""
     fields: dict[str, Any] = {
         "name": "m0", "address": "ipc:///run/m0", "says": "ipc:///run/m0", "role": "mixed", "is_up": True,
-        "problem": "", "state": "running", "status": Status("running", 0, 0, 0, 0, 50, 100), "status_at": 0.0, "status_age_s": 0.1,
-        "live": 0, "known_blocks": 0, "weight_version": "0", **values,
+        "problem": "", "state": "running", "status": Status("running", 0, 0, 0, 0, 50, 100), "status_at": 0.0,
+        "status_age_s": 0.1, "live": 0, "known_blocks": 0, "weight_version": "0", **values,
     }  # fmt: skip
     stats = RouterStats(instances=(InstanceStats(**fields),), live=0, dropped=())
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
