@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
-from benchmarks._chaos_node import STORE, TRANSFER, WORKER
+from benchmarks._chaos_node import START_S, STORE, TRANSFER, WORKER
 from fdasync.errors import BadInput, RemoteError, TransientError
 from fdasync.pd.transfer.process.proxy import STOP_S
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FAILED = 1
 _KILLED = -signal.SIGKILL
 _GAP_S = 1.2
-_START_LIMIT_S = 60.0
+_START_LIMIT_S = START_S
 _DRAIN_S = 30.0
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks._chaos_node import Node
+from benchmarks._chaos_node import START_S, Node
 from fdasync.engine.config import EngineConfig
 from fdasync.pd.link.keys import new_keys, save_keys
 from fdasync.pd.link.session import LinkConfig
@@ -78,7 +78,7 @@ def config_of(role: str, folder: Path | None, sizes: Sizes, *, workers: int) -> 
         runner="synthetic", runner_config=own, process="worker" if workers else "inline", role=role,  # type: ignore[arg-type]
         tokenizer="none", host_blocks=sizes.host_blocks, max_running=sizes.running, max_step_tokens=64,
         pipeline_depth=sizes.depth, leases=msgspec.structs.replace(RULES, staging_blocks=sizes.staging),
-        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=60.0, update_deadline_s=STEP_LIMIT_S,
+        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=START_S, update_deadline_s=STEP_LIMIT_S,
         tensor_parallel=max(workers, 1), **store,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ class Fleet:
                 name = f"{role[0]}{number}"
                 node = self.make(name, role, workers=_WORKERS.get(name, 0), store=number == 1)
                 await node.open()
-        await self.until_up(60.0)
+        await self.until_up(START_S)
 
     @property
     def addresses(self) -> list[str]:

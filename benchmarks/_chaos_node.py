@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fdasync.pd.link.session import LinkConfig
 
 _ROOT = Path(__file__).parent.parent
-START_S = 60.0
+# a busy machine takes long
+START_S = 180.0
 _POLL_S = 0.05
 _RESTART_S = 0.3
 _TAIL_CHARS = 3000

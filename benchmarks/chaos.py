@@ -30,6 +30,7 @@ from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes
 from benchmarks._chaos_hosts import NETWORK, Hosts
 from benchmarks._chaos_late import Late, play_late
 from benchmarks._chaos_load import LONG_S, Ask, Load
+from benchmarks._chaos_node import START_S
 from benchmarks._chaos_proxy import Proxy
 from benchmarks._report import Report
 from fdasync.pd.router.config import RouterConfig
@@ -117,7 +118,7 @@ class Game:
         await self.director.play(seconds)
         await self.load.stop()
         await self._fleet.heal()
-        await self._fleet.until_up(60.0)
+        await self._fleet.until_up(START_S)
         # instances that lost each other dial again once a second
         await asyncio.sleep(2.0)
         await self._meet()

@@ -49,6 +49,9 @@ _TRY_KEY_S = 2.0
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # descriptors of a context and its first sockets; ZMQ ends the process if it can open no more
 _FILES = 24
+# a routing id: name of the process, number of the dial, and how often it was dialed anew
+_COUNT_NBYTES = 4
+_LINE_NBYTES = NAME_NBYTES + _COUNT_NBYTES
 
 
 def _check_files() -> None:
@@ -67,19 +70,27 @@ def _too_many_files() -> ConfigError:
     return ConfigError("open files", "this process has too many open for another link", limit=limit, hint=hint)
 
 
+def _line_of(name: bytes) -> bytes:
+    return name[:_LINE_NBYTES] if len(name) == _LINE_NBYTES + _COUNT_NBYTES else name
+
+
 class ZmqPipe(Pipe):
     """Attributes:
-    name: routing id of the process that dialed us; empty for our own DEALERs.
+    name: routing id of the latest connection of the process that dialed us; empty for our own DEALERs.
+    line: what all of these routing ids begin with.
+    number: of our own DEALERs: the dial, and how often it was dialed anew.
     closed: it was hung up.
     full: it refused frames.
     port: its socket.
     """
 
-    __slots__ = ("closed", "full", "name", "port")
+    __slots__ = ("closed", "full", "line", "name", "number", "port")
 
     def __init__(self, address: str, name: bytes) -> None:
         super().__init__(address)
         self.name = name
+        self.line = _line_of(name)
+        self.number = (0, 0)
         self.closed = False
         # a fresh DEALER is not connected yet
         self.full = bool(address)
@@ -252,17 +263,24 @@ class ZmqWire(Wire):
     def dial(self, address: str) -> Pipe:
         check_address(address, keyed=self._keys is not None)
         self._dials += 1
-        # differs from the name of an earlier pipe to the same listener, which may not have noticed that pipe's end
-        name = self._name + self._dials.to_bytes(4, "big")
+        pipe = ZmqPipe(address, b"")
+        # differs from that of an earlier pipe to the same listener, which may not have noticed that pipe's end
+        pipe.number = (self._dials, 0)
+        pipe.port = self._dealer(pipe)
+        self._dealers[pipe.port] = pipe
+        return pipe
+
+    def _dealer(self, pipe: ZmqPipe) -> _Port:
+        """A new connection of a pipe."""
+        address = pipe.address
+        name = self._name + b"".join([number.to_bytes(_COUNT_NBYTES, "big") for number in pipe.number])
         port = self._port(zmq.DEALER, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1, zmq.IPV6: int("[" in address)})
         try:
             self._connect(port, address, 0)
         except zmq.ZMQError as error:
             port.close(0)
             raise ConfigError("address", f"cannot dial {address!r}: {error.strerror}") from None
-        pipe = self._dealers[port] = ZmqPipe(address, b"")
-        pipe.port = port
-        return pipe
+        return port
 
     def _connect(self, port: _Port, address: str, number: int) -> None:
         """Connect with one of our keys; if nothing comes of it, with the other one, in turn."""
@@ -293,17 +311,27 @@ class ZmqWire(Wire):
 
     def redial(self, pipe: Pipe) -> None:
         """See `Wire.redial`. The kernel pauses ever longer before it sends again what it owes: after a cut of 40 s a
-        connection that stays may be dead for half a minute more. A new one is there within seconds."""
+        connection that stays may be dead for half a minute more. A new one is there within seconds.
+
+        It has a routing id of its own: where two connections have the same one, the listener's libzmq (4.3.5) keeps the
+        older one's descriptor for ever, if bytes arrive on that before its end.
+        """
         assert isinstance(pipe, ZmqPipe)
         if pipe.closed or pipe.name or is_ipc(pipe.address):
             return
-        port = pipe.port
-        if port in self._trying:
-            self._trying[port].cancel()
-        port.sock.disconnect(pipe.address)
-        self._connect(port, pipe.address, 0)
+        old = pipe.port
+        dial, count = pipe.number
+        pipe.number = (dial, count + 1)
+        pipe.port = self._dealer(pipe)
+        self._close_dealer(old, 0)
+        self._dealers[pipe.port] = pipe
         pipe.full = True
-        port.again()
+
+    def _close_dealer(self, port: _Port, linger_ms: int) -> None:
+        del self._dealers[port]
+        if port in self._trying:
+            self._trying.pop(port).cancel()
+        port.close(linger_ms)
 
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
         assert isinstance(pipe, ZmqPipe)
@@ -342,12 +370,9 @@ class ZmqWire(Wire):
             return
         pipe.closed = True
         if pipe.name:
-            self._inbound.pop(pipe.name, None)
+            self._inbound.pop(pipe.line, None)
         else:
-            del self._dealers[pipe.port]
-            if pipe.port in self._trying:
-                self._trying.pop(pipe.port).cancel()
-            pipe.port.close(_LINGER_MS)
+            self._close_dealer(pipe.port, _LINGER_MS)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -385,7 +410,9 @@ class ZmqWire(Wire):
             for _ in range(_READ_CAP):
                 pipe = self._pipe_of(port, recv(zmq.NOBLOCK)) if dialed is None else dialed
                 head = recv(zmq.NOBLOCK)
-                self._on_frames(pipe, self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head])
+                frames: list[Frame] = self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head]
+                if pipe is not None:
+                    self._on_frames(pipe, frames)
                 if port.closed:
                     return
             port.again()
@@ -398,11 +425,17 @@ class ZmqWire(Wire):
             dialed.full = False
             self._on_room(dialed)
 
-    def _pipe_of(self, port: _Port, name: bytes) -> ZmqPipe:
-        pipe = self._inbound.get(name)
+    def _pipe_of(self, port: _Port, name: bytes) -> ZmqPipe | None:
+        """None: an older connection of a pipe that was dialed anew."""
+        pipe = self._inbound.get(_line_of(name))
         if pipe is None:
-            pipe = self._inbound[name] = ZmqPipe("", name)
+            pipe = ZmqPipe("", name)
             pipe.port = port
+            self._inbound[pipe.line] = pipe
+        elif pipe.name != name:
+            if name < pipe.name:
+                return None
+            pipe.name = name
         return pipe
 
     def _try_full(self) -> None:

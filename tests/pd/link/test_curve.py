@@ -195,7 +195,9 @@ async def test_a_listener_without_its_doorkeeper_lets_nobody_in(side, monkeypatc
 )  # fmt: skip
 async def test_with_keys_an_address_names_a_machine(side, bad):
     wire = side("a", new_keys()).wire
-    for call in (wire.listen, wire.dial):
+    # who listens at all interfaces tells others another address: `Instance(host=...)`
+    calls = (wire.dial,) if "0.0.0.0" in bad or "[::]" in bad else (wire.listen, wire.dial)
+    for call in calls:
         with pytest.raises(ConfigError) as caught:
             call(bad)
         assert repr(bad) in caught.value.problem
