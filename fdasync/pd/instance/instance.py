@@ -273,10 +273,17 @@ class Instance:
             for kind in kinds
         ]
         # made here in any case, so that a plugin that is missing is named before a model is loaded
-        made = [make_transport(spec) for spec in specs]
+        made = {}
+        for spec in specs:
+            try:
+                made[spec] = make_transport(spec)
+            except FdasyncError as error:
+                if not spec.optional:
+                    raise
+                self.notice = f"blocks do not go by {spec.name}: {error}"
         if not in_process:
-            return made
-        self._process = TransferProcess(specs)
+            return list(made.values())
+        self._process = TransferProcess(list(made))
         return self._process.transports
 
     # -- life ---------------------------------------------------------------------------------------

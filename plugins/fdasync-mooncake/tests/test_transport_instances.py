@@ -79,6 +79,12 @@ def test_where_the_plugin_is_missing_the_notice_says_so(monkeypatch):
     assert "no-such-transport" in made.notice
 
 
+def test_at_an_address_that_it_cannot_have_it_is_left_out():
+    made = make("decode", trusted_network=True, listen="tcp://[::1]:*", keys=new_keys())
+    assert list(made._transports._transports) == ["shm", "tcp"]
+    assert "IPv6" in made.notice
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("network")
 async def test_instances_hand_over_blocks_by_it_and_results_are_right():

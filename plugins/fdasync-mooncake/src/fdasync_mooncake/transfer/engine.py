@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -113,6 +113,7 @@ class Engine:
             return self._client
         if self._starting is None or self._starting.done():
             self._starting = asyncio.get_running_loop().create_task(self._start())
+            self._starting.add_done_callback(_retrieve)
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> RpcClient:
@@ -160,6 +161,7 @@ class Engine:
         if segment not in self._connecting:
             task = self._connecting[segment] = loop.create_task(self._connect(segment))
             task.add_done_callback(lambda _: self._connecting.pop(segment, None))
+            task.add_done_callback(_retrieve)
         return await asyncio.shield(self._connecting[segment])
 
     async def _connect(self, segment: str) -> Met:
@@ -210,3 +212,9 @@ class Engine:
         self._connected.clear()
         if not self._closed:
             self._on_end(gone.result())  # of a future that is done
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Asyncio warns of no error whose waiters have all gone."""
+    if not task.cancelled():
+        task.exception()
