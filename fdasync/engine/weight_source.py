@@ -60,14 +60,18 @@ def tensors_of(source: WeightSource) -> list[tuple[TensorMeta, memoryview]]:
     return checked
 
 
-def group_tensors_of(source: WeightSource) -> GroupTensors | None:
-    """Tensors that a group brings; None for another kind of source. Raises BadInput naming the field."""
+def group_tensors_of(source: WeightSource, known: tuple[TensorMeta, ...] = ()) -> GroupTensors | None:
+    """Tensors that a group brings; None for another kind of source. Raises BadInput naming the field.
+
+    Args:
+        known: that were checked before: thousands of descriptions are not read again for each update.
+    """
     if not isinstance(source, GroupTensors):
         return None
     _check_name("source.group", source.group)
     if not source.tensors:
         raise BadInput("source.tensors", "holds no tensors")
-    tensors: Sequence[Any] = source.tensors
+    tensors: Sequence[Any] = source.tensors if source.tensors is not known else ()
     for number, meta in enumerate(tensors):
         where = f"source.tensors[{number}]"
         if not isinstance(meta, TensorMeta):

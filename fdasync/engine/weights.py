@@ -122,6 +122,8 @@ class Weights:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._open: _OpenUpdate | None = None
+        # of the last group's tensors, which were checked
+        self._known: tuple[TensorMeta, ...] = ()
         # the label of the last update by a group, where the engine has been paused by its callers since before it
         self._goes_on: str | None = None
 
@@ -210,7 +212,8 @@ class Weights:
         self._check()
         wanted = checked_fingerprint(expected)
         checked_fingerprint(weights_id or None)
-        part = group_tensors_of(source)
+        part = group_tensors_of(source, self._known)
+        self._known = self._known if part is None else part.tensors
         if self._open is not None:
             await self._take_part(self._open, version, part, wanted)
             return
