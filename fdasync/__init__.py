@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fdasync.engine.engine import Engine, EngineStats
     from fdasync.engine.stream import TokenStream
     from fdasync.errors import (
+        Asleep,
         BadInput,
         ChatUnsupported,
         CheckpointError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         TransientError,
         UnsupportedModel,
         UpdateUnderWay,
+        WakeFailed,
         WeightsBroken,
         WeightsDiffer,
         WeightsRejected,
@@ -54,7 +56,16 @@ if TYPE_CHECKING:
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
-    from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams, WeightsFingerprint
+    from fdasync.request import (
+        GenerateOptions,
+        Grammar,
+        MemoryPart,
+        PauseMode,
+        SamplingParams,
+        SleepMode,
+        WakeTag,
+        WeightsFingerprint,
+    )
     from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample, Usage, WeightSpan
 
 # the modules of the names that are no errors
@@ -75,6 +86,7 @@ _HOMES = {
     "InstanceStats": "pd.router.stats",
     "Load": "generator",
     "ModelFacts": "generator",
+    "MemoryPart": "request",
     "PauseMode": "request",
     "Result": "result",
     "Router": "pd.router.router",
@@ -83,14 +95,17 @@ _HOMES = {
     "Routing": "result",
     "Sample": "result",
     "SamplingParams": "request",
+    "SleepMode": "request",
     "TokenStream": "engine.stream",
     "Usage": "result",
+    "WakeTag": "request",
     "WeightSpan": "result",
     "WeightsFingerprint": "request",
     "connect": "pd.router.router",
 }
 
 __all__ = [
+    "Asleep",
     "BadInput",
     "CachedTokens",
     "ChatUnsupported",
@@ -120,6 +135,7 @@ __all__ = [
     "InstanceStats",
     "InvariantBroken",
     "Load",
+    "MemoryPart",
     "ModelFacts",
     "PauseMode",
     "PeerBusy",
@@ -137,6 +153,7 @@ __all__ = [
     "RunnerError",
     "Sample",
     "SamplingParams",
+    "SleepMode",
     "SourceUnsupported",
     "StoreRejected",
     "StoreUnavailable",
@@ -147,6 +164,8 @@ __all__ = [
     "UnsupportedModel",
     "UpdateUnderWay",
     "Usage",
+    "WakeFailed",
+    "WakeTag",
     "WeightSpan",
     "WeightsBroken",
     "WeightsDiffer",

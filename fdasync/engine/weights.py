@@ -17,6 +17,7 @@ import msgspec
 from fdasync.engine.prepare import namespace_of
 from fdasync.engine.weight_source import ITEM_NBYTES, folder_of, tensors_of
 from fdasync.errors import (
+    Asleep,
     BadInput,
     DeadlineExceeded,
     EngineClosed,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
-    from fdasync.request import PauseMode, WeightsFingerprint, WeightSource
+    from fdasync.request import MemoryPart, PauseMode, WeightsFingerprint, WeightSource
     from fdasync.runner.base import TensorMeta
 
     # loads a source and returns its weights id; "": it is not known
@@ -60,6 +61,11 @@ class Weights:
         version: the caller's label of the weights in use.
         order: of that label among all weights and labels that were in use (`request.next_order`).
         broken: why the weights cannot be used; None while they can.
+        folder: that the weights in use came from; "": tensors of an update are among them, or the runner needs none.
+        dropped: a sleep dropped the weights, and no update or `reload` has brought any since: nothing goes on.
+        sleeps: a sleep keeps the engine from going on (`sleep.py`).
+        moving: a sleep or a wake is under way, and no update may begin.
+        released: the parts whose memory is not there.
     """
 
     def __init__(
@@ -74,6 +80,9 @@ class Weights:
         self.version = str(config.weight_version)
         self.order = next_order(-1, self.version)
         self.broken: WeightsBroken | None = None
+        self.folder = str(config.model)
+        self.dropped = self.sleeps = self.moving = False
+        self.released: tuple[MemoryPart, ...] = ()
         self._config = config
         self._runtime = runtime
         self._preparer = preparer
@@ -99,13 +108,13 @@ class Weights:
         pauser = object()
         self._pausers[pauser] = mode
         try:
-            await self._quiet(mode)
+            await self.quiet(mode)
             # a resume that came while this call waited has removed its pauser, and undoes its pause
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
             # a cancelled call takes its own pause back, and no other's
             if self._pausers.pop(pauser, None) is not None and not self._updating:
-                self._go_on()
+                self.go_on()
             raise
         finally:
             self._pausers.pop(pauser, None)
@@ -119,13 +128,13 @@ class Weights:
         self._pausers.clear()
         if not self._updating:
             # an update resumes at its own end
-            self._go_on()
+            self.go_on()
 
     def _ask(self, mode: PauseMode) -> None:
         self._asked += 1
         self._runtime.bus.publish(PauseRequested(mode=mode))
 
-    async def _quiet(self, mode: PauseMode = "in_place") -> None:
+    async def quiet(self, mode: PauseMode = "in_place") -> None:
         """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
         (docs/design.md, rule 10)."""
         driver = self._runtime.driver
@@ -156,8 +165,9 @@ class Weights:
 
     @property
     def is_paused(self) -> bool:
-        """A pause has returned, weights are being loaded, or they are broken: no steps are planned."""
-        return self._held or self._updating or self.broken is not None
+        """A pause has returned, weights are being loaded, are broken or dropped, or the engine sleeps: no steps are
+        planned."""
+        return self._held or self._updating or self.broken is not None or self.sleeps or self.dropped
 
     async def update(
         self,
@@ -179,6 +189,8 @@ class Weights:
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         if self._updating:
             raise UpdateUnderWay("of this engine")
+        if self.moving or "weights" in self.released:
+            raise Asleep("update_weights", () if self.moving else self.released)
         folder = folder_of(source)
         load = self._tensors_loader(source) if folder is None else self._folder_loader(folder)
         again = label == self.version
@@ -186,7 +198,7 @@ class Weights:
             problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
             raise BadInput("version", problem, hint="give them a version of their own")
         self._updating = True
-        work = self._update(label, order, load, mode, folder if again else None, wanted)
+        work = self._update(label, order, load, mode, folder, wanted, again=again)
         self._task = task = asyncio.get_running_loop().create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
         # a caller who is cancelled stops waiting; an update that the engine's end cut short cancels no caller
@@ -232,7 +244,7 @@ class Weights:
             self._task.cancel()
             # all that it awaits can be cancelled: it ends within a turn or two
             await wait_within([self._task], self._config.close_deadline_s)
-        return interrupted or self.broken is not None
+        return interrupted or self.broken is not None or self.dropped
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         # the next update may have begun in the turn in which this one ended
@@ -259,21 +271,29 @@ class Weights:
         order: int,
         load: Loader,
         mode: Literal["abort", "keep"],
-        again: str | None,
+        folder: str | None,
         expected: WeightsFingerprint | None,
+        *,
+        again: bool,
     ) -> None:
-        """`again`: the folder, where `label` is in use already."""
+        """`folder`: that is loaded; None: tensors are. `again`: `label` is in use already."""
         try:
-            await self._quiet()
-            if again is not None:
-                await self._compare(label, again)
+            await self.quiet()
+            if again and folder is not None:
+                if self.dropped:
+                    # there is nothing to compare with: the same weights are brought again
+                    await self.reload(folder)
+                else:
+                    await self._compare(label, folder)
                 if self.broken is None:
                     if expected is not None:
                         await self._match(expected, self._runtime.capacity.weights_id)
                     self._take_label(label, order, self._runtime.capacity.weights_id)
-                    self._go_on()
+                    self.go_on()
                     return
             await self._load(label, order, load, mode, expected)
+            self.folder = folder or ""
+            self.go_on()
         finally:
             self._updating = False
             if self._runtime.driver is not None:
@@ -288,13 +308,13 @@ class Weights:
         except Exception as error:
             # raises the engine's failure where the worker died
             self._check()
-            self._go_on()
+            self.go_on()
             if isinstance(error, WeightsRejected):
                 raise
             raise WeightsRejected(f"{type(error).__name__}: {error}") from error
         self._check()
         if weights_id != self._runtime.capacity.weights_id:
-            self._go_on()
+            self.go_on()
             problem = f"{label!r} is in use, and {folder} holds other weights"
             raise BadInput("version", problem, hint="give them a version of their own")
 
@@ -346,7 +366,7 @@ class Weights:
                     weights_id = told.weights_id
                 await self._match(expected, weights_id)
         except WeightsRejected:
-            self._go_on()
+            self.go_on()
             raise
         except Exception as error:
             # raises the engine's failure where the worker died
@@ -355,6 +375,7 @@ class Weights:
             self.broken = broken
             raise broken from error
         self._check()
+        self.dropped = False
         if mode == "abort":
             # only now: where weights are refused, no request is aborted
             self._abort()
@@ -365,10 +386,11 @@ class Weights:
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
         runtime.bus.publish(WeightsChanged(version=label, namespace=runtime.namespace))
         self._take_label(label, order or next_order(self.order, label), weights_id)
-        self._go_on()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Resume, unless the weights are broken or a pause is left. One that waits for requests lets them go on."""
+        if self.sleeps or self.dropped:
+            return
         if self._held or self.broken is not None or any(mode != "wait" for mode in self._pausers.values()):
             return
         self._runtime.bus.publish(ResumeRequested())
@@ -376,6 +398,30 @@ class Weights:
             self._ask("wait")
         else:
             self._resumes += 1
+
+    async def reload(self, folder: str = "") -> None:
+        """Bring weights that a sleep dropped again, from a folder; "": the one that they came from. No step is in
+        flight. The identities of blocks stay: it must hold the same weights.
+
+        Raises WeightsRejected where the folder cannot be read any more (they stay dropped), WeightsDiffer where it
+        holds others now, WeightsBroken.
+        """
+        capacity = self._runtime.capacity
+        try:
+            weights_id = await self._in_time("loading weights", self._runtime.runner.load_folder(folder or self.folder))
+        except WeightsRejected:
+            raise
+        except Exception as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
+            self.broken = broken
+            raise broken from error
+        self._check()
+        if weights_id != capacity.weights_id:
+            self.broken = WeightsDiffer(capacity.weights_id, weights_id)
+            raise self.broken
+        self.dropped = False
 
     def _abort(self) -> None:
         """End requests that ran with what they have, in the turn that reads WeightsChanged."""

@@ -21,7 +21,15 @@ import msgspec
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
-from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics, PauseMode, SamplingParams
+from fdasync.request import (
+    FIRST_VERSION,
+    MAX_VERSION_CHARS,
+    Numerics,
+    PauseMode,
+    SamplingParams,
+    SleepMode,
+    WakeTag,
+)
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
 
 PROTOCOL = 1
@@ -237,7 +245,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The load of an instance, sent with its heartbeats.
 
     Attributes:
-        state: whether it serves requests, is paused, or drains.
+        state: whether it serves requests, is paused, sleeps, or drains.
         waiting: requests that wait to be admitted.
         queued_tokens: prompt tokens that wait to be computed.
         running: sequences that hold blocks.
@@ -250,7 +258,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         dropped_events: events that the taps of its configuration lost.
     """
 
-    state: Literal["running", "paused", "draining"]
+    state: Literal["running", "paused", "asleep", "draining"]
     waiting: Count
     queued_tokens: Count
     running: Count
@@ -687,10 +695,14 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
         limit_s: with "claim" and "drain": the time limit.
         pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
         expected: with "update_weights": fingerprint that the weights must have; "": any.
+        level, sleep: with "sleep": how deep it is, and what happens to the requests that are inside.
+        tags: with "sleep" and "wake": the parts that are meant; (): all.
     """
 
     number: Count
-    verb: Literal["claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache"]
+    verb: Literal[
+        "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "sleep", "wake"
+    ]
     version: Version = FIRST_VERSION
     path: Words = ""
     mode: Literal["abort", "keep"] = "abort"
@@ -698,6 +710,9 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
     pause: PauseMode = "in_place"
     order: Count = 0
     expected: Words = ""
+    level: Count = 1
+    sleep: SleepMode = "keep"
+    tags: tuple[WakeTag, ...] = ()
 
 
 class Done(Message, frozen=True, array_like=True, tag="done"):
@@ -708,7 +723,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         error: name of the error's class; "" for success.
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
-        field: field of a BadInput.
+        field: field of a BadInput, part of a WakeFailed.
         expected, held: fingerprints of a WeightsDiffer.
     """
 

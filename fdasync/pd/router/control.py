@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -26,13 +26,21 @@ from fdasync.errors import (
     PeerUnreachable,
     RemoteError,
     UpdateUnderWay,
+    WakeFailed,
     WeightsDiffer,
 )
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weight_agreement import WeightAgreement
-from fdasync.request import checked_fingerprint, checked_version, next_order, next_version
+from fdasync.request import (
+    checked_fingerprint,
+    checked_sleep,
+    checked_tags,
+    checked_version,
+    next_order,
+    next_version,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +53,10 @@ if TYPE_CHECKING:
     from fdasync.request import PauseMode
 
 _LOOK_S = 0.02
+# what an instance does once it was told
+_STATES: dict[str, Literal["running", "paused", "asleep"]] = {
+    "pause": "paused", "resume": "running", "sleep": "asleep", "wake": "running",
+}  # fmt: skip
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -157,8 +169,9 @@ class ControlPlane:
         """Send a command to all instances. Raises the first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
-            if not done.error and command.verb in ("pause", "resume"):
-                instance.was_told(paused=command.verb == "pause")
+            # a wake of parts may leave it asleep: its next status says
+            if not done.error and command.verb in _STATES and not (command.verb == "wake" and command.tags):
+                instance.was_told(_STATES[command.verb])
         failed = [_error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:
@@ -189,6 +202,25 @@ class ControlPlane:
         self._held = False
         self._pausers.clear()
         await self.all(Command(0, "resume"), self._config.command_s)
+
+    async def sleep(self, level: Any, mode: Any, tags: Any) -> None:
+        """Have all instances sleep; each of them ends its hand-offs, whose requests start again."""
+        level, mode = checked_sleep(level, mode)
+        named = () if tags is None else checked_tags(tags)
+        if tags is not None and not named:
+            level = 0
+        limit_s = self._config.command_s
+        if mode == "wait":
+            # requests end by their own deadlines
+            limit_s += self._config.request_deadline_s
+        await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
+
+    async def wake(self, tags: Any) -> None:
+        """Wake all instances, or parts of their memory."""
+        named = () if tags is None else checked_tags(tags)
+        if tags is not None and not named:
+            return
+        await self.all(Command(0, "wake", tags=named), self._config.command_s)
 
     async def _ask_all(
         self, command: Command, limit_s: float
@@ -350,6 +382,8 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
         error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
         return error
+    if done.error == "WakeFailed":
+        return WakeFailed(done.field, f"{instance.peer.name}: {done.problem}")
     if done.error == "BadInput":
         return BadInput(done.field, f"{instance.peer.name}: {done.problem}")
     return RemoteError(instance.peer.name, done.error, done.problem)

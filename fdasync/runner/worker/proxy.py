@@ -26,6 +26,8 @@ from fdasync.runner.worker.messages import (
     LoadFolder,
     Open,
     ReadWeightsId,
+    Regain,
+    Release,
     Request,
 )
 from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, MemoryPart
 
 _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
@@ -183,6 +185,13 @@ class WorkerRunner(Runner):
 
     async def end_tensors(self) -> None:
         await self._transfer.end(_only)
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in `regain_memory`."""
+        await self._ask(Release(tuple(parts), keep_weights), _NOTHING)
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        await self._ask(Regain(part), _NOTHING)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)
