@@ -723,8 +723,9 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         error: name of the error's class; "" for success.
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
-        field: field of a BadInput, part of a WakeFailed.
+        field: field of a BadInput or a ConfigError, part of a WakeFailed.
         expected, held: fingerprints of a WeightsDiffer.
+        state: of the instance after the command, as in its next `Status`.
     """
 
     number: Count
@@ -736,6 +737,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     field: Words = ""
     expected: Words = ""
     held: Words = ""
+    state: Literal["running", "paused", "asleep"] = "running"
 
 
 AnyMessage = (

@@ -606,7 +606,7 @@ class Instance:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
-            if isinstance(caught, BadInput):
+            if isinstance(caught, BadInput | ConfigError):
                 field, problem = brief(caught.field), brief(caught.problem)
             if isinstance(caught, WakeFailed):
                 field, problem = caught.part, brief(caught.problem)
@@ -617,7 +617,7 @@ class Instance:
             peer,
             Done(
                 message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held,
+                expected, held, "asleep" if weights.sleeps else "paused" if weights.is_paused else "running",
             ),
         )  # fmt: skip
 

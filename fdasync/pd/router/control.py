@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync import errors
 from fdasync.errors import (
     BadInput,
+    ConfigError,
     DeadlineExceeded,
     EngineClosed,
     FdasyncError,
@@ -53,10 +54,8 @@ if TYPE_CHECKING:
     from fdasync.request import PauseMode
 
 _LOOK_S = 0.02
-# what an instance does once it was told
-_STATES: dict[str, Literal["running", "paused", "asleep"]] = {
-    "pause": "paused", "resume": "running", "sleep": "asleep", "wake": "running",
-}  # fmt: skip
+# after which an instance may be in another state
+_TELL = ("pause", "resume", "sleep", "wake")
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -169,9 +168,8 @@ class ControlPlane:
         """Send a command to all instances. Raises the first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
-            # a wake of parts may leave it asleep: its next status says
-            if not done.error and command.verb in _STATES and not (command.verb == "wake" and command.tags):
-                instance.was_told(_STATES[command.verb])
+            if command.verb in _TELL:
+                instance.was_told(done.state)
         failed = [_error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:
@@ -382,6 +380,8 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
         error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
         return error
+    if done.error == "ConfigError":
+        return ConfigError(done.field, f"{instance.peer.name}: {done.problem}")
     if done.error == "WakeFailed":
         return WakeFailed(done.field, f"{instance.peer.name}: {done.problem}")
     if done.error == "BadInput":

@@ -20,7 +20,6 @@ _DISK = "send a checkpoint folder to /update_weights_from_disk (SGLang) or /upda
 _PICKLE = f"tensors in a pickle run their sender's code and are never read here; {_DISK}"
 _GROUP = f"weights over a process group are not served yet; {_DISK}"
 _DELTA = f"deltas of weights are not served; {_DISK}"
-_SLEEP = "memory is not released over HTTP yet; pause and update from disk work without it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
 #: why a path is not served, and what is
@@ -40,10 +39,6 @@ REASONS = {
     "/init_broadcaster": _GROUP,
     "/pull_weights": _DELTA,
     "/fetch_weights": _DELTA,
-    "/release_memory_occupation": _SLEEP,
-    "/resume_memory_occupation": _SLEEP,
-    "/sleep": _SLEEP,
-    "/wake_up": _SLEEP,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
     "/v1/load_lora_adapter": _LORA,

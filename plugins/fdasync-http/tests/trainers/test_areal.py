@@ -160,4 +160,3 @@ async def test_what_areal_would_broadcast_is_refused(stage_of):
         for path in ("/init_weights_update_group", "/update_weights_from_distributed"):
             assert "/update_weights_from_disk" in await stage.refused(path, group)
         assert "merge" in await stage.refused("/load_lora_adapter", {"lora_name": "lora_1", "lora_path": "/x"})
-        assert "pause" in await stage.refused("/release_memory_occupation", {"tags": ["weights"]})

@@ -93,8 +93,6 @@ class SkyRL:
             ("/finish_weight_update", {"weight_version": "1"}, "weight_dir"),
             ("/fetch_weights", {"target_version": 1, "sync_dir": "/x", "uri": "y"}, "weight_dir"),
             ("/collective_rpc", {"method": "update"}, "not served"),
-            ("/sleep", {"level": 2}, "pause"),
-            ("/wake_up", {"tags": ["weights"]}, "pause"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": True}, "merge"),
         ):
             assert told in await self.stage.refused(path, body)

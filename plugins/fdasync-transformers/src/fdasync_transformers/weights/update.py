@@ -91,6 +91,18 @@ class LiveWeights:
         self._incoming: list[_Incoming] | None = None
         self._written: list[int] = []
         self._replaced: frozenset[Placement] = frozenset()
+        self._dropped = False
+
+    def drop(self) -> None:
+        """The weights are lost: no step may use the model until an update has brought all of them."""
+        self._incoming = None
+        self._dropped = True
+        self.broken = frozenset(Placement(name) for name in self._names.values())
+
+    def redraw(self) -> None:
+        """Draw the weights again, as they were drawn at first; for models whose weights came from no checkpoint."""
+        loading.draw_weights(self._checkpoint_names)
+        self.broken, self._dropped = frozenset(), False
 
     def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
@@ -115,7 +127,7 @@ class LiveWeights:
             raise WeightsBroken(problem) from failed
         # raises where ranks have read different bytes
         weights_id = identity.whole_weights_id(self._checkpoint_names, self._collectives)
-        self.broken = frozenset()
+        self.broken, self._dropped = frozenset(), False
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return weights_id
 
@@ -177,7 +189,13 @@ class LiveWeights:
             notes = (*notes, MTP_LEFT)
         if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
             raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
-        return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
+        settled = settle(self._model, placed.tensors, placed.placements)
+        if self._dropped:
+            held = {self._names[where.target] for where in settled.placements.values()}
+            held |= {self._names[name] for name in settled.copies}
+            if missing := sorted({self._names[name] for name, _ in self._model.named_parameters()} - held):
+                raise WeightsRejected(f"{path}: holds no {missing[0]}, and a sleep dropped it")
+        return notes, placed.tensors, settled
 
     def begin(self, tensors: Sequence[TensorMeta]) -> None:
         """Check the tensors to come. Raises WeightsRejected naming the tensor; changes nothing."""
@@ -251,7 +269,7 @@ class LiveWeights:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         # `begin` checked that this update replaces all places that an earlier one broke
-        self.broken = frozenset()
+        self.broken, self._dropped = frozenset(), False
 
     def _check_config(self, checkpoint: loading.Checkpoint) -> None:
         facts = identity.config_facts(checkpoint.config)
