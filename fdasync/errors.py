@@ -104,18 +104,17 @@ class UpdateUnderWay(BadInput):
 
 
 class Asleep(BadInput):
-    """The memory that the call needs is released, or is being released or taken back; nothing was started.
+    """The memory that the call needs was released by a sleep; nothing was started.
 
     Attributes:
         call: what was asked for.
-        parts: the parts whose memory is not there ("weights", "kv_cache", "cuda_graph"); () while that changes.
+        parts: the parts whose memory is not there ("weights", "kv_cache", "cuda_graph").
     """
 
     def __init__(self, call: str, parts: tuple[str, ...]) -> None:
         self.call = call
         self.parts = parts
-        problem = f"this engine sleeps ({', '.join(parts)} released)" if parts else "a sleep or a wake is under way"
-        super().__init__(call, problem, hint="wake the weights first" if parts else "wait for its end")
+        super().__init__(call, f"this engine sleeps, {', '.join(parts)} released", hint="wake the weights first")
 
 
 class SourceUnsupported(BadInput):

@@ -189,8 +189,10 @@ class Weights:
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         if self._updating:
             raise UpdateUnderWay("of this engine")
-        if self.moving or "weights" in self.released:
-            raise Asleep("update_weights", () if self.moving else self.released)
+        if self.moving:
+            raise UpdateUnderWay("a sleep or a wake of this engine")
+        if "weights" in self.released:
+            raise Asleep("update_weights", self.released)
         folder = folder_of(source)
         load = self._tensors_loader(source) if folder is None else self._folder_loader(folder)
         again = label == self.version

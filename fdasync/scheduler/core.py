@@ -579,7 +579,7 @@ class Scheduler:
     # -- sleep --------------------------------------------------------------------------------------
 
     def _on_sleep(self, event: SleepRequested) -> None:
-        """What a sleep does to the sequences of each state: docs/design.md, rule 36."""
+        """What a sleep does to the sequences of each state: docs/design.md, rule 44."""
         self.pausing.pause(event.at)
         if self.pausing.sleep != "deep":
             self.pausing.sleep = "begun"

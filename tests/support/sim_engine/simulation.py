@@ -23,7 +23,7 @@ from fdasync.cache.store.file.store import FileConfig, FileStore
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.drafting import DrafterLimits
 from fdasync.engine.engine import Engine
-from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, UpdateUnderWay, WeightsRejected
 from fdasync.events.actions import FinishRequest
 from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
@@ -305,8 +305,12 @@ class _Simulation:
         await asyncio.sleep(plan.at_s)
         engine = self.engine
         version = number + 1
+        # what gives blocks up may as well give the device's memory up
+        sleeps = plan.kind == "pause" and plan.mode == "retract"
         try:
-            if plan.pause_s or plan.kind == "pause":
+            if sleeps:
+                await engine.sleep(1)
+            elif plan.pause_s or plan.kind == "pause":
                 self.aborting = self.aborting or plan.mode == "abort"
                 await engine.pause(plan.mode)
             if plan.kind == "refused":
@@ -324,17 +328,32 @@ class _Simulation:
             await asyncio.sleep(plan.pause_s)
             if plan.resets:
                 await engine.reset_cache()
-            if plan.pause_s or plan.kind == "pause":
+            if sleeps:
+                await engine.wake()
+            elif plan.pause_s or plan.kind == "pause":
                 await engine.resume()
         except EngineFailed as error:
             self._saw(error)
         except (EngineClosed, BadInput) as error:
             # the engine went first, or another update is under way
-            busy = isinstance(error, BadInput) and error.field == "update_weights"
+            busy = isinstance(error, BadInput) and error.field == "update_weights"  # of a sleep, too
             if not (busy or self.work.ends != "wait" or self.failed):
                 raise
-            if busy and plan.pause_s:
+            if busy and sleeps:
+                await self._wake()
+            elif busy and plan.pause_s:
                 await engine.resume()
+
+    async def _wake(self) -> None:
+        """Once the update that refused it is over."""
+        while self.engine.state == "running":
+            try:
+                await self.engine.wake()
+                return
+            except UpdateUnderWay:
+                await asyncio.sleep(0.01)
+            except (EngineClosed, EngineFailed):
+                return
 
     async def _end_early(self) -> None:
         try:
