@@ -184,6 +184,9 @@ class Scheduler:
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
+        if self.pausing.sleep == "begun":
+            # before both sides' ends and answers are taken
+            self._fall_asleep()
         if self.prefill_side.hand_offs:
             self.prefill_side.ring(self._now)
             # before anything is planned: sequences that end give back blocks that others wait for
@@ -194,8 +197,6 @@ class Scheduler:
         if self.pausing.is_winding_down:
             self.pausing.settle()
         paused = self.pausing.paused
-        if self.pausing.sleep == "begun":
-            self._fall_asleep()
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not paused:
             preemptions = self.queues.preemptions
@@ -214,6 +215,9 @@ class Scheduler:
             steps += self.prefill_side.plan(self._now)
         if self._has_tiers or self.tiers.hashes:
             steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.sleep == "begun")
+        if self.pausing.sleep == "begun":
+            # behind the copies: what finds no place on the host is given up there
+            self._settle_sleep()
         return self._gather(steps, handed)
 
     def _on_step_failed(self, event: StepFailed) -> None:
@@ -595,6 +599,11 @@ class Scheduler:
             self.queues.leave(seq)
         if self.decode_side.leases:
             self.decode_side.drop_all("the engine falls asleep")
+
+    def _settle_sleep(self) -> None:
+        """The sleep is deep as soon as no block of the device is used, and none is to go to the host."""
+        if self._inflight:
+            return
         if not (self.tiers.is_copying or self.queues.is_draining) and self.index.is_device_idle:
             self.index.clear_device()
             self.pausing.sleep = "deep"

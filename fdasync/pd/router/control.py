@@ -169,7 +169,9 @@ class ControlPlane:
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
             if command.verb in _TELL:
-                instance.was_told(done.state)
+                # a pause that another router took back at once is in the next status
+                paused = command.verb == "pause" and not done.error and done.state == "running"
+                instance.was_told("paused" if paused else done.state)
         failed = [_error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:

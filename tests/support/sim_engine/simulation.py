@@ -305,12 +305,10 @@ class _Simulation:
         await asyncio.sleep(plan.at_s)
         engine = self.engine
         version = number + 1
-        # what gives blocks up may as well give the device's memory up
-        sleeps = plan.kind == "pause" and plan.mode == "retract"
         try:
-            if sleeps:
-                await engine.sleep(1)
-            elif plan.pause_s or plan.kind == "pause":
+            if plan.kind == "pause" and plan.mode == "retract":
+                return await self._sleep(plan.pause_s)
+            if plan.pause_s or plan.kind == "pause":
                 self.aborting = self.aborting or plan.mode == "abort"
                 await engine.pause(plan.mode)
             if plan.kind == "refused":
@@ -328,32 +326,27 @@ class _Simulation:
             await asyncio.sleep(plan.pause_s)
             if plan.resets:
                 await engine.reset_cache()
-            if sleeps:
-                await engine.wake()
-            elif plan.pause_s or plan.kind == "pause":
+            if plan.pause_s or plan.kind == "pause":
                 await engine.resume()
         except EngineFailed as error:
             self._saw(error)
         except (EngineClosed, BadInput) as error:
             # the engine went first, or another update is under way
-            busy = isinstance(error, BadInput) and error.field == "update_weights"  # of a sleep, too
+            busy = isinstance(error, BadInput) and error.field == "update_weights"
             if not (busy or self.work.ends != "wait" or self.failed):
                 raise
-            if busy and sleeps:
-                await self._wake()
-            elif busy and plan.pause_s:
+            if busy and plan.pause_s:
                 await engine.resume()
 
-    async def _wake(self) -> None:
-        """Once the update that refused it is over."""
-        while self.engine.state == "running":
-            try:
-                await self.engine.wake()
-                return
-            except UpdateUnderWay:
+    async def _sleep(self, for_s: float) -> None:
+        """In the place of a pause that takes blocks; updates may refuse either call for a while."""
+        for call in (self.engine.sleep, self.engine.wake):
+            while self.engine.state in ("running", "draining"):
+                with contextlib.suppress(UpdateUnderWay):
+                    await call()
+                    break
                 await asyncio.sleep(0.01)
-            except (EngineClosed, EngineFailed):
-                return
+            await asyncio.sleep(for_s)
 
     async def _end_early(self) -> None:
         try:
