@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fdasync.engine.engine import Engine, EngineStats
     from fdasync.engine.stream import TokenStream
     from fdasync.errors import (
+        Asleep,
         BadInput,
         ChatUnsupported,
         CheckpointError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         TransientError,
         UnsupportedModel,
         UpdateUnderWay,
+        WakeFailed,
         WeightsBroken,
         WeightsDiffer,
         WeightsRejected,
@@ -58,9 +60,12 @@ if TYPE_CHECKING:
         GenerateOptions,
         Grammar,
         GroupTensors,
+        MemoryPart,
         PauseMode,
         SamplingParams,
+        SleepMode,
         TensorMeta,
+        WakeTag,
         WeightsFingerprint,
         WeightsGroup,
     )
@@ -85,6 +90,7 @@ _HOMES = {
     "InstanceStats": "pd.router.stats",
     "Load": "generator",
     "ModelFacts": "generator",
+    "MemoryPart": "request",
     "PauseMode": "request",
     "Result": "result",
     "Router": "pd.router.router",
@@ -93,9 +99,11 @@ _HOMES = {
     "Routing": "result",
     "Sample": "result",
     "SamplingParams": "request",
+    "SleepMode": "request",
     "TensorMeta": "request",
     "TokenStream": "engine.stream",
     "Usage": "result",
+    "WakeTag": "request",
     "WeightSpan": "result",
     "WeightsFingerprint": "request",
     "WeightsGroup": "request",
@@ -103,6 +111,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Asleep",
     "BadInput",
     "CachedTokens",
     "ChatUnsupported",
@@ -133,6 +142,7 @@ __all__ = [
     "InstanceStats",
     "InvariantBroken",
     "Load",
+    "MemoryPart",
     "ModelFacts",
     "PauseMode",
     "PeerBusy",
@@ -150,6 +160,7 @@ __all__ = [
     "RunnerError",
     "Sample",
     "SamplingParams",
+    "SleepMode",
     "SourceUnsupported",
     "StoreRejected",
     "StoreUnavailable",
@@ -161,6 +172,8 @@ __all__ = [
     "UnsupportedModel",
     "UpdateUnderWay",
     "Usage",
+    "WakeFailed",
+    "WakeTag",
     "WeightSpan",
     "WeightsBroken",
     "WeightsDiffer",

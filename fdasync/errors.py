@@ -103,6 +103,20 @@ class UpdateUnderWay(BadInput):
         super().__init__("update_weights", f"another update is under way ({where})", hint="wait for its end")
 
 
+class Asleep(BadInput):
+    """The memory that the call needs was released by a sleep; nothing was started.
+
+    Attributes:
+        call: what was asked for.
+        parts: the parts whose memory is not there ("weights", "kv_cache", "cuda_graph").
+    """
+
+    def __init__(self, call: str, parts: tuple[str, ...]) -> None:
+        self.call = call
+        self.parts = parts
+        super().__init__(call, f"this engine sleeps, {', '.join(parts)} released", hint="wake the weights first")
+
+
 class SourceUnsupported(BadInput):
     """Weights were given in a form that this generator does not take, though another may; nothing was started.
 
@@ -492,6 +506,21 @@ class StoreRejected(PermanentError):
         self.problem = problem
         self.hint = hint
         super().__init__(f"store {store}: {problem}" + (f"; {hint}" if hint else ""))
+
+
+class WakeFailed(TransientError):
+    """Memory that a sleep released could not be had back, as where another process still has it. The engine goes on
+    sleeping, without this part; a later wake tries again.
+
+    Attributes:
+        part: "weights", "kv_cache" or "cuda_graph".
+        problem: what failed.
+    """
+
+    def __init__(self, part: str, problem: str) -> None:
+        self.part = part
+        self.problem = problem
+        super().__init__(f"the engine still sleeps, {part} could not be woken: {problem}")
 
 
 class WeightsRejected(PermanentError):

@@ -17,15 +17,18 @@ import msgspec
 from fdasync.request import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
     from typing import Literal, Self, Unpack
 
     from fdasync.request import (
         GenerateOptions,
+        MemoryPart,
         PauseMode,
         Prompt,
         SamplingParams,
+        SleepMode,
+        WakeTag,
         WeightsFingerprint,
         WeightsGroup,
         WeightSource,
@@ -124,7 +127,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         live: requests of this engine or router that have not ended; 0: all have their results.
         used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
             sample uses do not count as used.
-        paused: no steps are planned, for a pause, an update or broken weights; on a router: at no instance that is up.
+        paused: no steps are planned, for a pause, a sleep, an update or broken weights; on a router: at no instance
+            that is up.
+        asleep: a sleep has begun, and no wake has ended it; on a router: at any instance that is up.
         updating: weights are being updated, or on a router their label.
         instances: of a router, in the order in which they were named; () of an engine.
     """
@@ -136,6 +141,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     capacity_tokens: int
     paused: bool
     updating: bool
+    asleep: bool = False
     instances: tuple[InstanceLoad, ...] = ()
 
 
@@ -366,6 +372,44 @@ class Generator(Protocol):
     @abstractmethod
     async def resume(self) -> None:
         """Go on after a pause of any mode; a pause that still waits ends, too, and is undone. Idempotent."""
+
+    @abstractmethod
+    async def sleep(
+        self, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep", *, tags: Sequence[MemoryPart] | None = None
+    ) -> None:
+        """Give the device's memory to others until `wake`; returns when it is free. New requests wait, deadlines and
+        aborts go on.
+
+        Args:
+            level: 0: nothing is released, as in a pause that `wake` ends. 1: blocks and graphs go, weights move to host
+                memory. 2: weights are dropped: an update, or the folder that they came from, brings them back.
+            mode: what happens to the requests that are inside. "keep": they give their blocks up, as in a preemption,
+                and go on after a wake; "abort": all end at once with what they have; "wait": those that have begun run
+                to their end first.
+            tags: the parts to release, where it is not all of them.
+
+        Cached blocks of the device are forgotten with "kv_cache"; those of host and store stay. Idempotent; a further
+        call releases what is still there, and a deeper one drops weights that an earlier one kept. A pause that was
+        there before, or that begins meanwhile, is left to `resume`, which does not end a sleep.
+
+        Raises BadInput for other arguments, and while an update is under way UpdateUnderWay.
+        """
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+        """Take memory back after a sleep, and go on as soon as all of it is there. Idempotent; does nothing where there
+        was no sleep.
+
+        Args:
+            tags: the parts to take back; None: all. "scheduling" names none: without memory to take back it ends a
+                sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
+
+        Dropped weights that no update has brought by then are loaded once more from their folder; where they came as
+        tensors, the generator waits for an update, and requests with it.
+
+        Raises WakeFailed where the device does not give the memory (it sleeps on, and may be woken again); BadInput for
+        other tags; UpdateUnderWay while an update is under way.
+        """
 
     @abstractmethod
     async def reset_cache(self) -> None:

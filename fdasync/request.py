@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 import msgspec
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 LogprobKind = Literal["none", "raw", "processed", "both"]
 #: what a pause does to the requests that are inside (`Generator.pause`)
 PauseMode = Literal["in_place", "retract", "abort", "wait"]
+#: what a sleep does to the requests that are inside (`Generator.sleep`)
+SleepMode = Literal["keep", "abort", "wait"]
+#: the parts of a device's memory that a sleep releases, and a wake takes back
+MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
+WakeTag = Literal["weights", "kv_cache", "cuda_graph", "scheduling"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed
 #: it. "fixed": every number of a token (KV, log-probs, rows, samples) depends on its prefix and the weights alone, to
@@ -408,6 +413,26 @@ def check_pause_mode(mode: Any) -> None:
     """Raise BadInput for a mode that `Generator.pause` does not know."""
     if mode not in get_args(PauseMode):
         raise BadInput("mode", f"{mode!r} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
+
+
+def checked_sleep(level: Any, mode: Any) -> tuple[int, SleepMode]:
+    """Raises BadInput for a level or a mode that `Generator.sleep` does not know."""
+    if isinstance(level, bool) or level not in (0, 1, 2):
+        raise BadInput("level", f"{level!r} is no depth of a sleep", limit="0, 1 or 2")
+    if mode not in get_args(SleepMode):
+        raise BadInput("mode", f"{mode!r} is no mode of a sleep", limit=", ".join(get_args(SleepMode)))
+    return level, mode
+
+
+def checked_tags(tags: Any) -> tuple[WakeTag, ...]:
+    """Raises BadInput for names that are no parts of an engine's memory."""
+    known = get_args(WakeTag)
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise BadInput("tags", f"{tags!r} is no list of names", limit=", ".join(known))
+    named = tuple(tags)
+    if wrong := [tag for tag in named if tag not in known]:
+        raise BadInput("tags", f"{wrong[0]!r} names no part of an engine's memory", limit=", ".join(known))
+    return named
 
 
 def check_prefix(prefix: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from fdasync import errors
 from fdasync.errors import (
+    Asleep,
     BadInput,
     BuffersOut,
     ChatUnsupported,
@@ -46,6 +47,7 @@ from fdasync.errors import (
     TransientError,
     UnsupportedModel,
     UpdateUnderWay,
+    WakeFailed,
     WeightsBroken,
     WeightsDiffer,
     WeightsRejected,
@@ -64,6 +66,11 @@ EXAMPLES = [
         "routing[2], request 'r7', layer 3, position 17: expert 9 does not exist",
     ),
     (RoutingMismatch("is no record", sequence=0), "routing[0]: is no record"),
+    (
+        Asleep("update_weights", ("weights", "kv_cache")),
+        "update_weights: this engine sleeps, weights, kv_cache released; wake the weights first",
+    ),
+    (WakeFailed("kv_cache", "no memory"), "the engine still sleeps, kv_cache could not be woken: no memory"),
     (UpdateUnderWay("of d0"), "update_weights: another update is under way (of d0); wait for its end"),
     (SourceUnsupported("tensors", "a folder"), "source: tensors cannot be loaded here (limit: a folder)"),
     (ConfigError("config.x", "is odd", limit=0), "config.x: is odd (limit: 0)"),

@@ -254,6 +254,19 @@ class PrefixIndex:
             self.kv_events |= {key: False for key, block in self._by_key.items() if block.sealed}
         self._unname()
 
+    @property
+    def is_device_idle(self) -> bool:
+        """No sequence, no transfer and no other instance uses a block of the device."""
+        used = any(block.id >= 0 and (block.ref_count or block.device_moves) for block in self.pool.live())
+        return not (used or self.reserved or self.lent)
+
+    def clear_device(self) -> None:
+        """No block is on the device any more: those of the host stay there, all others are forgotten. None is used."""
+        for block in [block for block in self.pool.live() if block.id >= 0]:
+            if block.ref_count or block.device_moves:
+                raise InvariantBroken(f"{block} is in use, and the device is to be cleared")
+            self._leave_device(block)
+
     def _unname(self) -> None:
         for block in self._by_key.values():
             block.key = None

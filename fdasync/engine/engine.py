@@ -9,7 +9,8 @@ Called by embedders and `pd/instance/instance.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
+from fdasync.engine.sleep import Sleep
 from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
@@ -46,9 +48,12 @@ if TYPE_CHECKING:
     from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import (
         GenerateOptions,
+        MemoryPart,
         PauseMode,
         Prompt,
         SamplingParams,
+        SleepMode,
+        WakeTag,
         WeightsFingerprint,
         WeightsGroup,
         WeightSource,
@@ -95,6 +100,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         waiting_for_place: requests that wait until fewer samples than `max_requests` are live.
         steps_in_flight: launched and not completed.
         updating: a weight update is under way.
+        released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
         scheduler: what the scheduler counts.
         refused_writes: blocks that the store did not take.
@@ -110,6 +116,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     updating: bool
     loop_late_max_s: float
     scheduler: SchedulerStats
+    released: tuple[str, ...] = ()
     refused_writes: int = 0
     refused_why: str = ""
     store_problem: str = ""
@@ -155,6 +162,7 @@ class Engine(Generator):
         self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
+        self._sleep: Sleep | None = None
         self._failure: BaseException | None = None
         self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
@@ -223,7 +231,7 @@ class Engine(Generator):
             lateness.cancel()
         if self._failure is None and self._weights is not None:
             try:
-                interrupted = await self._weights.aclose()
+                interrupted = await self._stop_changes(self._weights)
                 await self._runtime.wind_down(resume=not interrupted)
             except Exception as error:
                 self._fail(error)
@@ -239,11 +247,16 @@ class Engine(Generator):
             started.set_exception(error or self._stopped())
         try:
             if self._weights is not None:
-                await to_its_end("ending an update", self._weights.aclose)
+                await to_its_end("ending an update", partial(self._stop_changes, self._weights))
             await self._runtime.release()
         finally:
             if self.state != "failed":
                 self.state = "closed"
+
+    async def _stop_changes(self, weights: Weights) -> bool:
+        """End updates and sleeps that are under way; True: the runner takes no more work."""
+        asleep = self._sleep is not None and await self._sleep.aclose()
+        return await weights.aclose() or asleep
 
     async def _open(self) -> None:
         rng = Random(self.config.seed)
@@ -253,7 +266,9 @@ class Engine(Generator):
             self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
         )
         changed = None if self._attendant is None else self._attendant.weights_changed
-        self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True), changed)
+        check = partial(self._check_open, draining_is_fine=True)
+        self._weights = Weights(self.config, runtime, preparer, self._fail, check, changed)
+        self._sleep = Sleep(self.config, runtime, self._weights, self._fail, check)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
 
     async def drain(self, timeout_s: float | None = None) -> None:
@@ -413,6 +428,35 @@ class Engine(Generator):
         Raises WeightsBroken, EngineClosed, EngineFailed.
         """
         await self.weights.resume()
+
+    async def sleep(
+        self, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep", *, tags: Sequence[MemoryPart] | None = None
+    ) -> None:
+        """See `Generator.sleep`. If the caller is cancelled, it goes on to its end.
+
+        Raises ConfigError where the runner cannot release its memory, and says why; UpdateUnderWay; WeightsBroken;
+        EngineClosed; EngineFailed, also where blocks do not leave the device in the time of an update, or the runner
+        fails: nobody knows then what its memory holds.
+        """
+        self._inside()
+        assert self._sleep is not None
+        if mode == "abort":
+            self._check_open(draining_is_fine=True)
+            # the scheduler ends those that it knows
+            self._inside().abort_unprepared()
+        await self._sleep.sleep(level, mode, tags)
+
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+        """See `Generator.wake`. If the caller is cancelled, it goes on to its end.
+
+        Weights that were dropped and that no update has brought since are loaded from the folder that they came from,
+        if they came from one, once all memory is there. Raises WeightsRejected where it cannot be read any more (an
+        update, or another wake, mends it), WeightsDiffer where it holds other weights now; UpdateUnderWay;
+        EngineClosed; EngineFailed.
+        """
+        self._inside()
+        assert self._sleep is not None
+        await self._sleep.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`. Cancelling stops the waiting only. Raises EngineClosed, EngineFailed."""
@@ -574,6 +618,7 @@ class Engine(Generator):
             updating=self._weights is not None and self._weights.is_updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
+            released=self.weights.released,
             refused_writes=refused,
             refused_why=why,
             store_problem=self._runtime.store_problem,
@@ -620,6 +665,7 @@ class Engine(Generator):
             used_tokens=(stats.num_blocks - stats.free_blocks - stats.idle_blocks) * size,
             capacity_tokens=stats.num_blocks * size,
             paused=self.weights.is_paused,
+            asleep=self.weights.sleeps,
             updating=self.weights.is_updating,
         )
 

@@ -19,6 +19,7 @@ import msgspec
 from fdasync.engine.prepare import namespace_of
 from fdasync.engine.weight_source import ITEM_NBYTES, check_group, folder_of, group_tensors_of, tensors_of
 from fdasync.errors import (
+    Asleep,
     BadInput,
     DeadlineExceeded,
     EngineClosed,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
-    from fdasync.request import GroupTensors, PauseMode, WeightsFingerprint, WeightsGroup, WeightSource
+    from fdasync.request import GroupTensors, MemoryPart, PauseMode, WeightsFingerprint, WeightsGroup, WeightSource
     from fdasync.runner.base import TensorMeta
 
     # loads a source and returns its weights id; "": it is not known
@@ -89,6 +90,11 @@ class Weights:
         version: the caller's label of the weights in use.
         order: of that label among all weights and labels that were in use (`request.next_order`).
         broken: why the weights cannot be used; None while they can.
+        folder: that the weights in use came from; "": tensors of an update are among them, or the runner needs none.
+        dropped: a sleep dropped the weights, and no update or `reload` has brought any since: nothing goes on.
+        sleeps: a sleep keeps the engine from going on (`sleep.py`).
+        moving: a sleep or a wake is under way, and no update may begin.
+        released: the parts whose memory is not there.
     """
 
     def __init__(
@@ -103,6 +109,9 @@ class Weights:
         self.version = str(config.weight_version)
         self.order = next_order(-1, self.version)
         self.broken: WeightsBroken | None = None
+        self.folder = str(config.model)
+        self.dropped = self.sleeps = self.moving = False
+        self.released: tuple[MemoryPart, ...] = ()
         self._config = config
         self._runtime = runtime
         self._preparer = preparer
@@ -133,13 +142,13 @@ class Weights:
         pauser = object()
         self._pausers[pauser] = mode
         try:
-            await self._quiet(mode)
+            await self.quiet(mode)
             # a resume that came while this call waited has removed its pauser, and undoes its pause
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
             # a cancelled call takes its own pause back, and no other's
             if self._pausers.pop(pauser, None) is not None and not self._updating:
-                self._go_on()
+                self.go_on()
             raise
         finally:
             self._pausers.pop(pauser, None)
@@ -154,13 +163,13 @@ class Weights:
         self._pausers.clear()
         if not self._updating:
             # an update resumes at its own end
-            self._go_on()
+            self.go_on()
 
     def _ask(self, mode: PauseMode) -> None:
         self._asked += 1
         self._runtime.bus.publish(PauseRequested(mode=mode))
 
-    async def _quiet(self, mode: PauseMode = "in_place") -> None:
+    async def quiet(self, mode: PauseMode = "in_place") -> None:
         """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
         (docs/design.md, rule 10)."""
         driver = self._runtime.driver
@@ -191,8 +200,9 @@ class Weights:
 
     @property
     def is_paused(self) -> bool:
-        """A pause has returned, weights are being loaded, or they are broken: no steps are planned."""
-        return self._held or self._updating or self.broken is not None
+        """A pause has returned, weights are being loaded, are broken or dropped, or the engine sleeps: no steps are
+        planned."""
+        return self._held or self._updating or self.broken is not None or self.sleeps or self.dropped
 
     async def update(
         self,
@@ -221,6 +231,7 @@ class Weights:
         _check_mode(mode)
         if self._updating:
             raise UpdateUnderWay("of this engine")
+        self._check_awake("update_weights")
         folder = None if part is not None else folder_of(source)
         if part is not None:
             load = self._group_loader(part)
@@ -232,9 +243,15 @@ class Weights:
             hint = "give them a version of their own, or pause, or begin an update, before the first of several parts"
             raise BadInput("version", problem, hint=hint)
         by_group = label if part is not None and self._held else None
-        work = self._update(label, order, load, mode, folder if again else None, wanted, weights_id)
-        await self._run(work)
+        await self._run(self._update(label, order, load, mode, folder, wanted, weights_id, again=again))
         self._goes_on = by_group if self._held else None
+
+    def _check_awake(self, call: str) -> None:
+        """Raise unless the weights' memory is there to stay."""
+        if self.moving:
+            raise UpdateUnderWay("a sleep or a wake of this engine")
+        if "weights" in self.released:
+            raise Asleep(call, self.released)
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work of an update as a task, and wait for it. A caller who is cancelled stops waiting."""
@@ -267,6 +284,8 @@ class Weights:
         check_group(group, self._runtime.capacity.tensor_parallel, self._config.weights_interface)
         if self._updating:
             raise UpdateUnderWay("of this engine")
+        if self.moving:
+            raise UpdateUnderWay("a sleep or a wake of this engine")
         await self._run(self._join(group))
 
     async def _join(self, group: WeightsGroup) -> None:
@@ -274,7 +293,7 @@ class Weights:
         limit_s = 2 * group.timeout_s + _JOIN_GRACE_S
         try:
             # a worker may wait for the others without answering
-            await self._quiet()
+            await self.quiet()
             async with Within(limit_s):
                 await runner.join_group(group, self._config.weights_interface)
         except TimeoutError:
@@ -288,7 +307,7 @@ class Weights:
             raise WeightsRejected(f"{type(error).__name__}: {error}") from error
         finally:
             self._finish()
-            self._go_on()
+            self.go_on()
 
     async def leave(self, name: str) -> None:
         """See `Engine.leave_weights_group`."""
@@ -304,10 +323,11 @@ class Weights:
         _check_mode(mode)
         if self._updating:
             raise UpdateUnderWay("of this engine")
+        self._check_awake("begin_weight_update")
         self._updating = True
         self._open = update = _OpenUpdate(mode)
         try:
-            await self._quiet()
+            await self.quiet()
         except BaseException:
             self._close_update(update)
             raise
@@ -420,7 +440,7 @@ class Weights:
             self._open = None
         self._finish()
         if not self._closing:
-            self._go_on()
+            self.go_on()
 
     def _finish(self) -> None:
         self._updating = self._open is not None
@@ -466,7 +486,7 @@ class Weights:
             self._task.cancel()
             # all that it awaits can be cancelled: it ends within a turn or two
             await wait_within([self._task], self._config.close_deadline_s)
-        return interrupted or self.broken is not None
+        return interrupted or self.broken is not None or self.dropped
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         # the next update may have begun in the turn in which this one ended
@@ -493,22 +513,31 @@ class Weights:
         order: int,
         load: Loader,
         mode: Literal["abort", "keep"],
-        again: str | None,
+        folder: str | None,
         expected: WeightsFingerprint | None,
         weights_id: str,
+        *,
+        again: bool = False,
     ) -> None:
-        """`again`: the folder, where `label` is in use already. `weights_id`: of weights whose loader tells none."""
+        """`folder`: that is loaded; None: tensors are. `weights_id`: of weights whose loader tells none. `again`:
+        `label` is in use already."""
         try:
-            await self._quiet()
-            if again is not None:
-                await self._compare(label, again)
+            await self.quiet()
+            if again and folder is not None:
+                if self.dropped:
+                    # there is nothing to compare with: the same weights are brought again
+                    await self.reload(folder)
+                else:
+                    await self._compare(label, folder)
                 if self.broken is None:
                     if expected is not None:
                         await self._match(expected, self._runtime.capacity.weights_id)
                     self._take_label(label, order, self._runtime.capacity.weights_id)
-                    self._go_on()
+                    self.go_on()
                     return
             await self._load(label, order, load, mode, expected, weights_id)
+            self.folder = folder or ""
+            self.go_on()
         finally:
             self._finish()
 
@@ -520,13 +549,13 @@ class Weights:
         except Exception as error:
             # raises the engine's failure where the worker died
             self._check()
-            self._go_on()
+            self.go_on()
             if isinstance(error, WeightsRejected):
                 raise
             raise WeightsRejected(f"{type(error).__name__}: {error}") from error
         self._check()
         if weights_id != self._runtime.capacity.weights_id:
-            self._go_on()
+            self.go_on()
             problem = f"{label!r} is in use, and {folder} holds other weights"
             raise BadInput("version", problem, hint="give them a version of their own")
 
@@ -579,11 +608,12 @@ class Weights:
                     weights_id = told.weights_id
                 await self._match(expected, weights_id)
         except WeightsRejected:
-            self._go_on()
+            self.go_on()
             raise
         except Exception as error:
             self._break(error)
         self._check()
+        self.dropped = False
         if mode == "abort":
             # only now: where weights are refused, no request is aborted
             self._abort()
@@ -594,7 +624,6 @@ class Weights:
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
         runtime.bus.publish(WeightsChanged(version=label, namespace=runtime.namespace))
         self._take_label(label, order or next_order(self.order, label), weights_id)
-        self._go_on()
 
     def _break(self, error: Exception) -> NoReturn:
         """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
@@ -603,8 +632,10 @@ class Weights:
         self.broken = broken
         raise broken from error
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Resume, unless the weights are broken or a pause is left. One that waits for requests lets them go on."""
+        if self.sleeps or self.dropped:
+            return
         if self._held or self.broken is not None or any(mode != "wait" for mode in self._pausers.values()):
             return
         self._runtime.bus.publish(ResumeRequested())
@@ -612,6 +643,26 @@ class Weights:
             self._ask("wait")
         else:
             self._resumes += 1
+
+    async def reload(self, folder: str = "") -> None:
+        """Bring weights that a sleep dropped again, from a folder; "": the one that they came from. No step is in
+        flight. The identities of blocks stay: it must hold the same weights.
+
+        Raises WeightsRejected where the folder cannot be read any more (they stay dropped), WeightsDiffer where it
+        holds others now, WeightsBroken.
+        """
+        capacity = self._runtime.capacity
+        try:
+            weights_id = await self._in_time("loading weights", self._runtime.runner.load_folder(folder or self.folder))
+        except WeightsRejected:
+            raise
+        except Exception as error:
+            self._break(error)
+        self._check()
+        if weights_id != capacity.weights_id:
+            self.broken = WeightsDiffer(capacity.weights_id, weights_id)
+            raise self.broken
+        self.dropped = False
 
     def _abort(self) -> None:
         """End requests that ran with what they have, in the turn that reads WeightsChanged."""

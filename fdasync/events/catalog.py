@@ -397,6 +397,11 @@ class ResumeRequested(Event, frozen=True, kw_only=True):
     """The scheduler is to plan steps again, whatever the mode of the pause was, and if it has not begun yet."""
 
 
+class SleepRequested(Event, frozen=True, kw_only=True):
+    """The device's memory is about to be released. Nothing is planned until `ResumeRequested`; what runs gives its
+    blocks up, copies of them to the host go on, and then no block is on the device any more."""
+
+
 class CacheResetRequested(Event, frozen=True, kw_only=True):
     """Device and host are to forget every cached block. Running requests keep those that they use, as private ones."""
 
@@ -638,6 +643,7 @@ AnyEvent = (
     | BlocksReceived
     | PauseRequested
     | ResumeRequested
+    | SleepRequested
     | CacheResetRequested
     | WeightsChanged
     | WeightsRelabelled

@@ -87,14 +87,17 @@ class MappedMemory:
     def create(cls, driver: Driver, device: torch.device, nbytes: int) -> MappedMemory:
         """New memory, of any content. Raises RunnerError where the device has none, or cannot share it."""
         memory = cls(driver, device, nbytes)
+        memory._make()
+        return memory._map()
+
+    def _make(self) -> None:
         handle = ctypes.c_uint64(0)
-        memory._call(
+        self._call(
             "cuMemCreate",
             (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong),
-            (ctypes.addressof(handle), memory._whole_nbytes, ctypes.addressof(memory._properties), 0),
+            (ctypes.addressof(handle), self._whole_nbytes, ctypes.addressof(self._properties), 0),
         )
-        memory._handle = handle.value
-        return memory._map()
+        self._handle = handle.value
 
     @classmethod
     def open(cls, driver: Driver, device: torch.device, fd: int, nbytes: int) -> MappedMemory:
@@ -111,31 +114,59 @@ class MappedMemory:
         return memory._map()
 
     def _map(self) -> MappedMemory:
-        address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong
+        size, number = ctypes.c_size_t, ctypes.c_ulonglong
         found = ctypes.c_uint64(0)
-        access = _Access(self._location, _READ_WRITE)
         try:
             self._call(
                 "cuMemAddressReserve",
-                (ctypes.c_void_p, size, size, address, number),
+                (ctypes.c_void_p, size, size, ctypes.c_uint64, number),
                 (ctypes.addressof(found), self._whole_nbytes, 0, 0, 0),
             )
             self.address = found.value
-            self._call(
-                "cuMemMap",
-                (address, size, size, ctypes.c_uint64, number),
-                (self.address, self._whole_nbytes, 0, self._handle, 0),
-            )
-            self._mapped = True
-            self._call(
-                "cuMemSetAccess",
-                (address, size, ctypes.c_void_p, size),
-                (self.address, self._whole_nbytes, ctypes.addressof(access), 1),
-            )
+            self._attach()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _attach(self) -> None:
+        """Map the allocation at its address."""
+        address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong
+        access = _Access(self._location, _READ_WRITE)
+        self._call(
+            "cuMemMap",
+            (address, size, size, ctypes.c_uint64, number),
+            (self.address, self._whole_nbytes, 0, self._handle, 0),
+        )
+        self._mapped = True
+        self._call(
+            "cuMemSetAccess",
+            (address, size, ctypes.c_void_p, size),
+            (self.address, self._whole_nbytes, ctypes.addressof(access), 1),
+        )
+
+    def release(self) -> None:
+        """Give the memory back to the device and keep its addresses, which nothing may use until `regain`; idempotent.
+        No work that uses it may be in flight. Where others have it mapped, they keep it."""
+        self._unmap()
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._call("cuMemRelease", (ctypes.c_uint64,), (handle,))
+
+    def regain(self) -> None:
+        """Other memory of any content at the same addresses, after `release`. Raises RunnerError where the device has
+        none left; nothing has changed then."""
+        self._make()
+        try:
+            self._attach()
+        except BaseException:
+            self.release()
+            raise
+
+    def _unmap(self) -> None:
+        if self._mapped:
+            self._mapped = False
+            self._call("cuMemUnmap", (ctypes.c_uint64, ctypes.c_size_t), (self.address, self._whole_nbytes))
 
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes], the memory itself. It may not be used after `close`."""
@@ -154,12 +185,9 @@ class MappedMemory:
 
     def close(self) -> None:
         """Unmap it; idempotent. No work that uses it may be in flight. Other mappings keep the memory."""
-        address, size = ctypes.c_uint64, ctypes.c_size_t
-        if self._mapped:
-            self._mapped = False
-            self._call("cuMemUnmap", (address, size), (self.address, self._whole_nbytes))
+        self._unmap()
         if self.address:
-            self._call("cuMemAddressFree", (address, size), (self.address, self._whole_nbytes))
+            self._call("cuMemAddressFree", (ctypes.c_uint64, ctypes.c_size_t), (self.address, self._whole_nbytes))
             self.address = 0
         handle, self._handle = self._handle, 0
         if handle:

@@ -28,6 +28,8 @@ from fdasync.request import (
     Numerics,
     PauseMode,
     SamplingParams,
+    SleepMode,
+    WakeTag,
     WeightsGroup,
 )
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
@@ -246,7 +248,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The load of an instance, sent with its heartbeats.
 
     Attributes:
-        state: whether it serves requests, is paused, or drains.
+        state: whether it serves requests, is paused, sleeps, or drains.
         waiting: requests that wait to be admitted.
         queued_tokens: prompt tokens that wait to be computed.
         running: sequences that hold blocks.
@@ -261,7 +263,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             of, with what each side sees; "" while there is none.
     """
 
-    state: Literal["running", "paused", "draining"]
+    state: Literal["running", "paused", "asleep", "draining"]
     waiting: Count
     queued_tokens: Count
     running: Count
@@ -690,7 +692,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 
 Verb = Literal[
     "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
-    "leave_group", "begin_update", "update_part", "end_update", "abandon_update",
+    "leave_group", "begin_update", "update_part", "end_update", "abandon_update", "sleep", "wake",
 ]  # fmt: skip
 
 
@@ -713,6 +715,8 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
         weights_id: with `part` and "end_update": what all instances call the new weights; 32 hex digits.
         group: with "join_group": the instance's ranks of it.
         name: with "leave_group": of the group.
+        level, sleep: with "sleep": how deep it is, and what happens to the requests that are inside.
+        tags: with "sleep" and "wake": the parts that are meant; (): all.
     """
 
     number: Count
@@ -728,6 +732,9 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
     weights_id: Words = ""
     group: WeightsGroup | None = None
     name: Words = ""
+    level: Count = 1
+    sleep: SleepMode = "keep"
+    tags: tuple[WakeTag, ...] = ()
 
 
 class Done(Message, frozen=True, array_like=True, tag="done"):
@@ -738,8 +745,9 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         error: name of the error's class; "" for success.
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
-        field: field of a BadInput.
+        field: field of a BadInput or a ConfigError, part of a WakeFailed.
         expected, held: fingerprints of a WeightsDiffer.
+        state: of the instance after the command, as in its next `Status`.
     """
 
     number: Count
@@ -751,6 +759,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     field: Words = ""
     expected: Words = ""
     held: Words = ""
+    state: Literal["running", "paused", "asleep"] = "running"
 
 
 AnyMessage = (

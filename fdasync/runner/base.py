@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
+    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.report import ModelReport
 
 
@@ -112,6 +112,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
             by itself, with a ConfigError that says which part of the model stands in the way.
         sum_slices: of fixed numerics, as `RunnerLimits` asked: with them the numbers do not depend on the ranks.
+        no_sleep: why the runner cannot release its memory (`Runner.release_memory`); "": it can.
         notes: for people, such as special cases in force.
     """
 
@@ -143,6 +144,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     numerics: Numerics = "default"
     sum_slices: int = 1
+    no_sleep: str = "this runner cannot release its memory"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -383,6 +385,27 @@ class Runner(ABC):
         """End an update of which all tensors have come, the last ones by `receive_tensors` without `last`. Raises
         WeightsBroken where it does not replace all that an earlier update broke."""
         raise InvariantBroken("end_received without receive_tensors")
+
+    # -- sleep: no step and no copy is in flight, none is launched before all is there again -------------
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        """Give these parts of the device's memory back to the device.
+
+        No block has content that anybody will read. Where `keep_weights`, "weights" go to host memory; else they are
+        dropped, those that an earlier call kept too, and a whole update must come before the next step. Other state of
+        the model (buffers that no update brings) is kept. Parts are released at most once, but for "weights" that are
+        to be dropped after they were kept. `aclose` may come while memory is released, other calls for weights not
+        before these are there. Called where `Capacity.no_sleep` is "". Any error fails the runner.
+        """
+        raise InvariantBroken(f"a release of {', '.join(parts)} (keep_weights={keep_weights}) that was not offered")
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        """Take the memory of a released part back. Weights that were kept are as before; dropped ones and blocks have
+        any content. "cuda_graph" comes last.
+
+        Raises WakeFailed where the device does not give it, and nothing has changed: it may be tried again.
+        """
+        raise InvariantBroken(f"{part} was to be taken back, and never released")
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         """The error that the engine fails with when `what` (a step) did not complete within its deadline."""

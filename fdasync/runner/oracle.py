@@ -46,6 +46,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         copy_s: seconds of a copy of blocks between device and host.
         load_s: seconds of loading new weights; steps and copies are refused meanwhile, as by a real model.
+        sleep_s: seconds of releasing memory, and of taking back each part of it.
+        fail_wakes: so many parts cannot be taken back, before the first one that can.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
@@ -71,6 +73,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     token_s: float = 0.0
     copy_s: float = 0.0
     load_s: float = 0.0
+    sleep_s: float = 0.0
+    fail_wakes: int = 0
     jitter: float = 0.0
     seed: int = 0
     free: bool = False

@@ -30,7 +30,8 @@ from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
 from fdasync.runner.synthetic_peers import SyntheticPeers
 from fdasync.runner.synthetic_ranks import compare_ranks
-from fdasync.runner.synthetic_steps import Flight, SyntheticSteps
+from fdasync.runner.synthetic_sleep import SyntheticSleep
+from fdasync.runner.synthetic_steps import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ _WORD_NBYTES = 8
 _STAMP_NBYTES = 4
 
 
-class SyntheticRunner(SyntheticSteps):
+class SyntheticRunner(SyntheticSleep):
     """See the module."""
 
     def __init__(self, config: SyntheticConfig, limits: RunnerLimits) -> None:
@@ -88,9 +89,16 @@ class SyntheticRunner(SyntheticSteps):
             specs.append(AuxSpec("values", (4,), "float16"))
         if config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
-        costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
+        costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "sleep_s", "jitter"), 0.0)
         # the content of KV does not depend on its size, on the steps that write it, nor on where a sample ends
-        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1, "max_run_tokens": 1, "kv_shares": 1}
+        most = {
+            "num_blocks": 1,
+            "max_context_tokens": 1,
+            "eos_id": -1,
+            "max_run_tokens": 1,
+            "kv_shares": 1,
+            "fail_wakes": 0,
+        }
         plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **most, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         block_nbytes = token_nbytes * self._block_tokens
@@ -125,6 +133,7 @@ class SyntheticRunner(SyntheticSteps):
             # a free decode step does not look at the prefix
             numerics="default" if config.free else limits.numerics,
             sum_slices=limits.sum_slices,
+            no_sleep="other instances of this machine have its blocks mapped" if limits.shows_blocks else "",
             notes=("no model: tokens follow from those before them by a rule",),
         )
 
@@ -133,6 +142,8 @@ class SyntheticRunner(SyntheticSteps):
         done: asyncio.Future[StepOutput] = loop.create_future()
         if self._loading:
             return self._refuse(done, RunnerError("launched while weights are loading", step.step_id))
+        if self.cannot_step:
+            return self._refuse(done, RunnerError(f"launched with {self.cannot_step}", step.step_id))
         if self.config.fail_step == step.step_id:
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
@@ -247,8 +258,8 @@ class SyntheticRunner(SyntheticSteps):
     def _check_copy(self, copy: SwapOut | SwapIn) -> None:
         """Raises InvariantBroken for a copy that may not run now."""
         assert self._host is not None
-        if self._loading:
-            raise InvariantBroken(f"copy {copy.copy_id} began while weights are loading")
+        if self._loading or "kv_cache" in self._released:
+            raise InvariantBroken(f"copy {copy.copy_id} began while weights are loading, or without blocks")
         check_blocks(copy, len(self._kv) // self._block_tokens, self._host.num_blocks)
         if self.config.free:
             # the other checks look at every block of every sequence
@@ -318,12 +329,15 @@ class SyntheticRunner(SyntheticSteps):
         return WeightsFingerprint(held, {"weights": held} if with_tensors else {})
 
     async def _load(self, weights_id: int) -> None:
+        if "weights" in self._released:
+            raise InvariantBroken("weights are loaded where there is no memory for them")
         if self._flights or self._copies:
             raise InvariantBroken("weights are loaded while steps or copies are in flight")
         self._loading = True
         if self.config.load_s:
             await asyncio.sleep(self.config.load_s)
         self.weights_id = weights_id
+        self.lacks_weights = False
         self._loading = False
 
     @property

@@ -29,6 +29,7 @@ from fdasync.events.catalog import (
     PauseRequested,
     RequestPrepared,
     ResumeRequested,
+    SleepRequested,
     StepDone,
     StepFailed,
     StopChecked,
@@ -162,6 +163,7 @@ class Scheduler:
             **self.decode_side.handlers,
             PauseRequested: self._on_pause,
             ResumeRequested: self._on_resume,
+            SleepRequested: self._on_sleep,
             CacheResetRequested: self._on_reset,
             WeightsChanged: self._on_weights,
             WeightsRelabelled: self._on_label,
@@ -182,6 +184,9 @@ class Scheduler:
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
+        if self.pausing.sleep == "begun":
+            # before both sides' ends and answers are taken
+            self._fall_asleep()
         if self.prefill_side.hand_offs:
             self.prefill_side.ring(self._now)
             # before anything is planned: sequences that end give back blocks that others wait for
@@ -209,7 +214,10 @@ class Scheduler:
         if self.prefill_side.hand_offs or self.prefill_side.actions:
             steps += self.prefill_side.plan(self._now)
         if self._has_tiers or self.tiers.hashes:
-            steps += self.tiers.plan(paused=paused)
+            steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.sleep == "begun")
+        if self.pausing.sleep == "begun":
+            # behind the copies: what finds no place on the host is given up there
+            self._settle_sleep()
         return self._gather(steps, handed)
 
     def _on_step_failed(self, event: StepFailed) -> None:
@@ -572,13 +580,43 @@ class Scheduler:
         if self.decode_side.leases:
             self.decode_side.resumed(held_s)
 
+    # -- sleep --------------------------------------------------------------------------------------
+
+    def _on_sleep(self, event: SleepRequested) -> None:
+        """What a sleep does to the sequences of each state: docs/design.md, rule 44."""
+        self.pausing.pause(event.at)
+        if self.pausing.sleep != "deep":
+            self.pausing.sleep = "begun"
+            for seq in self.queues.retract():
+                self.swap_planner.forget(seq)
+
+    def _fall_asleep(self) -> None:
+        """Called in every turn until no block is left on the device."""
+        if self._inflight:
+            return
+        # what another instance was promised, or sends, has its place on the device
+        for seq in self.prefill_side.start_anew(self._now, "the engine fell asleep during its hand-over"):
+            self.queues.leave(seq)
+        if self.decode_side.leases:
+            self.decode_side.drop_all("the engine falls asleep")
+
+    def _settle_sleep(self) -> None:
+        """The sleep is deep as soon as no block of the device is used, and none is to go to the host."""
+        if self._inflight:
+            return
+        if not (self.tiers.is_copying or self.queues.is_draining) and self.index.is_device_idle:
+            self.index.clear_device()
+            self.pausing.sleep = "deep"
+
+    # -- weights ------------------------------------------------------------------------------------
+
     def _on_weights(self, event: WeightsChanged) -> None:
         if self._inflight:
             raise InvariantBroken("the weights changed while a step was in flight")
         self.weights.namespace, self.weights.version = event.namespace, event.version
-        for seq in self.prefill_side.new_weights(event.at):
+        for seq in self.prefill_side.start_anew(event.at, "the weights changed during its hand-over"):
             self.queues.leave(seq)
-        self.decode_side.new_weights()
+        self.decode_side.drop_all("the weights changed")
         self.tiers.new_weights(event)
 
     def _on_label(self, event: WeightsRelabelled) -> None:

@@ -42,6 +42,7 @@ from fdasync.events.catalog import (
     PauseRequested,
     RequestEnded,
     ResumeRequested,
+    SleepRequested,
     StepFailed,
     StoreCalled,
     StoreEnded,
@@ -77,6 +78,7 @@ NOTEWORTHY: Final = (
     PauseRequested,
     RequestEnded,
     ResumeRequested,
+    SleepRequested,
     StepFailed,
     StoreEnded,
     TapFailed,
@@ -254,7 +256,7 @@ def level_of(event: Event) -> Level:
             return "warning"
         case LinkChanged():
             return "info" if event.up else "warning"
-        case LeaseLost() | LateTransferEnded() | PauseRequested() | ResumeRequested():
+        case LeaseLost() | LateTransferEnded() | PauseRequested() | ResumeRequested() | SleepRequested():
             return "info"
         case WeightsChanged() | WeightsRelabelled():
             return "info"

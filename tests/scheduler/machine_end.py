@@ -1,12 +1,17 @@
-"""How each play of `test_machine.py` ends: everything in flight ends well, and nothing is left in any tier."""
+"""How each play of `test_machine.py` ends, and its sleeps: all that is in flight ends well, and nothing is left in any
+tier, or on the device."""
 
 from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from fdasync.events.catalog import (
     FetchEnded,
     LateTransferEnded,
     LookedUp,
     ResumeRequested,
+    SleepRequested,
     StepDone,
     StoreEnded,
     SwapDone,
@@ -44,6 +49,26 @@ class EndOfPlay:
         )
         assert stats.generated_tokens + stats.dropped_tokens == sampled
         assert replay(self.trace.encode()) == len(self.trace._turns)
+
+    @rule(first=st.booleans(), resume=st.booleans())
+    def sleep(self, first, resume):
+        """As the engine does it: what is in flight ends, the device is empty, and its memory has other content then."""
+        if first:
+            # with steps in flight and copies under way
+            self.queue.append(SleepRequested())
+            self.turn(False)
+        else:
+            self.queue.append(SleepRequested())
+        for _ in range(1000):
+            self.finish_everything()
+            if self.scheduler.pausing.sleep == "deep":
+                break
+        assert self.scheduler.pausing.sleep == "deep"
+        assert self.scheduler.stats().free_blocks == self.config.num_blocks
+        self.runner.cells.clear()
+        if resume:
+            self.queue.append(ResumeRequested())
+            self.turn(False)
 
     def finish_everything(self):
         """Everything in flight ends well, one after the other."""

@@ -22,6 +22,7 @@ from fdasync.errors import (
     PeerUnreachable,
     PluginError,
     UpdateUnderWay,
+    WakeFailed,
     WeightsDiffer,
 )
 from fdasync.events.actions import (
@@ -513,7 +514,9 @@ class Instance:
         assert self._context is not None
         engine_stats = self.engine.stats()
         stats = engine_stats.scheduler
-        state = "draining" if self._context.draining else "paused" if stats.paused else "running"
+        state = "paused" if stats.paused else "running"
+        if self._context.draining or self.engine.weights.sleeps:
+            state = "draining" if self._context.draining else "asleep"
         return Status(
             state,  # type: ignore[arg-type]
             stats.waiting,
@@ -670,12 +673,18 @@ class Instance:
                 await self.engine.resume()
             elif message.verb == "reset_cache":
                 await self.engine.reset_cache()
+            elif message.verb == "sleep":
+                await self.engine.sleep(message.level, message.sleep, tags=message.tags or None)  # type: ignore[arg-type]
+            elif message.verb == "wake":
+                await self.engine.wake(message.tags or None)
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
-            if isinstance(caught, BadInput):
+            if isinstance(caught, BadInput | ConfigError):
                 field, problem = brief(caught.field), brief(caught.problem)
+            if isinstance(caught, WakeFailed):
+                field, problem = caught.part, brief(caught.problem)
             if isinstance(caught, WeightsDiffer):
                 expected, held = caught.expected, caught.held
         weights = self._weights
@@ -683,7 +692,7 @@ class Instance:
             peer,
             Done(
                 message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held,
+                expected, held, "asleep" if weights.sleeps else "paused" if weights.is_paused else "running",
             ),
         )  # fmt: skip
 

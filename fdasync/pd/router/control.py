@@ -21,12 +21,14 @@ import msgspec
 from fdasync import errors
 from fdasync.errors import (
     BadInput,
+    ConfigError,
     DeadlineExceeded,
     EngineClosed,
     FdasyncError,
     PeerUnreachable,
     RemoteError,
     UpdateUnderWay,
+    WakeFailed,
     WeightsDiffer,
     WeightsRejected,
 )
@@ -36,7 +38,15 @@ from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.part_update import PartUpdate
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weight_agreement import WeightAgreement
-from fdasync.request import WeightsGroup, checked_fingerprint, checked_version, next_order, next_version
+from fdasync.request import (
+    WeightsGroup,
+    checked_fingerprint,
+    checked_sleep,
+    checked_tags,
+    checked_version,
+    next_order,
+    next_version,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -51,6 +61,8 @@ if TYPE_CHECKING:
     Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
 
 _LOOK_S = 0.02
+# after which an instance may be in another state
+_TELL = ("pause", "resume", "sleep", "wake")
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -164,8 +176,10 @@ class ControlPlane:
         """Send a command to all instances. Raises the first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
-            if not done.error and command.verb in ("pause", "resume"):
-                instance.was_told(paused=command.verb == "pause")
+            if command.verb in _TELL:
+                # a pause that another router took back at once is in the next status
+                paused = command.verb == "pause" and not done.error and done.state == "running"
+                instance.was_told("paused" if paused else done.state)
         failed = [_error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:
@@ -196,6 +210,25 @@ class ControlPlane:
         self._held = False
         self._pausers.clear()
         await self.all(Command(0, "resume"), self._config.command_s)
+
+    async def sleep(self, level: Any, mode: Any, tags: Any) -> None:
+        """Have all instances sleep; each of them ends its hand-offs, whose requests start again."""
+        level, mode = checked_sleep(level, mode)
+        named = () if tags is None else checked_tags(tags)
+        if tags is not None and not named:
+            level = 0
+        limit_s = self._config.command_s
+        if mode == "wait":
+            # requests end by their own deadlines
+            limit_s += self._config.request_deadline_s
+        await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
+
+    async def wake(self, tags: Any) -> None:
+        """Wake all instances, or parts of their memory."""
+        named = () if tags is None else checked_tags(tags)
+        if tags is not None and not named:
+            return
+        await self.all(Command(0, "wake", tags=named), self._config.command_s)
 
     async def _ask_all(
         self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
@@ -504,6 +537,10 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
         error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
         return error
+    if done.error == "ConfigError":
+        return ConfigError(done.field, f"{instance.peer.name}: {done.problem}")
+    if done.error == "WakeFailed":
+        return WakeFailed(done.field, f"{instance.peer.name}: {done.problem}")
     if done.error == "BadInput":
         return BadInput(done.field, f"{instance.peer.name}: {done.problem}")
     return RemoteError(instance.peer.name, done.error, done.problem)

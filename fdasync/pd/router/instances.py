@@ -6,7 +6,7 @@ Pure, but it reads the state of each instance's peer. `router/router.py` passes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -65,7 +65,7 @@ class InstanceHandle:
         index.open(self.slot)
         self._status: Status | None = None
         # what it was told before its first status
-        self._told_paused = False
+        self._told: Literal["running", "paused", "asleep"] = "running"
         # of requests that were sent since the latest status
         self._tokens = self._fresh = 0
         self._live = 0
@@ -196,22 +196,31 @@ class InstanceHandle:
     def takes_work(self) -> bool:
         return self.peer.is_up and not self.behind and not self.is_leaving
 
-    def was_told(self, *, paused: bool) -> None:
-        """It has paused or resumed: its latest status is of before."""
-        self._told_paused = paused
+    def was_told(self, state: Literal["running", "paused", "asleep"]) -> None:
+        """It has paused, resumed, fallen asleep or woken: its latest status is of before."""
+        self._told = state
         if self._status is not None and self._status.state != "draining":
-            self._status = msgspec.structs.replace(self._status, state="paused" if paused else "running")
+            self._status = msgspec.structs.replace(self._status, state=state)
 
     @property
     def is_paused(self) -> bool:
         """It plans no steps, as its latest status says, or this router's last call."""
-        return self._told_paused if self.status is None else self.status.state == "paused"
+        return self._said in ("paused", "asleep")
+
+    @property
+    def is_asleep(self) -> bool:
+        """Its memory is released, as its latest status says, or this router's last call."""
+        return self._said == "asleep"
+
+    @property
+    def _said(self) -> str:
+        return self._told if self.status is None else self.status.state
 
     def came_up(self) -> None:
         """A new session has begun; its blocks are unknown."""
         self.sessions += 1
         self.status = None
-        self._told_paused = False
+        self._told = "running"
         self._forget_blocks()
         before, self._incarnation = self._incarnation, self.peer.incarnation
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)

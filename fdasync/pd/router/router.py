@@ -64,8 +64,11 @@ if TYPE_CHECKING:
     from fdasync.request import (
         GenerateOptions,
         GenerateRequest,
+        MemoryPart,
         PauseMode,
         Prompt,
+        SleepMode,
+        WakeTag,
         WeightsFingerprint,
         WeightsGroup,
         WeightSource,
@@ -495,6 +498,28 @@ class Router(Generator):
     async def resume(self) -> None:
         self._check_open()
         await self.commands.resume()
+
+    async def sleep(
+        self, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep", *, tags: Sequence[MemoryPart] | None = None
+    ) -> None:
+        """See `Generator.sleep`: of every instance that is up, with all of its requests, whichever router sent them;
+        hand-offs are ended, and their requests start again.
+
+        Each instance has `command_s` for it, and in mode "wait" `request_deadline_s` more. If the caller is cancelled,
+        instances that were told fall asleep all the same. Raises the first error of an instance, after all have
+        answered; some sleep then, and `wake` undoes that.
+        """
+        self._check_open()
+        if mode == "abort":
+            # also those that wait for an instance, or are about to be sent again
+            self.abort_all()
+        await self.commands.sleep(level, mode, tags)
+
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+        """See `Generator.wake`: of every instance that is up. Raises the first error of an instance, after all have
+        answered: WakeFailed with its name, while the others are awake."""
+        self._check_open()
+        await self.commands.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

@@ -32,8 +32,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
             between them (address translation, a proxy) has to be there for other instances, too.
         is_up: whether there is a link to it.
         problem: why there is no link, or why it gets no requests although there is one; else "".
-        state: "running", "paused" or "draining" as in its latest status; "away" without a link; "refused" if there is
-            no link because it does not fit.
+        state: "running", "paused", "asleep" or "draining" as in its latest status; "away" without a link; "refused" if
+            there is no link because it does not fit.
         status: its latest status; None before the first.
         status_at: time of that status, by the loop's clock.
         status_age_s: age of that status.
@@ -48,7 +48,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     is_up: bool
     problem: str
-    state: Literal["running", "paused", "draining", "away", "refused"]
+    state: Literal["running", "paused", "asleep", "draining", "away", "refused"]
     status: Status | None
     status_at: float
     status_age_s: float
@@ -127,6 +127,7 @@ def load_of(table: InstanceTable, live: int, *, updating: bool) -> Load:
         capacity_tokens=sum(one.capacity_tokens for one in up),
         paused=bool(up) and all(one.paused for one in up),
         updating=updating,
+        asleep=any(one.is_asleep for one in table.up()),
         instances=instances,
     )
 

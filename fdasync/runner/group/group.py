@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, RunnerError, WeightsBroken, WeightsRejected
+from fdasync.errors import (
+    DeadlineExceeded,
+    FdasyncError,
+    InvariantBroken,
+    RunnerError,
+    WakeFailed,
+    WeightsBroken,
+    WeightsRejected,
+)
 from fdasync.events.actions import SwapOut
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
+    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import TensorMeta
 
 T = TypeVar("T")
@@ -209,6 +217,29 @@ class GroupRunner(Runner):
         if len(refusals) == len(tasks):
             raise self._named(refusal, rank)
         raise self._named(WeightsBroken(f"{refusal.problem}; other ranks have taken them"), rank) from refusal
+
+    # -- sleep ------------------------------------------------------------------------------------------
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        calls = [runner.release_memory(parts, keep_weights=keep_weights) for runner in self._ranks]
+        await self._ask("releasing memory", calls)
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        """See `Runner`. Where some ranks have the part back and others have not, those release it again."""
+        tasks = await self._all(
+            "taking memory back", [runner.regain_memory(part) for runner in self._ranks], bearable=WakeFailed
+        )
+        failed = [(rank, task.exception()) for rank, task in enumerate(tasks) if task.exception() is not None]
+        if not failed:
+            return
+        # weights that were kept are still in host memory, and dropped ones have no content yet
+        woken = [runner for runner, task in zip(self._ranks, tasks, strict=True) if task.exception() is None]
+        await self._ask(
+            "releasing memory again", [runner.release_memory((part,), keep_weights=True) for runner in woken]
+        )
+        rank, error = failed[0]
+        assert isinstance(error, WakeFailed)
+        raise self._named(error, rank)
 
     # -- ends ---------------------------------------------------------------------------------------------
 

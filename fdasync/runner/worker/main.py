@@ -34,6 +34,8 @@ from fdasync.runner.worker.messages import (
     OpenSource,
     ReadWeightsId,
     ReceiveTensors,
+    Regain,
+    Release,
     Request,
     ShowPool,
     SumBlocks,
@@ -152,6 +154,10 @@ class _RunnerService(Service):
                 host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
             await runner.bind(message.num_blocks, arena, host)
             settle()
+        elif isinstance(message, Release):
+            await runner.release_memory(message.parts, keep_weights=message.keep_weights)
+        elif isinstance(message, Regain):
+            await runner.regain_memory(message.part)
         elif isinstance(message, LoadFolder):
             return await runner.load_folder(message.path)
         elif isinstance(message, ReadWeightsId):

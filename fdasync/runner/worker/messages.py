@@ -18,7 +18,7 @@ from fdasync import errors
 from fdasync.cache.aux import AuxSpec
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.rpc import ErrorTable
-from fdasync.request import Grammar, GroupTensors, WeightsGroup
+from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
 from fdasync.runner.base import RunnerLimits, TensorMeta
 
 
@@ -91,6 +91,19 @@ class FingerprintWeights(msgspec.Struct, frozen=True, array_like=True, tag="fing
     """
 
     with_tensors: bool
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """As `Runner.release_memory`."""
+
+    parts: tuple[MemoryPart, ...]
+    keep_weights: bool
+
+
+class Regain(msgspec.Struct, frozen=True, array_like=True, tag="regain"):
+    """As `Runner.regain_memory`."""
+
+    part: MemoryPart
 
 
 class CheckGrammar(msgspec.Struct, frozen=True, array_like=True, tag="check_grammar"):
@@ -191,11 +204,11 @@ class SumBlocks(msgspec.Struct, frozen=True, array_like=True, tag="sum_blocks"):
 _Group = JoinGroup | LeaveGroup | ReceiveTensors | EndReceived
 _Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors | _Group
 PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
-Request = Join | Open | Bind | CheckGrammar | PeerRequest | _Weights
+Request = Join | Open | Bind | CheckGrammar | Release | Regain | PeerRequest | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,
-    errors.RunnerError, errors.WeightsRejected, errors.WeightsBroken,
+    errors.RunnerError, errors.WakeFailed, errors.WeightsRejected, errors.WeightsBroken,
 )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ from fdasync.runner.worker.messages import (
     Open,
     ReadWeightsId,
     ReceiveTensors,
+    Regain,
+    Release,
     Request,
 )
 from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, WeightsGroup
+    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
 
 _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
@@ -199,6 +201,13 @@ class WorkerRunner(Runner):
 
     async def end_received(self) -> None:
         await self._ask(EndReceived(), _NOTHING)
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in `regain_memory`."""
+        await self._ask(Release(tuple(parts), keep_weights), _NOTHING)
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        await self._ask(Regain(part), _NOTHING)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)

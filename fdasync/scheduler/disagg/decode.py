@@ -381,11 +381,11 @@ class DecodeSide:
                 del self.leases[group]
                 self._close(lease)
 
-    def new_weights(self) -> None:
-        """Blocks on their way belong to the old weights: every lease ends."""
+    def drop_all(self, why: str) -> None:
+        """Blocks on their way can be used no more: every lease ends."""
         self._receiver.epoch += 1
         for lease in list(self.leases.values()):
-            self._drop(lease, "the weights changed")
+            self._drop(lease, why)
 
     def reset_cache(self) -> None:
         """Granted leases keep the blocks that they have; these and later ones of theirs are not shared."""

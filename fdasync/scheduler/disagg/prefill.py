@@ -147,9 +147,9 @@ class PrefillSide:
                 self._timers.clear()
                 self.ends.clear()
 
-    def new_weights(self, now: float) -> list[Sequence]:
-        """No block of the old weights may be sent: every hand-off starts anew. Returns the sequences that must give
-        their blocks up."""
+    def start_anew(self, now: float, why: str) -> list[Sequence]:
+        """No block that was computed may be sent any more: every hand-off starts anew, and one whose blocks were sent
+        already ends, because of `why`. No step is in flight. Returns the sequences that must give their blocks up."""
         holders = []
         for hand_off in list(self.hand_offs.values()):
             for seq in hand_off.seqs:
@@ -157,7 +157,7 @@ class PrefillSide:
                     holders.append(seq)
                 del seq.tokens[seq.prompt_len :]
             if hand_off.sent:
-                self._fail(hand_off, "the weights changed during its hand-over")
+                self._fail(hand_off, why)
             elif hand_off.state in ("asked", "granted"):
                 self._seek_again(hand_off, now)
         return holders

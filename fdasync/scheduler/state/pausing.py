@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,12 +21,14 @@ class Pausing:
         paused: no steps are planned.
         is_winding_down: sequences that had begun run to their end; no other one starts. Then steps are planned no more.
         requests: how many `PauseRequested` were read.
+        sleep: of the device's memory: "" while it is in use; "begun" while blocks leave it; "deep" when none is left.
     """
 
     def __init__(self) -> None:
         self.paused = False
         self.is_winding_down = False
         self.requests = 0
+        self.sleep: Literal["", "begun", "deep"] = ""
         self._finishing: dict[int, None] = {}
         self._since = 0.0
 
@@ -67,4 +69,5 @@ class Pausing:
         """Undo any pause; returns for how many seconds it held sequences up."""
         held_s = now - self._since if self.paused or self.is_winding_down else 0.0
         self.paused = self.is_winding_down = False
+        self.sleep = ""
         return held_s

@@ -186,15 +186,16 @@ class SwapPlanner:
             for copy in self._copies.values():
                 copy.waiting = [other for other in copy.waiting if other is not seq]
 
-    def plan(self) -> list[SwapIn | SwapOut]:
-        """The copies of this turn."""
+    def plan(self, *, ahead: bool = True) -> list[SwapIn | SwapOut]:
+        """The copies of this turn; `ahead`: also those that make room before it is needed."""
         actions: list[SwapIn | SwapOut] = [*self._loads]
         self._loads.clear()
         if not self.enabled:
             return actions
         if self._exports:
             actions += self._send_exports()
-        self._demote()
+        if ahead:
+            self._demote()
         while self._queue and self._outward < _MAX_OUTWARD:
             batch = self._next_batch()
             if batch:

@@ -71,11 +71,12 @@ class Tiers:
         self._weights = weights
         self.hashes: list[HashAgain] = []
 
-    def plan(self, *, paused: bool) -> list[Action]:
-        """The copies, questions and writes of this turn. A pause lets copies end, and begins none."""
+    def plan(self, *, paused: bool, falls_asleep: bool = False) -> list[Action]:
+        """The copies, questions and writes of this turn. A pause lets copies end, and begins none; before a sleep what
+        shall be kept goes out."""
         actions: list[Action] = []
-        if not paused:
-            actions += self.swap_planner.plan()
+        if not paused or falls_asleep:
+            actions += self.swap_planner.plan(ahead=not paused)
         actions += self.store_planner.plan()
         actions += self.hashes
         self.hashes.clear()
@@ -155,6 +156,11 @@ class Tiers:
         for seq in self._queues.draining():
             seq.indexed = False
         self._index.reset()
+
+    @property
+    def is_copying(self) -> bool:
+        """Copies between device and host are in flight, or wait to begin."""
+        return bool(self.swap_planner.num_queued or self.swap_planner.num_in_flight)
 
     # -- weights ------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
+    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, TensorMeta
 
 StepFaultKind = Literal["fail", "hang", "die"]
@@ -171,6 +171,12 @@ class FaultRunner(Runner):
 
     async def read_weights_id(self, path: str) -> str:
         return await self.inner.read_weights_id(path)
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        await self.inner.release_memory(parts, keep_weights=keep_weights)
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        await self.inner.regain_memory(part)
 
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         return await self.inner.fingerprint_weights(with_tensors)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fdasync.errors import DeadlineExceeded
+from fdasync.errors import BadInput, DeadlineExceeded
 from tests.support.router_scene import in_scene, settle
 
 PROMPT = tuple(range(12))
@@ -22,6 +22,26 @@ async def test_pause_and_resume_go_to_all(scene):
     await scene.router.resume()
     for script in (scene.m0, scene.m1):
         assert [command.verb for command in script.commands] == ["pause", "resume"]
+
+
+@in_scene("m0", "m1")
+async def test_sleep_and_wake_go_to_all_with_their_words(scene):
+    await scene.router.sleep(2, "wait", tags=["weights"])
+    await scene.router.wake(["weights", "kv_cache"])
+    await scene.router.wake()
+    # nothing is meant
+    await scene.router.wake([])
+    with pytest.raises(BadInput, match="level"):
+        await scene.router.sleep(5)
+    with pytest.raises(BadInput, match="tags"):
+        await scene.router.wake(["all"])
+    for script in (scene.m0, scene.m1):
+        told = [(command.verb, command.level, command.sleep, command.tags) for command in script.commands]
+        assert told == [
+            ("sleep", 2, "wait", ("weights",)),
+            ("wake", 1, "keep", ("weights", "kv_cache")),
+            ("wake", 1, "keep", ()),
+        ]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])

@@ -21,6 +21,7 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     PauseRequested,
     ResumeRequested,
+    SleepRequested,
     StopChecked,
     StopMatched,
     TimerFired,
@@ -278,6 +279,22 @@ class PdMachine(RuleBasedStateMachine):
             side.turn()
             # one that waits lets those that have begun end
             side.paused = side.paused or mode != "wait"
+
+    @rule(data=st.data(), resume=st.booleans())
+    def sleep(self, data, resume):
+        """One side's blocks leave the device as soon as nothing is in flight; then its memory has other content."""
+        side = data.draw(st.sampled_from(self.world.sides))
+        side.queue.append(SleepRequested())
+        side.turn()
+        side.paused = True
+        while side.runner.flights:
+            side.queue.append(side.runner.complete())
+            side.turn()
+        self.turns()
+        if side.scheduler.pausing.sleep == "deep":
+            side.runner.cells.clear()
+        if resume:
+            self.resume_one(side)
 
     @rule(data=st.data())
     def reset_cache(self, data):

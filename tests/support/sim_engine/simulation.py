@@ -23,7 +23,7 @@ from fdasync.cache.store.file.store import FileConfig, FileStore
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.drafting import DrafterLimits
 from fdasync.engine.engine import Engine
-from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, UpdateUnderWay, WeightsRejected
 from fdasync.events.actions import FinishRequest
 from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
@@ -306,6 +306,8 @@ class _Simulation:
         engine = self.engine
         version = number + 1
         try:
+            if plan.kind == "pause" and plan.mode == "retract":
+                return await self._sleep(plan.pause_s)
             if plan.pause_s or plan.kind == "pause":
                 self.aborting = self.aborting or plan.mode == "abort"
                 await engine.pause(plan.mode)
@@ -335,6 +337,16 @@ class _Simulation:
                 raise
             if busy and plan.pause_s:
                 await engine.resume()
+
+    async def _sleep(self, for_s: float) -> None:
+        """In the place of a pause that takes blocks; updates may refuse either call for a while."""
+        for call in (self.engine.sleep, self.engine.wake):
+            while self.engine.state in ("running", "draining"):
+                with contextlib.suppress(UpdateUnderWay):
+                    await call()
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(for_s)
 
     async def _end_early(self) -> None:
         try:

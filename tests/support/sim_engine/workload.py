@@ -54,7 +54,8 @@ class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_s: when.
-        kind: "abort" and "keep" are updates in that mode, "refused" has weights that do not fit, "pause" only pauses.
+        kind: "abort" and "keep" are updates in that mode, "refused" has weights that do not fit, "pause" only pauses,
+            or sleeps (mode "retract").
         weights_id: of the new weights.
         pause_s: how long the engine is paused around the update; 0: only for the update itself.
         mode: of the pause.

@@ -124,9 +124,15 @@ class Incidents:
         mode = modes[incident.other % len(modes)]
         self._fleet.aborting = self._fleet.aborting or mode == "abort"
 
+        # blocks leave the devices, and weights stay where updates find them
+        sleeps = mode == "retract" and incident.other // len(modes) % 2 == 0
+
         async def pause() -> None:
             try:
-                await router.pause(mode)
+                if sleeps:
+                    await router.sleep(1, tags=["kv_cache"])
+                else:
+                    await router.pause(mode)
             except FdasyncError:
                 self._fleet.counts["pauses_failed"] += 1
             await asyncio.sleep(incident.for_s)
@@ -134,11 +140,23 @@ class Incidents:
                 with contextlib.suppress(FdasyncError):
                     await router.reset_cache()
             try:
+                if sleeps:
+                    await self._wake()
                 await router.resume()
             except FdasyncError:
                 self._fleet.counts["resumes_failed"] += 1
 
         await self._fleet.wait(self._fleet.process.start(pause(), "pause"))
+
+    async def _wake(self) -> None:
+        """Also where an update is under way, or an instance does not answer for now."""
+        for _ in range(200):
+            try:
+                await self._fleet.router.wake()
+                return
+            except FdasyncError:
+                await asyncio.sleep(0.05)
+        self._fleet.counts["wakes_failed"] += 1
 
     async def _update(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
         fleet = self._fleet

@@ -22,7 +22,8 @@ EVENTS = "text/event-stream"
 MEANINGS = {
     200: "served", 400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
     404: "there is no such model", 408: "the request did not arrive in time",
-    409: "another request has this name, or another update is under way", 413: "the body is too large",
+    409: "another request has this name, another update is under way, or memory is released",
+    413: "the body is too large",
     429: "too many connections or requests; retry-after says when to try again", 431: "the headers are too long",
     501: "not served here; the message names the path to use instead", 503: "the engine cannot serve now",
 }  # fmt: skip
@@ -34,6 +35,7 @@ _BODY = (413,)
 _ENGINE = (503,)
 
 _UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weights")
+_SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
     "/skyrl/v1/generate",
@@ -83,6 +85,19 @@ _QUERIES = {
         ),
         Query("clear_cache", "cached blocks are forgotten", {**_FLAG, "default": "true"}),
     ),
+    "/sleep": (
+        Query("level", "how deep: 2 drops the weights", {"type": "string", "enum": ["0", "1", "2"], "default": "1"}),
+        Query(
+            "mode", "what becomes of requests that run",
+            {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+        ),
+    ),
+    "/wake_up": (
+        Query(
+            "tags", "the parts to take back, repeated; left out: all",
+            {"type": "array", "items": {"type": "string", "enum": ["weights", "kv_cache", "cuda_graph", "scheduling"]}},
+        ),
+    ),
     "/flush_cache": (
         Query("timeout", "not looked at: it never waits, and is asked again", {"type": "string"}),
     ),
@@ -110,6 +125,11 @@ SUMMARIES = {
     "/get_model_info": "What the model is.",
     "/get_weight_version": "The version of the weights in use.",
     "/weight_info": "The version of the weights in use.",
+    "/is_sleeping": "Whether the engine sleeps.",
+    "/release_memory_occupation": "The device's memory is released; weights are kept in host memory.",
+    "/resume_memory_occupation": "The device's memory is taken back, and the engine goes on.",
+    "/sleep": "The device's memory is released.",
+    "/wake_up": "The device's memory is taken back, and the engine goes on.",
     "/is_paused": "Whether the engine is paused.",
     "/version": "The version of this server.",
     "/metrics": "Figures for Prometheus.",
@@ -136,6 +156,10 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/update_weights_from_disk": {"model_path": "/weights/step_1"},
     "/update_weight_version": {"new_version": "1"},
     "/abort_requests": {"request_ids": ["a"]},
+    "/release_memory_occupation": {"tags": ["kv_cache", "weights"]},
+    "/resume_memory_occupation": {"tags": ["weights"]},
+    "/sleep": {},
+    "/wake_up": {},
     "/reset_prefix_cache": {},
     "/update_weights": {"weight_dir": "/weights/step_1"},
 }
@@ -170,8 +194,11 @@ def contract_of(path: Path, *, controls: bool) -> Contract:
         statuses.update(_BODY)
     if not refused and name not in _NEEDS_NO_ENGINE:
         statuses.update(_ENGINE)
-    if name in (*_UPDATES, *_GENERATES):
+    if name in (*_UPDATES, *_GENERATES, *_SLEEPS):
         statuses.add(409)
+    if name in ("/sleep", "/release_memory_occupation"):
+        # an engine whose memory cannot be released
+        statuses.add(501)
     if name in _NAMES_A_MODEL:
         statuses.add(404)
     media, queries = _MEDIA.get(name, (JSON,)), _QUERIES.get(name, ())

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from fdasync.errors import (
+    Asleep,
     BadInput,
     DuplicateRequestId,
     EngineBusy,
@@ -119,6 +120,8 @@ def refused_of(error: Exception) -> Refused:
         return Refused(409, str(error), code="duplicate_request_id")
     if isinstance(error, UpdateUnderWay):
         return Refused(409, str(error), code="update_under_way", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, Asleep):
+        return Refused(409, str(error), code="asleep", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, BadInput):
         return Refused(400, str(error), param=error.field, code="bad_input")
     if isinstance(error, WeightsRejected):

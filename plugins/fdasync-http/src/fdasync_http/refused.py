@@ -24,7 +24,6 @@ _BROADCASTER = (
 )
 _LOOK = "weights are not read out over HTTP; expected_weights_id of an update compares all of them"
 _DELTA = f"deltas of weights are not served; {_DISK}"
-_SLEEP = "memory is not released over HTTP yet; pause and update from disk work without it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
 #: why a path is not served, and what is
@@ -41,10 +40,6 @@ REASONS = {
     "/weights_checker": _LOOK,
     "/weight_checker": _LOOK,
     "/get_weights_by_name": _LOOK,
-    "/release_memory_occupation": _SLEEP,
-    "/resume_memory_occupation": _SLEEP,
-    "/sleep": _SLEEP,
-    "/wake_up": _SLEEP,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
     "/v1/load_lora_adapter": _LORA,

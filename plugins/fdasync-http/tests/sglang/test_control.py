@@ -180,7 +180,6 @@ async def test_a_server_tells_what_it_is(scene):
         ("/load_lora_adapter", "LoRA"),
         ("/init_broadcaster", "pickle"),
         ("/get_weights_by_name", "expected_weights_id"),
-        ("/release_memory_occupation", "memory"),
     ],
 )
 async def test_what_is_not_served_names_the_safe_path(scene_of, path, told):

@@ -162,4 +162,3 @@ async def test_what_areal_would_broadcast_from_elsewhere_is_refused(stage_of):
         assert answer.json()["success"] is False
         assert "weights_interface" in answer.json()["message"]
         assert "merge" in await stage.refused("/load_lora_adapter", {"lora_name": "lora_1", "lora_path": "/x"})
-        assert "pause" in await stage.refused("/release_memory_occupation", {"tags": ["weights"]})

@@ -91,8 +91,6 @@ class SkyRL:
             ("/init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.1"}}, "weight_dir"),
             ("/fetch_weights", {"target_version": 1, "sync_dir": "/x", "uri": "y"}, "weight_dir"),
             ("/collective_rpc", {"method": "update"}, "not served"),
-            ("/sleep", {"level": 2}, "pause"),
-            ("/wake_up", {"tags": ["weights"]}, "pause"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": True}, "merge"),
         ):
             assert told in await self.stage.refused(path, body)

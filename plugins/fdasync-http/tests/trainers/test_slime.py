@@ -257,7 +257,6 @@ async def test_slimes_other_transports_name_the_safe_one(stage_of):
         for path, body, told in (
             ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, "pickle"),
             ("/pull_weights", {"local_checkpoint_dir": "/a", "source_dir": "/b", "target_version": "1"}, "deltas"),
-            ("/release_memory_occupation", {"tags": ["kv_cache"]}, "pause"),
         ):
             message = await stage.refused(path, body)
             assert told in message

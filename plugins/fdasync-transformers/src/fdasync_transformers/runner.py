@@ -39,6 +39,7 @@ from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync_transformers.execution.model_memory import DeviceMemory, HostMemory
 from fdasync_transformers.execution.shown_pool import ShownPool
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.fused.live_rows import LiveRows
@@ -79,10 +80,11 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, WeightsFingerprint, WeightsGroup
+    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.execution.model_memory import ModelMemory
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.parallel.collectives import Collectives
@@ -108,6 +110,7 @@ class TransformersRunner(Runner):
         self._aux: AuxData | None = None
         self._executor: Executor | None = None
         self._shown: ShownPool | None = None
+        self._memory: ModelMemory | None = None
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
@@ -187,7 +190,13 @@ class TransformersRunner(Runner):
                 self._exchange, device, config.collectives, row, may_share=config.ranks_share_gpu
             )
             joined.append(note)
-        opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)
+        if device.type != "cuda":
+            self._memory = HostMemory()
+        elif config.sleep and not limits.shows_blocks:
+            self._memory = DeviceMemory(device)
+        opened = open_model(
+            checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives, self._memory
+        )
         self._shares_blocks = opened.shares_blocks
         self._step_model, self._routers = opened.step_model, opened.routers
         self._moe = opened.experts if limits.capture is not False else None
@@ -272,11 +281,15 @@ class TransformersRunner(Runner):
     ) -> Executor:
         device, limits = step_model.model.device, self.limits
         shown = self._shown = ShownPool(device) if limits.shows_blocks else None
-        allocate = None if shown is None else shown.allocate
+        allocate = None if self._memory is None else self._memory.allocator()
+        if shown is not None:
+            allocate = shown.allocate
         try:
             pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device, allocate)
         except (RuntimeError, MemoryError, OSError, RunnerError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
+        if self._memory is not None:
+            self._memory.bind(pool)
         self._aux = step_model.aux = make_aux(
             step_model.model,
             self._moe,
@@ -311,6 +324,8 @@ class TransformersRunner(Runner):
         """On a CPU the future is done on return, on a GPU when the device is done. A failure fails the runner too."""
         if self._half_loaded:
             return _failed(RunnerError(self._half_loaded, step.step_id))
+        if self._memory is not None and self._memory.released:
+            return _failed(RunnerError("its memory is released", step.step_id))
         if self._executor is None:
             return _failed(RunnerError("the runner is closed, or not bound yet", step.step_id))
         return self._executor.launch(step)
@@ -337,7 +352,12 @@ class TransformersRunner(Runner):
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 
     async def load_folder(self, path: str) -> str:
-        weights_id = self._opened_weights.load_folder(path)
+        if self.config.weights == "random" and path == self.limits.model:
+            # that folder has a config alone
+            self._opened_weights.redraw()
+            weights_id = identity.DRAWN_ID
+        else:
+            weights_id = self._opened_weights.load_folder(path)
         self._settle()
         return weights_id
 
@@ -406,6 +426,26 @@ class TransformersRunner(Runner):
     async def end_received(self) -> None:
         self._opened_weights.end_parts()
 
+    # -- sleep; all of it blocks the loop of the worker process --------------------------------------
+
+    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
+        """As `Runner.release_memory`. Graphs stay: what they hold are addresses, which stay too."""
+        memory = self._sleeping
+        if "weights" in parts and not keep_weights:
+            self._opened_weights.drop()
+        # a collected cycle may hold tensors
+        gc.collect()
+        memory.release(parts, keep_weights=keep_weights)
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        self._sleeping.regain(part)
+
+    @property
+    def _sleeping(self) -> ModelMemory:
+        if self._memory is None:
+            raise InvariantBroken("a sleep of a runner that offers none")
+        return self._memory
+
     def _settle(self) -> None:
         """Wait for the new weights: they were written on another stream than the one that runs the next step."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
@@ -454,10 +494,13 @@ class TransformersRunner(Runner):
             shown, self._shown = self._shown, None
             if shown is not None and not dead:
                 shown.free()
+            memory, self._memory = self._memory, None
             if on_gpu and not dead:
                 # models are reference cycles: collect them, then give their memory back to the device
                 gc.collect()
                 torch.cuda.empty_cache()
+            if memory is not None and not dead:
+                memory.close()
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
         """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
@@ -471,6 +514,13 @@ class TransformersRunner(Runner):
         limits = self.limits
         return DeviceStepModel(
             model, layout, decode_rows(limits), live=self._live, fixed=fixed, most_run=1 + limits.speculation
+        )
+
+    def _no_sleep(self) -> str:
+        if self.limits.shows_blocks:
+            return "other instances of this machine have its blocks mapped: use another transport than device"
+        return (
+            "" if self._memory is not None else "set runner_config.sleep: its memory must lie where it can be released"
         )
 
     def _describe(
@@ -515,6 +565,7 @@ class TransformersRunner(Runner):
             tensor_parallel=self.limits.tensor_parallel,
             max_run_tokens=1 + self.limits.speculation,
             drafter="mtp" if self.config.mtp and self.limits.speculation else "",
+            no_sleep=self._no_sleep(),
             notes=notes,
         )
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MOST = 3
 LIMITS = msgspec.structs.replace(RunTests.limits, speculation=MOST)
-# the interpreter takes a step of one layer a second; the last one must draft, since what an earlier one drafted stays in
-# the tables of a device
+# the interpreter takes a step of one layer a second; the last one must draft, since what an earlier one drafted stays
+# in the tables of a device
 STEPS = 13 if ON_GPU else 3
 # how many tokens steps are told to draft; the last one of a play some
 TOLD = (None, 0, None, 1, 2)

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from fdasync.errors import FdasyncError
+from fdasync.errors import ConfigError, FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import JSON, Refused, refused_of
 from fdasync_http.weights import folder_within
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request
 
-    from fdasync import PauseMode
+    from fdasync import MemoryPart, PauseMode, SleepMode
     from fdasync_http.front import Front
 
 
@@ -107,6 +109,39 @@ async def abort_request(request: Request, front: Front) -> Response:
     else:
         raise Refused(400, "rid or abort_all is needed", param="rid")
     return Response()
+
+
+class MemoryBody(msgspec.Struct):
+    """Of `/release_memory_occupation` and `/resume_memory_occupation`.
+
+    Attributes:
+        tags: the parts that are meant; None: all.
+    """
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+
+async def release_memory_occupation(request: Request, front: Front) -> Response:
+    """`POST /release_memory_occupation`: the device's memory is free when it answers. Weights are kept in host memory,
+    so that a client that pushes none finds those that were there; requests wait, and go on after it."""
+    body = await read_json(request, MemoryBody, front.config)
+    await sleep(front, 1, "keep", body.tags)
+    return reply({"message": "memory is released", "status": "ok"})
+
+
+async def resume_memory_occupation(request: Request, front: Front) -> Response:
+    """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused."""
+    body = await read_json(request, MemoryBody, front.config)
+    await front.generator.wake(body.tags)
+    return reply({"message": "memory is taken back", "status": "ok"})
+
+
+async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Sequence[MemoryPart] | None) -> None:
+    """Raises Refused with status 501 where the engine's memory cannot be released, with the reason."""
+    try:
+        await front.generator.sleep(level, mode, tags=tags)
+    except ConfigError as error:
+        raise Refused(501, str(error), code="not_served") from error
 
 
 class UpdateBody(msgspec.Struct):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -11,6 +11,7 @@ from starlette.responses import Response
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.sglang.control import reply
+from fdasync_http.sglang.control import sleep as fall_asleep
 from fdasync_http.sglang.groups import tensors_of
 from fdasync_http.vllm.groups import STATELESS
 from fdasync_http.weights import folder_within
@@ -56,6 +57,58 @@ async def resume(_request: Request, front: Front) -> Response:
 async def is_paused(_request: Request, front: Front) -> Response:
     """`GET /is_paused`."""
     return reply({"is_paused": front.generator.load().paused})
+
+
+class SleepBody(msgspec.Struct):
+    """Of `/sleep`, for clients that send a body; the query's words go first.
+
+    Attributes:
+        level: 0: a pause that `/wake_up` ends; 1: weights go to host memory; 2: weights are dropped.
+        mode: what becomes of requests that run.
+    """
+
+    level: Literal[0, 1, 2] = 1
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+async def sleep(request: Request, front: Front) -> Response:
+    """`POST /sleep?level=0|1|2&mode=abort|wait|keep`: the device's memory is free when it answers."""
+    body = await read_json(request, SleepBody, front.config)
+    level, mode = request.query_params.get("level", str(body.level)), request.query_params.get("mode", body.mode)
+    if level not in ("0", "1", "2"):
+        raise Refused(400, f"level {level!r} is none of 0, 1, 2", param="level")
+    if mode not in _MODES:
+        raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
+    # both were looked at
+    await fall_asleep(front, int(level), mode, None)  # type: ignore[arg-type]
+    return reply({"status": "sleeping"})
+
+
+class WakeBody(msgspec.Struct):
+    """Of `/wake_up`, for clients that send a body; the query's words go first.
+
+    Attributes:
+        tags: the parts to take back; None: all.
+    """
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
+
+
+async def wake_up(request: Request, front: Front) -> Response:
+    """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
+    paused. Graphs come with the blocks."""
+    body = await read_json(request, WakeBody, front.config)
+    tags: list[Any] | None = request.query_params.getlist("tags") or body.tags
+    if tags is not None and "kv_cache" in tags:
+        # vLLM knows no part of its own for them
+        tags = [*tags, "cuda_graph"]
+    await front.generator.wake(tags)
+    return reply({"status": "awake"})
+
+
+async def is_sleeping(_request: Request, front: Front) -> Response:
+    """`GET /is_sleeping`."""
+    return reply({"is_sleeping": front.generator.load().asleep})
 
 
 class AbortBody(msgspec.Struct):

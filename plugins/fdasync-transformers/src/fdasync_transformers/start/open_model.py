@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.execution.model_memory import ModelMemory
     from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.fused.routers import FusedRouters
@@ -85,10 +86,12 @@ def open_model(
     make_step_model: MakeStepModel,
     live: LiveRows,
     collectives: Collectives | None = None,
+    memory: ModelMemory | None = None,
 ) -> Opened:
     """Load a checkpoint (or draw its weights) on a device, and prove that it is computed right.
 
-    With `collectives`, this process's parts of it. All ranks make the same passes in the same order.
+    With `memory`, its weights lie there. With `collectives`, this process's parts of it. All ranks make the same passes
+    in the same order.
 
     Raises CheckpointError, UnsupportedModel and ConfigError.
     """
@@ -113,10 +116,11 @@ def open_model(
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla, further=further)
         names.cuts = sharded.cuts
         make_layout = partial(sharded.layout, make=make_layout)
+    make = None if memory is None else memory.maker(model)
     if config.weights == "random":
-        loading.fill_random(names, device)
+        loading.fill_random(names, device, make)
     else:
-        notes += loading.fill(model, checkpoint, names, device)
+        notes += loading.fill(model, checkpoint, names, device, make)
     if collectives is not None:
         if limits.sum_slices == 1:
             sums = sharded.attach(model, collectives)

@@ -70,6 +70,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ranks_share_gpu: several ranks may have one GPU, which then gives each a while at a time: for tests.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
             without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with whole sums.
+        sleep: weights and blocks lie where a GPU's memory can be released (`Engine.sleep`). CPUs need no such choice.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -89,6 +90,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     collectives: Way = "auto"
     ranks_share_gpu: bool = False
     mtp: bool = False
+    sleep: bool = False
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
     fused_router: bool = True

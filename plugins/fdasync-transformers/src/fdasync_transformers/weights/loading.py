@@ -28,7 +28,7 @@ from fdasync_transformers.weights.shards import StoredTensor, read_json, read_te
 from fdasync_transformers.weights.ties import tied_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -141,17 +141,24 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrained
     return model
 
 
-def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: torch.device) -> tuple[str, ...]:
+def fill(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    names: Names,
+    device: torch.device,
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[str, ...]:
     """Give a model of `build` its weights on `device`, in evaluation mode, without gradients. Returns notes for people.
 
     Parts that the library keeps in float32 stay float32. Tensors that the config ties are one, unless the folder has
     different values for them: the library then leaves them apart, each with memory of its own, and says so in its log.
+    `make` makes the memory of each tensor on the device; None: torch does.
     Raises CheckpointError and UnsupportedModel before memory is taken, CheckpointError for a file that fails while it
     is read.
     """
     placed = place(names, checkpoint.tensors, checkpoint.folder)
     # this gives tied tensors memory of their own
-    model.to_empty(device=device)
+    _to_empty(model, device, make)
     stream(names, placed.tensors, placed.placements)
     missing = model.state_dict().keys() - {placement.target for placement in placed.placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
@@ -166,14 +173,33 @@ def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrained
     return model
 
 
-def fill_random(names: Names, device: torch.device) -> None:
+def _to_empty(
+    model: PreTrainedModel, device: torch.device, make: Callable[[torch.Tensor], torch.Tensor] | None
+) -> None:
+    if make is None:
+        model.to_empty(device=device)
+    else:
+        # what `to_empty` does with memory of torch's own
+        library: Any = model
+        library._apply(make)
+
+
+def fill_random(names: Names, device: torch.device, make: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
     """Give a model of `build` random weights, drawn on the device: the same on every device of its kind.
 
-    A rank of a group draws whole tensors, one at a time, and keeps its parts.
+    A rank of a group draws whole tensors, one at a time, and keeps its parts. `make`: as in `fill`.
     """
     model = names.model
-    model.to_empty(device=device)
+    _to_empty(model, device, make)
     model.tie_weights()
+    draw_weights(names)
+    _finish(model)
+
+
+def draw_weights(names: Names) -> None:
+    """Draw the weights of a model that has memory for them; the same as ever."""
+    model = names.model
+    device = model.device
     random = torch.Generator(device).manual_seed(0)
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
@@ -188,7 +214,6 @@ def fill_random(names: Names, device: torch.device) -> None:
         else:
             # weights of norms are 1, biases 0
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-    _finish(model)
 
 
 def _finish(model: PreTrainedModel, missing: Collection[str] = ()) -> None:

@@ -104,6 +104,18 @@ class LiveWeights:
         # of an update in several parts: what they replaced so far, and what they must replace by its end
         self._covered: frozenset[Placement] = frozenset()
         self._owed: frozenset[Placement] = frozenset()
+        self._dropped = False
+
+    def drop(self) -> None:
+        """The weights are lost: no step may use the model until an update has brought all of them."""
+        self._incoming = None
+        self._dropped, self._id = True, ""
+        self.broken = frozenset(Placement(name) for name in self._names.values())
+
+    def redraw(self) -> None:
+        """Draw the weights again, as they were drawn at first; for models whose weights came from no checkpoint."""
+        loading.draw_weights(self._checkpoint_names)
+        self.broken, self._dropped = frozenset(), False
 
     def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
@@ -133,7 +145,7 @@ class LiveWeights:
             raise WeightsBroken(problem) from failed
         # raises where ranks have read different bytes
         weights_id = identity.whole_weights_id(self._checkpoint_names, self._collectives)
-        self.broken = frozenset()
+        self.broken, self._dropped = frozenset(), False
         self._id = weights_id
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return weights_id
@@ -233,7 +245,13 @@ class LiveWeights:
             notes = (*notes, MTP_LEFT)
         if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
             raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
-        return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
+        settled = settle(self._model, placed.tensors, placed.placements)
+        if self._dropped:
+            held = {self._names[where.target] for where in settled.placements.values()}
+            held |= {self._names[name] for name in settled.copies}
+            if missing := sorted({self._names[name] for name, _ in self._model.named_parameters()} - held):
+                raise WeightsRejected(f"{path}: holds no {missing[0]}, and a sleep dropped it")
+        return notes, placed.tensors, settled
 
     def begin(self, tensors: Sequence[TensorMeta], *, first: bool = True, last: bool = True) -> tuple[Incoming, ...]:
         """Check the tensors to come, and return their places; changes nothing. Raises WeightsRejected, naming one.
@@ -328,14 +346,14 @@ class LiveWeights:
             raise WeightsBroken(problem)
         self._covered |= self._replaced
         if last:
-            self.broken = frozenset()
+            self.broken, self._dropped = frozenset(), False
 
     def end_parts(self) -> None:
         """End an update in several parts, of which none was called the last. Raises WeightsBroken where they leave out
         what an earlier update broke."""
         if left := self._left(self._covered):
             raise WeightsBroken(left)
-        self.broken = frozenset()
+        self.broken, self._dropped = frozenset(), False
 
     def end(self, problem: str = "") -> None:
         """End the update. Raises WeightsBroken where there was a problem, or not every byte was written."""
@@ -351,7 +369,7 @@ class LiveWeights:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         # `begin` checked that this update replaces all places that an earlier one broke
-        self.broken = frozenset()
+        self.broken, self._dropped = frozenset(), False
 
     def _check_config(self, checkpoint: loading.Checkpoint) -> None:
         facts = identity.config_facts(checkpoint.config)
