@@ -44,13 +44,13 @@ async def test_each_instance_has_gpus_of_its_own(cluster, engine_of):
 
 async def test_a_group_is_on_one_node_and_no_room_is_an_error_that_names_what_there_is(cluster, engine_of):
     lines: list[str] = []
-    config = FleetConfig(engine=engine_of(), mixed=3, gpus=2, room_s=5, place_s=3)
+    config = FleetConfig(engine=engine_of(), mixed=3, gpus=2, place_s=3)
     async with RayFleet(config, lines.append) as fleet, fleet.router() as router:
         members = await fleet.members()
         assert len({one.node for one in members}) == 3
         assert {environment_of(one.pid)["CUDA_VISIBLE_DEVICES"] for one in members} == {"0,1"}
         with pytest.raises(NoRoom) as caught:
-            await fleet.scale(mixed=4)
+            await fleet.scale(mixed=4, limit_s=5)
         error = caught.value
         assert error.names == ("m3",)
         assert error.asked == {"CPU": 1, "GPU": 2}
