@@ -119,7 +119,8 @@ class GroupTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         group: name of a group that was joined (`Generator.join_weights_group`).
         tensors: in the order in which they come.
         bucket_nbytes: 0: a broadcast for each tensor. Else neighbours come in one, as bytes, each at a multiple of 16:
-            as many as fit into so many bytes. A larger tensor comes alone.
+            as many as fit into so many bytes, rounded down to a multiple of 16. A larger tensor comes alone, in pieces
+            of so many bytes.
         checksum: a last broadcast of 16 bytes follows, XXH3-128 over the bytes of all tensors in order, big-endian.
     """
 

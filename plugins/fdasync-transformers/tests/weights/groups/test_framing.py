@@ -10,24 +10,29 @@ from hypothesis import strategies as st
 
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(0, 500))
-def test_every_tensor_has_a_place_of_its_own(sizes: list[int], limit: int) -> None:
-    made = buckets(sizes, limit)
-    numbers = [number for bucket in made for number, _ in bucket.parts]
-    assert numbers == list(range(len(sizes)))
-    for bucket in made:
-        ends = [at + sizes[number] for number, at in bucket.parts]
-        assert all(at % ALIGN_NBYTES == 0 for _, at in bucket.parts)
-        assert all(at >= end for (_, at), end in zip(bucket.parts[1:], ends, strict=False))
-        assert bucket.nbytes == ends[-1]
-        assert bucket.nbytes <= limit or len(bucket.parts) == 1
+def test_every_byte_comes_once_and_in_order(sizes: list[int], limit: int) -> None:
+    came = dict.fromkeys(range(len(sizes)), 0)
+    last = 0
+    for bucket in buckets(sizes, limit):
+        for (number, at), (_, end) in zip(bucket.parts, [*bucket.parts[1:], (0, bucket.nbytes)], strict=True):
+            assert at % ALIGN_NBYTES == 0
+            assert number >= last
+            last = number
+            nbytes = sizes[number] if bucket.whole else bucket.nbytes
+            assert at + nbytes <= end
+            # what `first` says is where the bytes before it ended
+            assert came[number] == bucket.first
+            came[number] += nbytes
+        assert bucket.nbytes <= limit or (len(bucket.parts) == 1 and limit < ALIGN_NBYTES)
+        assert bucket.whole or (len(bucket.parts) == 1 and bucket.first % ALIGN_NBYTES == 0)
+    assert list(came.values()) == sizes
 
 
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=40), st.integers(0, 500))
 def test_a_bucket_takes_its_next_neighbour_if_that_fits(sizes: list[int], limit: int) -> None:
-    made = buckets(sizes, limit)
-    for one, other in pairwise(made):
+    for one, other in pairwise(buckets(sizes, limit)):
         at = -(-one.nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
-        assert at + sizes[other.parts[0][0]] > limit
+        assert not one.whole or at + sizes[other.parts[0][0]] > limit // ALIGN_NBYTES * ALIGN_NBYTES
 
 
 def test_without_buckets_each_comes_alone() -> None:

@@ -17,24 +17,36 @@ class Bucket(NamedTuple):
     """One broadcast.
 
     Attributes:
-        parts: (number, first byte) of each tensor in it.
+        parts: (number, first byte in the broadcast) of each tensor in it.
         nbytes: of all of it.
+        first: first byte in the tensor, of a piece of a large one, which is alone.
+        whole: all bytes of its tensors are in it.
     """
 
     parts: tuple[tuple[int, int], ...]
     nbytes: int
+    first: int = 0
+    whole: bool = True
 
 
 def buckets(sizes: Sequence[int], bucket_nbytes: int) -> list[Bucket]:
     """The broadcasts, in order, of tensors of so many bytes each; see `GroupTensors.bucket_nbytes`."""
     made: list[Bucket] = []
+    most = bucket_nbytes // ALIGN_NBYTES * ALIGN_NBYTES
     parts: list[tuple[int, int]] = []
     filled = 0
     for number, nbytes in enumerate(sizes):
         at = (filled + ALIGN_NBYTES - 1) // ALIGN_NBYTES * ALIGN_NBYTES
-        if parts and at + nbytes > bucket_nbytes:
+        if parts and (at + nbytes > most or not most):
             made.append(Bucket(tuple(parts), filled))
-            parts, at = [], 0
+            parts, at, filled = [], 0, 0
+        if most and nbytes > most:
+            # nothing is left in `parts`: it did not fit behind them
+            made += [
+                Bucket(((number, 0),), min(most, nbytes - first), first, whole=False)
+                for first in range(0, nbytes, most)
+            ]
+            continue
         parts.append((number, at))
         filled = at + nbytes
     if parts:

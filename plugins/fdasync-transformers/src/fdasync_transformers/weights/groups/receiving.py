@@ -67,9 +67,9 @@ class ReceivePlan:
         dtype = tensors[0].dtype
         place = None
         if len(tensors) == 1 and whole and whole[0].dtype == dtype and whole[0].device == device and bucket.nbytes:
-            place = whole[0].view(torch.uint8)
+            place = whole[0].view(torch.uint8)[bucket.first : bucket.first + bucket.nbytes]
         ends = 0
-        is_close = len(whole) == len(tensors)
+        is_close = bucket.whole and len(whole) == len(tensors)
         for (_, at), tensor in zip(bucket.parts, tensors, strict=True):
             is_close = is_close and at == ends and tensor.dtype == dtype
             ends = at + tensor.nbytes
@@ -152,7 +152,8 @@ class TensorReceiver:
             if tensor.target is None or not tensor.nbytes:
                 continue
             try:
-                tensor.target.put_flat(0, data[at : at + tensor.nbytes].view(tensor.dtype))
+                values = data[at : at + tensor.nbytes].view(tensor.dtype)
+                tensor.target.put_flat(planned.bucket.first // tensor.dtype.itemsize, values)
             except (RuntimeError, ValueError) as error:
                 raise WeightsBroken(f"{tensor.name}: {error}") from error
 

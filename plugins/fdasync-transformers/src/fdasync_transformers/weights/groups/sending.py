@@ -21,7 +21,7 @@ from fdasync_transformers.weights.groups.group import JoinedGroup, new_store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: of CPUs: tensors as large come alone, and are received in place
+#: of CPUs: what comes alone is received in place, and longer broadcasts of gloo leave the caches
 BUCKET_NBYTES = 1 << 20
 #: of GPUs: long against what a broadcast costs, and short against the memory that is left beside a model
 GPU_BUCKET_NBYTES = 128 << 20
@@ -118,6 +118,8 @@ class WeightsSender:
             if group.is_full:
                 group.wait()
             parts = [_bytes_of(tensors[number], group.device) for number, _ in bucket.parts]
+            if not bucket.whole:
+                parts = [parts[0][bucket.first : bucket.first + bucket.nbytes]]
             if made is not None:
                 for part in parts:
                     data: Any = part.cpu().numpy()
