@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # torch declares no types of these
 dist: Any = torch_dist
 # broadcasts under way: some come while the one before them is put to its place
-_DEPTH = {"cpu": 2, "cuda": 4}
+_DEPTH = {"cpu": 8, "cuda": 4}
 # between two looks at a broadcast
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
 # NCCL's own limit ends the process, so it is only for what ours did not end
