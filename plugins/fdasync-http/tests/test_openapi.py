@@ -77,7 +77,8 @@ def test_each_path_has_its_own_statuses_media_and_parameters():
 def test_tables_of_the_contract_name_paths_that_there_are():
     there = {path.path for path in (*USE, *CONTROL)} | {"/openapi.json", "/docs"}
     for table in (contract._UPDATES, contract._SLEEPS, contract._GENERATES, contract._NAMES_A_MODEL,
-                  contract._NEEDS_NO_ENGINE, contract._MEDIA, contract._QUERIES, contract._EXAMPLES, contract.SUMMARIES):  # fmt: skip
+                  contract._NEEDS_NO_ENGINE, contract._MEDIA, contract._QUERIES,
+                  contract._EXAMPLES, contract.SUMMARIES):  # fmt: skip
         assert set(table) <= there
 
 
