@@ -211,6 +211,7 @@ class TransformersRunner(Runner):
             config.kv_cache_nbytes,
             share=memory_share(config, limits, device),
             graphs=len(self._graph_tokens) if config.cuda_graphs else 0,
+            held=0 if self._memory is None else self._memory.held_nbytes,
         )
         self._weights = LiveWeights(opened.names, facts, self._collectives)
         notes = [*joined, *opened.notes]
@@ -435,10 +436,12 @@ class TransformersRunner(Runner):
             self._opened_weights.drop()
         # a collected cycle may hold tensors
         gc.collect()
-        memory.release(parts, keep_weights=keep_weights)
+        with _current(self.model.device):
+            memory.release(parts, keep_weights=keep_weights)
 
     async def regain_memory(self, part: MemoryPart) -> None:
-        self._sleeping.regain(part)
+        with _current(self.model.device):
+            self._sleeping.regain(part)
 
     @property
     def _sleeping(self) -> ModelMemory:

@@ -115,7 +115,7 @@ class MemoryBody(msgspec.Struct):
     """Of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
-        tags: the parts that are meant; None: all.
+        tags: the parts that are meant; None and []: all.
     """
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
@@ -125,14 +125,14 @@ async def release_memory_occupation(request: Request, front: Front) -> Response:
     """`POST /release_memory_occupation`: the device's memory is free when it answers. Weights are kept in host memory,
     so that a client that pushes none finds those that were there; requests wait, and go on after it."""
     body = await read_json(request, MemoryBody, front.config)
-    await sleep(front, 1, "keep", body.tags)
+    await sleep(front, 1, "keep", body.tags or None)
     return reply({"message": "memory is released", "status": "ok"})
 
 
 async def resume_memory_occupation(request: Request, front: Front) -> Response:
     """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused."""
     body = await read_json(request, MemoryBody, front.config)
-    await front.generator.wake(body.tags)
+    await front.generator.wake(body.tags or None)
     return reply({"message": "memory is taken back", "status": "ok"})
 
 

@@ -88,7 +88,7 @@ class WakeBody(msgspec.Struct):
     """Of `/wake_up`, for clients that send a body; the query's words go first.
 
     Attributes:
-        tags: the parts to take back; None: all.
+        tags: the parts to take back; None and []: all.
     """
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
@@ -98,7 +98,7 @@ async def wake_up(request: Request, front: Front) -> Response:
     """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
     paused. Graphs come with the blocks."""
     body = await read_json(request, WakeBody, front.config)
-    tags: list[Any] | None = request.query_params.getlist("tags") or body.tags
+    tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
     if tags is not None and "kv_cache" in tags:
         # vLLM knows no part of its own for them
         tags = [*tags, "cuda_graph"]

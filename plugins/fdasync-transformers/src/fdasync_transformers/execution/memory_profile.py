@@ -49,6 +49,7 @@ def choose_num_blocks(
     *,
     share: float = 1.0,
     graphs: int = 0,
+    held: int = 0,
 ) -> int:
     """Blocks that fit into `nbytes`, at most as many as all lanes can use.
 
@@ -56,13 +57,14 @@ def choose_num_blocks(
         nbytes: None: the free memory, at most the share of this runner.
         share: of the memory; the rest is for other runners that start at the same time.
         graphs: how many steps with prompts will be captured.
+        held: bytes that this runner has on the device beside torch's.
 
     Raises ConfigError when not even one block fits.
     """
     useful = limits.max_running * -(-max_context_tokens // block_tokens)
     block_nbytes = block_tokens * step_model.layout.held_token_nbytes
     if nbytes is None:
-        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs)
+        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs, held)
     if nbytes < block_nbytes:
         raise ConfigError(
             "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
@@ -77,6 +79,7 @@ def _free_nbytes(
     block_tokens: int,
     share: float,
     graphs: int,
+    held: int = 0,
 ) -> int:
     device = step_model.model.device
     if device.type != "cuda":
@@ -86,7 +89,7 @@ def _free_nbytes(
     free, total = torch.cuda.mem_get_info(device)
     if share < 1:
         # the other runners may not have taken their shares yet
-        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - _CONTEXT_NBYTES)
+        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - held - _CONTEXT_NBYTES)
     beside = _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
     if graphs:
         # graphs keep the memory of a step for good, and each the logits of as many rows as may sample

@@ -47,6 +47,11 @@ class ModelMemory(ABC):
         self._pool: KVPool | None = None
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def held_nbytes(self) -> int:
+        """Of a device, of which torch does not know."""
+        return 0
+
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What makes memory for each of the model's tensors, which are on the meta device; None: torch does."""
         self._model = model
@@ -161,6 +166,10 @@ class DeviceMemory(ModelMemory):
         self._blocks: MappedMemory | None = None
         self._copy: HostCopy | None = None
         self._is_kept = False
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(memory.nbytes for memory in (self._weights, self._blocks) if memory is not None)
 
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
         super().maker(model)
