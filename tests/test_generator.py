@@ -449,7 +449,7 @@ def test_the_options_stand_once() -> None:
 def test_every_method_of_the_face_is_each_ones_own() -> None:
     assert METHODS == [
         "start", "aclose", "generate", "complete", "abort", "abort_all", "pause", "resume", "reset_cache",
-        "update_weights", "set_weight_version", "facts", "load",
+        "update_weights", "set_weight_version", "facts", "load", "watch",
     ]  # fmt: skip
     for owner in (Engine, Router):
         assert not inspect.isabstract(owner)

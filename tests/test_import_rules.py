@@ -13,7 +13,7 @@ import pytest
 from tests.support.imports import ALL_MODULES, imports_of
 
 _PURE_CACHE = ("fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity", "fdasync.cache.prefix")
-_ARENAS = ("fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena")
+_ARENAS = ("fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.picks")
 # what runners are written against
 _RUNNER = (
     "fdasync.runner.base", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores", "fdasync.events.actions",
@@ -25,13 +25,13 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": ()},
-    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
+    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.sight": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
-        "fdasync.generator": ("fdasync.request", "fdasync.result"),
+        "fdasync.generator": ("fdasync.request", "fdasync.result", "fdasync.sight.sight"),
     },
     {
         "fdasync.cache.store.file": (
@@ -94,13 +94,13 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
             "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
-            "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
+            "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy", "fdasync.sight.*",
         ),
     },
     {
         "fdasync.pd": (
             "fdasync.cache.aux", "fdasync.ipc.shared_memory", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.prompt_scores",
+            "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.sight.sight",
         ),
     },
     {
@@ -118,9 +118,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync.pd.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.pd.messages",
-            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result",
+            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result", "fdasync.sight.*",
         ),
-        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*"),
+        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.sight.*"),
     },
     {
         "fdasync": (
@@ -212,7 +212,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.cli": (
             "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
             "fdasync.ipc.*", "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
-            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
+            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.sight.*", "fdasync.telemetry.*", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -220,7 +220,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
-            "fdasync.request",
+            "fdasync.request", "fdasync.sight.*", "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (

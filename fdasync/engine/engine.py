@@ -20,6 +20,7 @@ from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
+from fdasync.engine.sights import Sights
 from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
@@ -29,6 +30,7 @@ from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
+from fdasync.sight.sight import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from fdasync.drafting import Drafter
     from fdasync.engine.driver import Attendant
     from fdasync.engine.output import OutputProcessor
+    from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
+    from fdasync.sight.sight import Sight
 
 _LATENESS_PERIOD_S = 0.1
 # a loop that is late by so much makes an event
@@ -147,6 +151,7 @@ class Engine(Generator):
         self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
+        self._sights: Sights | None = None
         self._failure: BaseException | None = None
         self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
@@ -240,13 +245,26 @@ class Engine(Generator):
     async def _open(self) -> None:
         rng = Random(self.config.seed)
         runtime = self._runtime
-        await runtime.open(self._fail, lambda request: self._inside().ended(request))
+        await runtime.open(self._fail, self._request_ended)
         preparer = Preparer(
             self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
         )
-        changed = None if self._attendant is None else self._attendant.weights_changed
-        self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True), changed)
+        self._weights = Weights(
+            self.config, runtime, preparer, self._fail, lambda: self._check_open(True), self._weights_changed
+        )
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
+        self._sights = Sights(runtime, self._frontend, self._weights, asyncio.get_running_loop().time())
+
+    def _request_ended(self, request: RequestState) -> None:
+        self._inside().ended(request)
+        if self._sights is not None:
+            self._sights.ended(request)
+
+    def _weights_changed(self) -> None:
+        if self._sights is not None:
+            self._sights.weights_changed()
+        if self._attendant is not None:
+            self._attendant.weights_changed()
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take no new requests and wait until the live ones ended; the engine stays open for `stats` and `aclose`.
@@ -342,6 +360,8 @@ class Engine(Generator):
             await asyncio.sleep(_LATENESS_PERIOD_S)
             late_s = loop.time() - before - _LATENESS_PERIOD_S
             self._late_max_s = max(self._late_max_s, late_s)
+            if self._sights is not None:
+                self._sights.recorder.tick(loop.time())
             if late_s >= _HELD_UP_S:
                 self._runtime.bus.publish(LoopHeldUp(seconds=late_s))
 
@@ -589,6 +609,30 @@ class Engine(Generator):
             paused=self.weights.is_paused,
             updating=self.weights.is_updating,
         )
+
+    def sight(self, since: int = 0, *, past_picks: bool = True) -> Sight:
+        """What the engine shows of itself, now; costs about 0.2 ms.
+
+        Args:
+            since: number of a `Moment`; only later ones are told.
+            past_picks: with the tables of earlier weights.
+
+        Raises EngineClosed before the start, and the error that ended it.
+        """
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        self._inside()
+        assert self._sights is not None
+        sight = self._sights.recorder.sight(since, past_picks=past_picks)
+        if self.state in ("draining", "closing", "closed"):
+            sight = msgspec.structs.replace(sight, state=self.state)
+        return sight
+
+    async def watch(self) -> tuple[Watched, ...]:
+        """See `Generator.watch`: the engine alone. It waits for nothing."""
+        seen = self.sight()
+        role = self.config.role
+        return (Watched(name="engine", role=role, address="", is_up=True, problem="", age_s=0.0, sight=seen),)
 
     def trace(self) -> TraceRing:
         """The latest turns. Raises ConfigError unless `trace_turns` is set."""

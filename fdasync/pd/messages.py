@@ -23,6 +23,7 @@ from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
 from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics, PauseMode, SamplingParams
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
+from fdasync.sight.sight import Sight
 
 PROTOCOL = 1
 #: the longest message that a link takes, without its payload
@@ -723,6 +724,36 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     held: Words = ""
 
 
+# -- for people who look on ----------------------------------------------------------------------
+
+
+class Watch(Message, frozen=True, array_like=True, tag="watch"):
+    """A router asks an instance what there is to see; the instance replies with one `Seen`. A router asks at most once
+    a second, and only while somebody looks.
+
+    Attributes:
+        number: the `Seen` repeats it.
+        since: number of a `Moment`; only later ones are told.
+        past_picks: with the tables of picks under earlier weights.
+    """
+
+    number: Count
+    since: Count = 0
+    past_picks: bool = False
+
+
+class Seen(Message, frozen=True, array_like=True, tag="seen"):
+    """The reply to a `Watch`. It is left out while the link is full, and the router asks again.
+
+    Attributes:
+        number: of the `Watch`.
+        sight: what the instance shows. Its tables of picks take `MAX_PICKS_NBYTES` at most.
+    """
+
+    number: Count
+    sight: Sight
+
+
 AnyMessage = (
     Hello
     | Refused
@@ -750,6 +781,8 @@ AnyMessage = (
     | KvEventBatch
     | Command
     | Done
+    | Watch
+    | Seen
 )
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from fdasync import Generator
     from fdasync.engine.tokenizer import Tokenizer
 
+_PAGE = "/"
+
 
 def app(
     generator: Generator,
@@ -66,12 +68,13 @@ def app(
         routes=routes,
         exception_handlers={HTTPException: _on_http_error, Exception: on_error},
     )
-    # paths that are not there ask for a key as well
-    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])))
+    # paths that are not there ask for a key as well; the page, which has no data, asks its reader for one
+    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])), opens=_PAGE)
 
 
 def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...]) -> Route:
-    return Route(path.path, NeedsKey(_Endpoint(path, front), keys, known), methods=list(path.methods))
+    opened = () if path.path == _PAGE else keys
+    return Route(path.path, NeedsKey(_Endpoint(path, front), opened, known), methods=list(path.methods))
 
 
 def _own_paths() -> tuple[Path, ...]:
