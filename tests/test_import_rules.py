@@ -87,6 +87,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync.sight.recording": (
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.sight.*",
+        ),
+    },
+    {
         "fdasync.engine": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.cache.identity", "fdasync.cache.store.base",
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",

@@ -1,9 +1,10 @@
 """Counts which experts were chosen, in memory that the engine and the runner's process share.
 
-The runner's side counts as it writes rows (`AuxArena.scatter`), the engine's side reads whenever it is asked. At most
-`MOST_ROWS` rows of a step are looked at, evenly spread and beginning elsewhere each time, and each counts for as many
-rows as it stands for: so a step costs some 30 us, however long it is. One writer. Knows no weights: the engine
-takes the difference from the counts at the time of an update.
+The runner's side counts as it writes rows (`AuxArena.scatter`), the engine's side reads whenever it is asked. The first
+`WHOLE_ROWS` rows are all counted, but for a long step of which `MOST_AT_FIRST` are. Later a step is looked at once in
+`EVERY_ROWS` rows, and `MOST_ROWS` of its rows stand for all that were written since: evenly spread, and others each
+time. So counting costs next to nothing, however fast the engine is (`python -m benchmarks.picks`). One writer. Knows no
+weights: the engine takes the difference from the counts at the time of an update.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: rows of one step that are looked at
-MOST_ROWS = 32
+#: rows that are all counted at the beginning, and how many of one step are then
+WHOLE_ROWS, MOST_AT_FIRST = 4096, 256
+#: later: a step is looked at once in so many rows, and so many of its own rows are
+EVERY_ROWS, MOST_ROWS = 4096, 32
 # rows and counted rows, before the table
 _HEAD = 2
 
@@ -65,7 +68,9 @@ class PickTable:
         # of a row read flat: where the ids that count stand, and what to add to each
         self._columns = np.array([column for column, _ in columns]) if by_layer is not None else None
         self._offsets = np.array([offset for _, offset in columns], np.int64)
-        self._turn = 0
+        self._turn = self._rows = self._counted = 0
+        # rows for which no row that was looked at stands yet
+        self._since = 0
 
     @property
     def rows(self) -> int:
@@ -81,13 +86,24 @@ class PickTable:
         """Count rows [n, layers, top_k], whose ids are below `num_experts`. Others are left out, or counted as
         picks of the next layer: a step must not end by being watched."""
         count = len(rows)
+        self._rows += count
+        self._since += count
+        if self._since >= EVERY_ROWS or (count and self._counted < WHOLE_ROWS):
+            self._look(rows, count)
+        self._head[0] = self._rows
+
+    def _look(self, rows: NDArray[np.generic], count: int) -> None:
         if not count:
             return
-        stride = -(-count // MOST_ROWS)
+        stride = -(-count // (MOST_AT_FIRST if self._counted < WHOLE_ROWS else MOST_ROWS))
         first, self._turn = self._turn % stride, self._turn + 1
         taken = rows[first::stride].reshape(-1, self.shape.layers * self.shape.top_k)
         if self._columns is not None:
             taken = taken[:, self._columns]
+        # what does not divide stays for the next look
+        stands_for, self._since = divmod(self._since, len(taken))
         cells = np.add(taken, self._offsets, dtype=np.int64, casting="unsafe").reshape(-1)
-        self._flat += np.bincount(cells, minlength=len(self._flat))[: len(self._flat)] * stride
-        self._head += (count, len(taken))
+        counts = np.bincount(cells, minlength=len(self._flat))[: len(self._flat)]
+        self._flat += counts if stands_for == 1 else counts * stands_for
+        self._counted += len(taken)
+        self._head[1] = self._counted

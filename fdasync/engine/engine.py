@@ -20,7 +20,6 @@ from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
-from fdasync.engine.sights import Sights
 from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
@@ -30,6 +29,7 @@ from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
+from fdasync.sight.recording.engine_sights import EngineSights, Numbers
 from fdasync.sight.sight import Watched
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Engine(Generator):
         self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
-        self._sights: Sights | None = None
+        self._sights: EngineSights | None = None
         self._failure: BaseException | None = None
         self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
@@ -253,12 +253,29 @@ class Engine(Generator):
             self.config, runtime, preparer, self._fail, lambda: self._check_open(True), self._weights_changed
         )
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
-        self._sights = Sights(runtime, self._frontend, self._weights, asyncio.get_running_loop().time())
+        layers, now = runtime.capacity.moe_layer_ids, asyncio.get_running_loop().time()
+        self._sights = EngineSights(self._numbers, lambda: runtime.picks, layers, now)
+
+    def _numbers(self) -> Numbers:
+        runtime, frontend, weights = self._runtime, self._inside(), self.weights
+        assert runtime.driver is not None
+        taps = runtime.taps.stats()
+        return Numbers(
+            stats=runtime.driver.scheduler.stats(),
+            version=weights.version,
+            namespace=runtime.namespace,
+            waiting_for_place=frontend.num_waiting,
+            steps_in_flight=runtime.driver.steps_in_flight,
+            live_tokens=sum([len(one.tokens) for request in runtime.processor.requests() for one in request.samples]),
+            store_problem=runtime.store_problem,
+            tap_problem="; ".join([f"{tap.name}: {tap.problem}" for tap in taps if tap.problem]),
+            dropped_events=sum([tap.dropped for tap in taps]),
+        )
 
     def _request_ended(self, request: RequestState) -> None:
         self._inside().ended(request)
         if self._sights is not None:
-            self._sights.ended(request)
+            self._sights.ended(request.ended())
 
     def _weights_changed(self) -> None:
         if self._sights is not None:
@@ -361,7 +378,7 @@ class Engine(Generator):
             late_s = loop.time() - before - _LATENESS_PERIOD_S
             self._late_max_s = max(self._late_max_s, late_s)
             if self._sights is not None:
-                self._sights.recorder.tick(loop.time())
+                self._sights.tick(loop.time())
             if late_s >= _HELD_UP_S:
                 self._runtime.bus.publish(LoopHeldUp(seconds=late_s))
 
@@ -623,7 +640,7 @@ class Engine(Generator):
             raise EngineFailed(self._failure)
         self._inside()
         assert self._sights is not None
-        sight = self._sights.recorder.sight(since, past_picks=past_picks)
+        sight = self._sights.sight(since, past_picks=past_picks)
         if self.state in ("draining", "closing", "closed"):
             sight = msgspec.structs.replace(sight, state=self.state)
         return sight

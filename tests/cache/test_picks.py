@@ -9,7 +9,7 @@ import pytest
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
-from fdasync.cache.picks import MOST_ROWS, PickShape, PickTable
+from fdasync.cache.picks import EVERY_ROWS, MOST_AT_FIRST, MOST_ROWS, WHOLE_ROWS, PickShape, PickTable
 
 SHAPE = PickShape(3, 2, 16)
 SPECS = (AuxSpec("routing", (3, 2), "uint8"),)
@@ -30,26 +30,47 @@ def counted(rows: np.ndarray, num_experts: int = 16) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_short_steps_are_counted_whole(dtype: str) -> None:
+def test_the_first_rows_are_counted_whole(dtype: str) -> None:
     picks, rng = table(), np.random.default_rng(1)
-    steps = [rng.integers(0, 16, (count, 3, 2)).astype(dtype) for count in (1, 7, MOST_ROWS, 0)]
+    sizes = (1, 7, 0, *[MOST_AT_FIRST] * 15)
+    steps = [rng.integers(0, 16, (count, 3, 2)).astype(dtype) for count in sizes]
     for rows in steps:
         picks.add(rows)
     assert (picks.table == counted(np.concatenate(steps))).all()
-    assert picks.rows == picks.counted == 8 + MOST_ROWS
+    assert picks.rows == picks.counted == sum(sizes) < WHOLE_ROWS
 
 
 def test_of_a_long_step_some_rows_stand_for_all_and_others_the_next_time() -> None:
     # each row has an expert of its own
-    picks = table(PickShape(1, 1, 4 * MOST_ROWS))
-    rows = np.arange(4 * MOST_ROWS, dtype=np.uint16).reshape(-1, 1, 1)
+    picks = table(PickShape(1, 1, 4 * MOST_AT_FIRST))
+    rows = np.arange(4 * MOST_AT_FIRST, dtype=np.uint16).reshape(-1, 1, 1)
     picks.add(rows)
-    assert picks.table.sum() == picks.rows == 4 * MOST_ROWS
-    assert picks.counted == MOST_ROWS
-    assert np.count_nonzero(picks.table) == MOST_ROWS
+    assert picks.table.sum() == picks.rows == 4 * MOST_AT_FIRST
+    assert picks.counted == np.count_nonzero(picks.table) == MOST_AT_FIRST
     for _ in range(3):
         picks.add(rows)
     assert (picks.table == 4).all(), "some rows were never looked at"
+
+
+def test_later_few_rows_stand_for_all_that_were_written_since() -> None:
+    picks = table(PickShape(1, 1, 64))
+    for _ in range(WHOLE_ROWS // 64):
+        picks.add(np.arange(64, dtype=np.uint8).reshape(-1, 1, 1))
+    assert (picks.table == WHOLE_ROWS // 64).all()
+    # decode steps of 48 rows, each sample with an expert that nobody had chosen more often than others
+    rows = np.arange(48, dtype=np.uint8).reshape(-1, 1, 1)
+    steps = 40 * EVERY_ROWS // 48
+    for _ in range(steps):
+        picks.add(rows)
+    assert picks.rows == WHOLE_ROWS + 48 * steps
+    assert picks.counted <= WHOLE_ROWS + 40 * MOST_ROWS
+    added = picks.table[0] - WHOLE_ROWS // 64
+    assert (added[48:] == 0).all()
+    # of all that was written since, all but the last few rows are stood for
+    assert 48 * steps - EVERY_ROWS - MOST_ROWS < added.sum() <= 48 * steps
+    # every sample is seen as often as the others
+    assert added[:48].min() > 0.8 * added[:48].mean()
+    assert added[:48].max() < 1.2 * added[:48].mean()
 
 
 def test_ids_that_only_fill_a_row_up_are_no_picks() -> None:

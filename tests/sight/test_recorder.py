@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fdasync.sight.latencies import total
-from fdasync.sight.recorder import PickRecorder, PicksSoFar, Recorder
+from fdasync.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
 from fdasync.sight.sight import MAX_PICKS_NBYTES, MOST_MOMENTS, MOST_TABLES
 from tests.sight.scene import sight
 

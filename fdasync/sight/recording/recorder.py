@@ -1,7 +1,7 @@
 """Records what an engine did in its last minutes, its latencies, and the experts chosen under each set of weights.
 
 Runs on the engine's loop: `ended` at each request's end, `tick` ten times a second, `weights_changed` at updates.
-Numbers are cheap to keep and are only put together when somebody looks. Knows no engine. Made by `engine/sights.py`.
+Numbers are cheap to keep and are only put together when somebody looks. Knows no engine. Made by `engine_sights.py`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class PickRecorder:
     """Tables of picks by weights.
 
     Args:
-        read: the counts so far; None: nothing is counted, as without routing.
+        read: the counts so far, None once they can no longer be read; None: nothing is counted, as without routing.
         layers: hidden-layer numbers of the table's rows.
         namespace, version: of the weights in use.
     """
 
     def __init__(
-        self, read: Callable[[], PicksSoFar] | None, layers: tuple[int, ...], namespace: bytes, version: str
+        self, read: Callable[[], PicksSoFar | None] | None, layers: tuple[int, ...], namespace: bytes, version: str
     ) -> None:
         self._read = read
         self._layers = layers
@@ -58,17 +58,18 @@ class PickRecorder:
 
     def weights_changed(self, namespace: bytes, version: str) -> None:
         """The weights, or their label, are others from now on; no step is in flight where the weights are."""
-        if self._read is not None and namespace != self._namespace:
-            now = self._read()
+        now = None if self._read is None or namespace == self._namespace else self._read()
+        if now is not None:
             self._past.appendleft(self._since(now))
             self._before = now
         self._namespace, self._version = namespace, version
 
     def tables(self, *, past: bool = True) -> tuple[Picks, ...]:
         """Newest first; without `past` that of the weights in use alone. No more than fit `MAX_PICKS_NBYTES`."""
-        if self._read is None:
+        now = None if self._read is None else self._read()
+        if now is None:
             return ()
-        tables = [self._since(self._read()), *(self._past if past else ())]
+        tables = [self._since(now), *(self._past if past else ())]
         size = len(tables[0].table)
         return tuple(tables[: MAX_PICKS_NBYTES // size])
 

@@ -1,0 +1,1 @@
+"""Records what engines do, for those who look on."""
