@@ -225,7 +225,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
-            "fdasync.request", "fdasync.sight.*", "fdasync.telemetry.vllm_names",
+            "fdasync.request", "fdasync.sight.*", "fdasync.telemetry.otel",
+            "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (

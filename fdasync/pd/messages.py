@@ -41,6 +41,8 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
+#: a `traceparent`, or ""
+Trace = Annotated[str, Meta(pattern="^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$", max_length=55)]
 #: token ids, int32 little-endian
 Tokens = Annotated[bytes, Meta(max_length=4 << 20)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=1 << 17)]
@@ -299,6 +301,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         rows: names of the aux specs whose rows the caller wants, routing included.
         start: position of the first row that the caller wants.
         waited_s: seconds since the caller sent the request.
+        trace: as in `Submit`.
     """
 
     caller: Key
@@ -313,6 +316,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     rows: Names
     start: Count
     waited_s: Seconds = 0.0
+    trace: Trace = ""
 
 
 class LeaseRequest(Message, frozen=True, array_like=True, tag="ask"):
@@ -475,6 +479,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
         start: position of the first row that the caller wants.
         salt: the tenant's salt.
         waited_s: seconds since the caller sent the request.
+        trace: the caller's span, as W3C's `traceparent`; "": it traces nothing.
     """
 
     request: Name
@@ -491,6 +496,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     start: Count
     salt: Words
     waited_s: Seconds = 0.0
+    trace: Trace = ""
 
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):

@@ -566,6 +566,7 @@ class Instance:
             cache_salt=message.salt,
             hand_off=hand_off,
             waited_s=message.waited_s,
+            trace=message.trace,
         )
 
     def _on_watch(self, peer: Peer, message: Watch) -> None:

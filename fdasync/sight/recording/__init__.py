@@ -1,1 +1,1 @@
-"""Records what engines do, for those who look on."""
+"""Records what an engine does: its last minutes, its latencies, the experts it chose. Runs on its loop."""

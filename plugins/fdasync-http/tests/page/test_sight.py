@@ -126,11 +126,15 @@ async def test_metrics_have_vllms_names(scene):
 
 async def test_metrics_are_there_when_the_engine_has_failed(scene_of):
     answers = []
-    # nobody else has got the failure, so it does not end in silence
-    with pytest.raises(EngineFailed):
+
+    async def play() -> None:
         async with scene_of() as scene:
             scene.generator.fail(RuntimeError("the end"))
-            answers = [await scene.client.get(path) for path in ("/metrics", "/v1/sight")]
+            answers.extend([await scene.client.get(path) for path in ("/metrics", "/v1/sight")])
+
+    # nobody else has got the failure, so it does not end in silence
+    with pytest.raises(EngineFailed):
+        await play()
     assert [answer.status_code for answer in answers] == [200, 503]
     assert "fdasync_http_engine_up 0.0" in answers[0].text
     assert "vllm:num_requests_running{" not in answers[0].text
