@@ -133,20 +133,20 @@ async def test_a_request_that_failed_says_so(spans: Spans) -> None:
     assert span.status.description == "OSError"
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> OtelTap:
-    """A tap that writes to a file, made before there is a loop, as a command's is."""
-    return OtelTap(OtelConfig(path=str(tmp_path / "spans.jsonl"), name="e0"))
-
-
-async def test_a_commands_engine_writes_lines(tmp_path: Path, written: OtelTap) -> None:
+def test_a_commands_engine_writes_lines(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
-    async with synthetic_engine() as engine:
-        tap = asyncio.ensure_future(written.run(engine.bus.subscribe(RequestEnded)))
-        for _ in range(3):
-            await engine.complete(PROMPT, SamplingParams(max_tokens=2), trace=CALLER)
-        assert threading.active_count() == 1
-    await tap
+    # made before there is a loop, as a command's is
+    tap = OtelTap(OtelConfig(path=str(path), name="e0"))
+
+    async def play() -> None:
+        async with synthetic_engine() as engine:
+            running = asyncio.ensure_future(tap.run(engine.bus.subscribe(RequestEnded)))
+            for _ in range(3):
+                await engine.complete(PROMPT, SamplingParams(max_tokens=2), trace=CALLER)
+            assert threading.active_count() == 1
+        await running
+
+    asyncio.run(play())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["name"] for line in lines] == ["fdasync whole"] * 3
     assert {line["context"]["trace_id"] for line in lines} == {f"0x{TRACE_ID:032x}"}
