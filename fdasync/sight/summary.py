@@ -141,7 +141,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: its name.
         weight_version: of the engines; several, if they differ, with commas.
-        requests, device, host, slots, rates, leases, queued_tokens: sums.
+        requests, device, host, slots, leases, queued_tokens: sums.
+        rates: of all together; of a request that was handed over, its prompt and its output count once.
         problems: of engines, each with the name before it.
         engines: each.
         history: moments, oldest first.
@@ -175,6 +176,7 @@ def summary_of(
     """
     count = max(round(window_s / MOMENT_S), 1)
     recent = [_recent(one, count) for one in watched]
+    apart = any(one.role == "prefill" and one.is_up for one in watched)
     token_s = [rates_of([moments]).token_s for moments in recent]
     engines = tuple(
         [
@@ -191,12 +193,12 @@ def summary_of(
         device=_added(Places, [one.device for one in present]),
         host=_added(Places, [one.host for one in present]),
         slots=_added(Places, [one.slots for one in present]),
-        rates=rates_of(recent),
+        rates=rates_of([_once(one.role, moments, apart) for one, moments in zip(watched, recent, strict=True)]),
         leases=_leases([one.leases for one in present]),
         queued_tokens=sum([one.queued_tokens for one in present]),
         problems=tuple([f"{one.name or one.address}: {problem}" for one in engines for problem in one.problems]),
         engines=engines,
-        history=_history(watched) if history else (),
+        history=_history(watched, apart) if history else (),
         experts=experts_of([one.sight.picks for one in watched if one.sight is not None]) if experts else (),
     )
 
@@ -318,14 +320,24 @@ def _leases(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
     return granted, denied, dropped
 
 
-def _history(watched: Sequence[Watched]) -> tuple[Past, ...]:
+def _once(role: str, moments: Sequence[Moment], apart: bool) -> tuple[Moment, ...]:
+    """Of a request that is handed over, the prefill side tells the prompt and the decode side the output: both count
+    both."""
+    if apart and role == "prefill":
+        return tuple([msgspec.structs.replace(moment, tokens=0, finished=0) for moment in moments])
+    if apart and role == "decode":
+        return tuple([msgspec.structs.replace(moment, prompt_tokens=0, hits=(0, 0, 0)) for moment in moments])
+    return tuple(moments)
+
+
+def _history(watched: Sequence[Watched], apart: bool) -> tuple[Past, ...]:
     """Moments of all engines side by side. They end at most `MOMENT_S` apart, counted from the latest of each."""
     by_age: dict[int, list[Moment]] = {}
     for one in watched:
         if one.sight is None or not one.sight.moments or not one.is_up or one.age_s > _STALE_S:
             continue
         last = one.sight.moments[-1].number
-        for moment in one.sight.moments:
+        for moment in _once(one.role, one.sight.moments, apart):
             by_age.setdefault(last - moment.number, []).append(moment)
     blocks = sum([one.sight.num_blocks for one in watched if one.sight is not None and one.is_up])
     return tuple(

@@ -61,26 +61,20 @@ class OtelTap(Tap):
     def __init__(self, config: OtelConfig) -> None:
         super().__init__(config)
         self._name = config.name
-        self._path = config.path
         try:
             from opentelemetry import trace
         except ImportError:
             raise ConfigError("taps.otel", "OpenTelemetry is not installed", hint=_NEEDS) from None
         self._trace = trace
-        # imports take a while: before there is a loop to hold up
-        self._lines = _Lines()
-        self._tracer = line_tracer(self._lines, config.name) if config.path else None
+        self._file = SpanLines(config.path, config.name) if config.path else None
 
     async def run(self, events: Subscription) -> None:
         """Make a span of each request that is traced. Raises ConfigError for a path that cannot be opened."""
-        if self._tracer is None:
+        if self._file is None:
             await self._read(events, self._trace.get_tracer("fdasync"))
             return
-        writer = self._lines.writer = LineWriter(self._path, _MAX_WAITING_NBYTES, lambda _count, _why: b"")
-        try:
-            await self._read(events, self._tracer)
-        finally:
-            await writer.aclose(_CLOSE_S)
+        async with self._file as tracer:
+            await self._read(events, tracer)
 
     async def _read(self, events: Subscription, tracer: Tracer) -> None:
         loop = asyncio.get_running_loop()
@@ -141,39 +135,61 @@ def traceparent_of(context: Context) -> str:
     return carrier.get("traceparent", "")
 
 
-def line_tracer(out: Any, name: str = "") -> Tracer:
-    """A tracer whose spans are written to a file-like object as they end, one line of JSON each.
+class SpanLines:
+    """A file that spans are appended to as they end, one line of the SDK's JSON each: `async with` gives the tracer.
+
+    No thread, and nothing waits for the file. Made before there is a loop, since the SDK's imports take a while.
 
     Args:
+        path: of the file.
         name: of the service, in each span.
 
-    Raises ConfigError without OpenTelemetry's SDK.
+    Raises ConfigError without OpenTelemetry's SDK; entering it, for a path that cannot be opened.
     """
-    try:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-        from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
-    except ImportError:
-        raise ConfigError("taps.otel", "OpenTelemetry's SDK is not installed", hint=_NEEDS) from None
 
-    def line(span: ReadableSpan) -> str:
-        told: str = span.to_json(indent=None)
-        return told + "\n"
+    def __init__(self, path: str, name: str = "") -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+            from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+        except ImportError:
+            raise ConfigError("traces", "OpenTelemetry's SDK is not installed", hint=_NEEDS) from None
 
-    # named in full: the SDK would look for the rest in threads
-    provider = TracerProvider(resource=Resource({"service.name": name or "fdasync"}), shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=out, formatter=line)))
-    return provider.get_tracer("fdasync")
+        def line(span: ReadableSpan) -> str:
+            told: str = span.to_json(indent=None)
+            return told + "\n"
+
+        self._path = path
+        self._writer: LineWriter | None = None
+        # named in full: the SDK would look for the rest in threads
+        provider = TracerProvider(resource=Resource({"service.name": name or "fdasync"}), shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=_Lines(self), formatter=line)))
+        self._tracer: Tracer = provider.get_tracer("fdasync")
+
+    async def __aenter__(self) -> Tracer:
+        self._writer = LineWriter(self._path, _MAX_WAITING_NBYTES, lambda _count, _why: b"")
+        return self._tracer
+
+    async def __aexit__(self, *_: object) -> None:
+        """Write what waits, for a second at most."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await writer.aclose(_CLOSE_S)
+
+    def offer(self, text: str) -> None:
+        """Write a line; one that comes after the end is lost."""
+        if self._writer is not None:
+            self._writer.offer(text.encode())
 
 
 class _Lines:
-    """A `LineWriter` as the file that an exporter writes to: nothing waits."""
+    """`SpanLines` as the file that an exporter writes to."""
 
-    writer: LineWriter | None = None
+    def __init__(self, lines: SpanLines) -> None:
+        self._lines = lines
 
     def write(self, text: str) -> None:
-        assert self.writer is not None
-        self.writer.offer(text.encode())
+        self._lines.offer(text)
 
     def flush(self) -> None:
         """Lines go out by themselves."""

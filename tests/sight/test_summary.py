@@ -37,6 +37,25 @@ def test_rates_are_of_the_window_and_engines_add_up() -> None:
     assert [(past.age_s, past.rates.tokens_per_s) for past in told.history] == [(5.0, 2000.0), (0.0, 30.0)]
 
 
+def test_a_request_that_is_handed_over_counts_once() -> None:
+    prefill = moment(1, tokens=1, prompt_tokens=100, hits=(40, 0, 0), finished=1, running=1)
+    decode = moment(1, tokens=50, prompt_tokens=100, hits=(90, 0, 0), finished=1, running=1, ttft=counts(0.1))
+    both = [
+        watched("p0", "prefill", sight(moments=(prefill,))),
+        watched("d0", "decode", sight(moments=(decode,))),
+    ]
+    told = summary_of(both, model="m")
+    for rates in (told.rates, told.history[0].rates):
+        assert (rates.tokens_per_s, rates.prompt_tokens_per_s, rates.finished_per_s) == (10.0, 20.0, 0.2)
+        assert rates.hit_share == (0.4, 0.0, 0.0)
+        assert (rates.token_s, rates.ttft.count) == (0.1, 1)
+    # each tells of itself what it did
+    assert [one.rates.prompt_tokens_per_s for one in told.engines] == [20.0, 20.0]
+    # without a prefill side the decode side serves requests whole
+    away = [msgspec.structs.replace(both[0], is_up=False), both[1]]
+    assert summary_of(away, model="m").rates.prompt_tokens_per_s == 20.0
+
+
 def test_gauges_add_up_but_for_engines_that_are_not_there() -> None:
     shown = sight(
         running=3, waiting=2, waiting_for_place=1, leased=4, hand_offs=5, num_blocks=10, idle_blocks=3, free_blocks=2,
