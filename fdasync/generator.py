@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Delta, Result, Sample
-    from fdasync.sight.sight import Watched
+    from fdasync.telemetry.sight.sight import Watched
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,7 +429,7 @@ class Generator(Protocol):
     @abstractmethod
     async def watch(self) -> tuple[Watched, ...]:
         """What every engine shows of itself to people: gauges, counters, latencies, its last minutes, the experts
-        chosen (`fdasync.sight.sight`); on a router one for each instance, in the order in which they were named.
+        chosen (`telemetry/sight/sight.py`); on a router one for each instance, in the order in which they were named.
 
         A router asks the instances, each at most once a second however many watch, and waits a second at most; what an
         instance said before stands where it does not answer. Cancelling stops the waiting only. Raises EngineClosed

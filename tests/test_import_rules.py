@@ -25,13 +25,13 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": ()},
-    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.sight": ()},
+    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.telemetry.sight": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
-        "fdasync.generator": ("fdasync.request", "fdasync.result", "fdasync.sight.sight"),
+        "fdasync.generator": ("fdasync.request", "fdasync.result", "fdasync.telemetry.sight.sight"),
     },
     {
         "fdasync.cache.store.file": (
@@ -87,8 +87,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
-        "fdasync.sight.recording": (
-            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.sight.*",
+        "fdasync.telemetry.sight.recording": (
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.telemetry.sight.*",
         ),
     },
     {
@@ -99,13 +99,14 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
             "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
-            "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy", "fdasync.sight.*",
+            "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
+            "fdasync.telemetry.sight.*",
         ),
     },
     {
         "fdasync.pd": (
             "fdasync.cache.aux", "fdasync.ipc.shared_memory", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.sight.sight",
+            "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.telemetry.sight.sight",
         ),
     },
     {
@@ -123,9 +124,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync.pd.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.pd.messages",
-            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result", "fdasync.sight.*",
+            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result", "fdasync.telemetry.sight.*",
         ),
-        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.sight.*"),
+        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.telemetry.sight.*"),
     },
     {
         "fdasync": (
@@ -217,7 +218,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.cli": (
             "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
             "fdasync.ipc.*", "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
-            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.sight.*", "fdasync.telemetry.*", "fdasync_transformers",
+            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -225,7 +226,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
-            "fdasync.request", "fdasync.sight.*", "fdasync.telemetry.otel",
+            "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
             "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them

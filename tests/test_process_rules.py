@@ -261,7 +261,7 @@ async def test_two_engines_in_one_process_do_not_meet():
 LEASE_ROOMS = (
     "fdasync.pd", "fdasync.scheduler", "fdasync.events", "fdasync.engine.config", "fdasync.engine.frontend",
     "fdasync.engine.prepare", "fdasync.engine.driver", "fdasync.telemetry", "fdasync.cli", "fdasync.testing",
-    "fdasync.result", "fdasync.sight",
+    "fdasync.result",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fdasync.cli.top_sources import Source
-    from fdasync.sight.summary import Summary
+    from fdasync.telemetry.sight.summary import Summary
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from fdasync.sight.summary import Engine, Latency, Places, Summary
+    from fdasync.telemetry.sight.summary import Engine, Latency, Places, Summary
 
 _GOOD, _BAD, _ODD, _DIM = "green", "bold red", "yellow", "dim"
 _COLORS = {"running": _GOOD, "away": _BAD, "silent": _BAD, "failed": _BAD}

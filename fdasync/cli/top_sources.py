@@ -17,7 +17,7 @@ import msgspec
 from fdasync.errors import BadInput, PeerUnreachable
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router
-from fdasync.sight.summary import Summary, summary_of
+from fdasync.telemetry.sight.summary import Summary, summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -29,8 +29,8 @@ from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
-from fdasync.sight.recording.engine_sights import EngineSights, Numbers
-from fdasync.sight.sight import Watched
+from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
+from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
-    from fdasync.sight.sight import Sight
+    from fdasync.telemetry.sight.sight import Sight
 
 _LATENESS_PERIOD_S = 0.1
 # a loop that is late by so much makes an event

@@ -23,7 +23,7 @@ from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
 from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics, PauseMode, SamplingParams
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
-from fdasync.sight.sight import Sight
+from fdasync.telemetry.sight.sight import Sight
 
 PROTOCOL = 1
 #: the longest message that a link takes, without its payload

@@ -1,8 +1,8 @@
 """Metrics under vLLM's names, where theirs mean the same, so that dashboards and scalers made for vLLM read them.
 
-Made of `Sight`s, one for each engine. Histograms have the bounds of `sight/latencies.py`; those of vLLM differ between
-its versions. Names whose meaning differs are left out, such as the time between two tokens, which nobody measures here.
-Called by `prometheus.py` and by the HTTP front. docs/metrics.md lists them.
+Made of `Sight`s, one for each engine. Histograms have the bounds of `telemetry/sight/latencies.py`; those of vLLM
+differ between its versions. Names whose meaning differs are left out, such as the time between two tokens, which nobody
+measures here. Called by `prometheus.py` and by the HTTP front. docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from fdasync.sight.latencies import NUM_BUCKETS, upper_s
+from fdasync.telemetry.sight.latencies import NUM_BUCKETS, upper_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client.metrics_core import Metric
 
-    from fdasync.sight.latencies import Counts
-    from fdasync.sight.sight import Sight
+    from fdasync.telemetry.sight.latencies import Counts
+    from fdasync.telemetry.sight.sight import Sight
 
 # every second bucket is told: a bound is 1.41 times the one before
 _TOLD_EACH = 2

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from fdasync.cli.top_screen import Screen
-from fdasync.sight.summary import Summary, summary_of
-from tests.sight.scene import counts, moment, picks, sight, watched
+from fdasync.telemetry.sight.summary import Summary, summary_of
+from tests.telemetry.sight.scene import counts, moment, picks, sight, watched
 
 
 def shown(summary: Summary, columns: int, rows: int, problem: str = "", *, whole: bool = False) -> list[str]:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Message
     from fdasync.request import GenerateOptions, GenerateRequest, PauseMode, Prompt, WeightsFingerprint, WeightSource
     from fdasync.result import Result
-    from fdasync.sight.sight import Watched
+    from fdasync.telemetry.sight.sight import Watched
 
 
 def connect(addresses: Sequence[str], config: RouterConfig | None = None, **options: Any) -> Router:

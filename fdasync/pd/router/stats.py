@@ -15,13 +15,13 @@ from fdasync.errors import PeerUnreachable
 from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
 from fdasync.pd.router.weight_agreement import BEHIND, Dropped
-from fdasync.sight.sight import Watched
+from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
-    from fdasync.sight.sight import Sight
+    from fdasync.telemetry.sight.sight import Sight
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):

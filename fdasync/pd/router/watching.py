@@ -14,13 +14,13 @@ from fdasync.errors import FdasyncError
 from fdasync.ipc.deadlines import wait_within
 from fdasync.pd.messages import Seen, Watch
 from fdasync.pd.router.stats import watched_of
-from fdasync.sight.sight import MOST_MOMENTS, MOST_TABLES
+from fdasync.telemetry.sight.sight import MOST_MOMENTS, MOST_TABLES
 
 if TYPE_CHECKING:
     import asyncio
 
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
-    from fdasync.sight.sight import Picks, Sight, Watched
+    from fdasync.telemetry.sight.sight import Picks, Sight, Watched
 
 # an instance is asked again after so long, and waited for as long
 _PERIOD_S = 1.0

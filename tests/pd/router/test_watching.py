@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from fdasync.pd.messages import Seen, Watch
-from fdasync.sight.sight import MOST_MOMENTS
-from tests.sight.scene import moment, picks, sight
+from fdasync.telemetry.sight.sight import MOST_MOMENTS
 from tests.support.router_scene import in_scene, kv_batch, settle
+from tests.telemetry.sight.scene import moment, picks, sight
 
 
 class Shown:

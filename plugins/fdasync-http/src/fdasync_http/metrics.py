@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from starlette.requests import Request
 
-    from fdasync.sight.sight import Watched
+    from fdasync.telemetry.sight.sight import Watched
     from fdasync_http.front import Front
 
 

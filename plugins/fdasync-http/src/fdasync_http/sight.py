@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from fdasync.errors import BadInput
-from fdasync.sight.summary import summary_of
+from fdasync.telemetry.sight.summary import summary_of
 from fdasync_http.failures import JSON
 
 if TYPE_CHECKING:

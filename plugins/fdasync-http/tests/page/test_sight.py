@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from fdasync import EngineFailed, SamplingParams
-from fdasync.sight.summary import Summary
+from fdasync.telemetry.sight.summary import Summary
 
 KEY = "sk-0123456789abcdef"
 PROMPT = list(range(12))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fdasync.sight.latencies import Histogram
-from fdasync.sight.sight import MAX_PICKS_NBYTES, MOMENT_S, MOST_MOMENTS, MOST_TABLES, Moment, Picks
+from fdasync.telemetry.sight.latencies import Histogram
+from fdasync.telemetry.sight.sight import MAX_PICKS_NBYTES, MOMENT_S, MOST_MOMENTS, MOST_TABLES, Moment, Picks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fdasync.sight.latencies import Counts
-    from fdasync.sight.sight import Sight
+    from fdasync.telemetry.sight.latencies import Counts
+    from fdasync.telemetry.sight.sight import Sight
 
 
 class PicksSoFar(NamedTuple):

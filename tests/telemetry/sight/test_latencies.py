@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fdasync.sight.latencies import NUM_BUCKETS, Histogram, added, bucket_of, quantile, total, upper_s
+from fdasync.telemetry.sight.latencies import NUM_BUCKETS, Histogram, added, bucket_of, quantile, total, upper_s
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-9, 1e-4, 1.7e-4, 0.02, 1.0, 77.0, 1600.0, 1e6, math.inf])

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fdasync.sight.latencies import Counts, Histogram
-from fdasync.sight.sight import Moment, Picks, Sight, Watched
+from fdasync.telemetry.sight.latencies import Counts, Histogram
+from fdasync.telemetry.sight.sight import Moment, Picks, Sight, Watched
 
 
 def sight(**values: Any) -> Sight:

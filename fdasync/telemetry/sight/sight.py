@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fdasync.sight.latencies import NUM_BUCKETS
+from fdasync.telemetry.sight.latencies import NUM_BUCKETS
 
 Meta = msgspec.Meta
 #: seconds that a `Moment` lasts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fdasync.sight.summary import Summary, summary_of
-from tests.sight.scene import counts, moment, picks, sight, watched
+from fdasync.telemetry.sight.summary import Summary, summary_of
+from tests.telemetry.sight.scene import counts, moment, picks, sight, watched
 
 
 def busy(token_s: float, running: int = 10, **values: object) -> object:

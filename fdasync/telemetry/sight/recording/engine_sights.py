@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fdasync.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
-from fdasync.sight.sight import Sight
+from fdasync.telemetry.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
+from fdasync.telemetry.sight.sight import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

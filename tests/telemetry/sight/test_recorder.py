@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fdasync.sight.latencies import total
-from fdasync.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
-from fdasync.sight.sight import MAX_PICKS_NBYTES, MOST_MOMENTS, MOST_TABLES
-from tests.sight.scene import sight
+from fdasync.telemetry.sight.latencies import total
+from fdasync.telemetry.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
+from fdasync.telemetry.sight.sight import MAX_PICKS_NBYTES, MOST_MOMENTS, MOST_TABLES
+from tests.telemetry.sight.scene import sight
 
 NOTHING = PickRecorder(None, (), b"", "0")
 

@@ -11,14 +11,14 @@ import pytest
 import fdasync
 from fdasync import EngineClosed, EngineFailed, Instance, SamplingParams
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.sight.latencies import total
+from fdasync.telemetry.sight.latencies import total
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from fdasync.sight.sight import Watched
+    from fdasync.telemetry.sight.sight import Watched
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8], list(range(30, 47))]
 

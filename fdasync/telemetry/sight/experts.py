@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.sight.sight import Picks
+    from fdasync.telemetry.sight.sight import Picks
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):

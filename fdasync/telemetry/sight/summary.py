@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from fdasync.sight.experts import Experts, experts_of
-from fdasync.sight.latencies import added, quantile
-from fdasync.sight.sight import MOMENT_S
+from fdasync.telemetry.sight.experts import Experts, experts_of
+from fdasync.telemetry.sight.latencies import added, quantile
+from fdasync.telemetry.sight.sight import MOMENT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.sight.latencies import Counts
-    from fdasync.sight.sight import Moment, Watched
+    from fdasync.telemetry.sight.latencies import Counts
+    from fdasync.telemetry.sight.sight import Moment, Watched
 
 T = TypeVar("T", bound=msgspec.Struct)
 
