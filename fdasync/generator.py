@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WeightSource,
     )
     from fdasync.result import Delta, Result, Sample
+    from fdasync.telemetry.sight.sight import Watched
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -531,3 +532,13 @@ class Generator(Protocol):
     def load(self) -> Load:
         """How busy it is, now. Waits for nothing and costs little. Raises EngineClosed before the start, and the error
         that ended it."""
+
+    @abstractmethod
+    async def watch(self) -> tuple[Watched, ...]:
+        """What every engine shows of itself to people: gauges, counters, latencies, its last minutes, the experts
+        chosen (`telemetry/sight/sight.py`); on a router one for each instance, in the order in which they were named.
+
+        A router asks the instances, each at most once a second however many watch, and waits a second at most; what an
+        instance said before stands where it does not answer. Cancelling stops the waiting only. Raises EngineClosed
+        before the start, and the error that ended it.
+        """

@@ -62,6 +62,7 @@ _MAX_NUMBER_DIGITS = 14
 _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 _NUMBER = re.compile(r"[0-9]+")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class WeightsFingerprint(msgspec.Struct, frozen=True):
@@ -309,6 +310,7 @@ class GenerateOptions(TypedDict, total=False):
             False: none.
         start: first position whose rows are wanted, inside the prompt; the result repeats it. Default 0.
         cache_salt: requests share prefixes only with requests of the same salt, of up to 4096 characters. Default "".
+        trace: the caller's span, as W3C's `traceparent`, for those who trace (`fdasync.telemetry.otel`). Default "".
     """
 
     request_id: str | None
@@ -318,6 +320,7 @@ class GenerateOptions(TypedDict, total=False):
     aux: bool | Sequence[str] | None
     start: int
     cache_salt: str
+    trace: str
 
 
 class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,6 +361,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     aux: bool | Sequence[str] | None = None
     start: int = 0
     cache_salt: str = ""
+    trace: str = ""
     hand_off: HandOffTarget | None = None
     waited_s: float = 0.0
 
@@ -376,6 +380,17 @@ def ask_of(prompt: Any, params: SamplingParams | None, options: GenerateOptions,
     return GenerateRequest(
         prompt=prompt, params=SamplingParams() if params is None else params, streams=streams, **options
     )
+
+
+def check_trace(trace: Any) -> None:
+    """Raises BadInput unless it is a `traceparent`, or ""."""
+    if not isinstance(trace, str) or (trace and not is_trace(trace)):
+        raise BadInput("trace", f"{trace!r:.100} is no traceparent", limit="00-TRACE-SPAN-FLAGS in hex, or ''")
+
+
+def is_trace(trace: str) -> bool:
+    """Whether a text is a `traceparent` of version 00, which names a trace and a span."""
+    return _TRACE.fullmatch(trace) is not None and trace[3:35].strip("0") != "" and trace[36:52].strip("0") != ""
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.imports import ALL_MODULES, imports_of
 
 _PURE_CACHE = ("fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity", "fdasync.cache.prefix")
-_ARENAS = ("fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena")
+_ARENAS = ("fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.picks")
 # what runners are written against
 _RUNNER = (
     "fdasync.runner.base", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores", "fdasync.events.actions",
@@ -25,13 +25,13 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": ()},
-    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
+    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.telemetry.sight": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
         "fdasync.events": ("fdasync.request", "fdasync.result"),
-        "fdasync.generator": ("fdasync.request", "fdasync.result"),
+        "fdasync.generator": ("fdasync.request", "fdasync.result", "fdasync.telemetry.sight.sight"),
     },
     {
         "fdasync.cache.store.file": (
@@ -87,6 +87,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync.telemetry.sight.recording": (
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.telemetry.sight.*",
+        ),
+    },
+    {
         "fdasync.engine": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.cache.identity", "fdasync.cache.store.base",
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
@@ -95,12 +100,13 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
             "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
             "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
+            "fdasync.telemetry.sight.*",
         ),
     },
     {
         "fdasync.pd": (
             "fdasync.cache.aux", "fdasync.ipc.shared_memory", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.prompt_scores",
+            "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.telemetry.sight.sight",
         ),
     },
     {
@@ -118,9 +124,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync.pd.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.pd.messages",
-            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result",
+            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result", "fdasync.telemetry.sight.*",
         ),
-        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*"),
+        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.telemetry.sight.*"),
     },
     {
         "fdasync": (
@@ -223,7 +229,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
-            "fdasync.request",
+            "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
+            "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (

@@ -1,7 +1,8 @@
 """The host arena: the bytes of all aux slots, in one memfd of a fixed size that engine and worker share.
 
 Layout: a section of row tags, uint32 [num_slots, block_tokens], then one section per spec,
-[num_slots, block_tokens, *shape], each section aligned to 4 KiB. A row's tag is the generation of the
+[num_slots, block_tokens, *shape], each section aligned to 4 KiB, then the counts of chosen experts
+(`picks.py`), where routing is counted. A row's tag is the generation of the
 slot's use that wrote it: a row counts only while its tag equals the generation asked for, so a row
 that was never written, or was written for another use of the slot, is never returned (fail closed).
 
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fdasync.cache.aux import ROUTING
+from fdasync.cache.picks import PickTable
 from fdasync.errors import InvariantBroken
 from fdasync.ipc.shared_memory import Part, SharedRegion, page_aligned
 
@@ -25,12 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.cache.aux import AuxSpec
+    from fdasync.cache.picks import PickShape
 
 
-def arena_nbytes(num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> int:
+def arena_nbytes(num_slots: int, block_tokens: int, specs: Sequence[AuxSpec], picks: PickShape | None = None) -> int:
     """Size of the arena in bytes, before anything is allocated."""
     rows = num_slots * block_tokens
-    return page_aligned(rows * 4) + sum(page_aligned(rows * spec.token_nbytes) for spec in specs)
+    counts = 0 if picks is None else page_aligned(picks.nbytes)
+    return page_aligned(rows * 4) + sum(page_aligned(rows * spec.token_nbytes) for spec in specs) + counts
 
 
 class AuxArena:
@@ -42,9 +47,17 @@ class AuxArena:
         specs: kinds of data, in the order of their sections.
         rows: per spec name, an array [num_slots * block_tokens, *shape] over the shared bytes.
         written_nbytes: bytes of the rows that `scatter` wrote through this object.
+        picks: counts of the experts in rows that were written by `scatter`; None: nothing counts.
     """
 
-    def __init__(self, region: SharedRegion, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> None:
+    def __init__(
+        self,
+        region: SharedRegion,
+        num_slots: int,
+        block_tokens: int,
+        specs: Sequence[AuxSpec],
+        picks: PickShape | None = None,
+    ) -> None:
         self.region = region
         self.num_slots = num_slots
         self.block_tokens = block_tokens
@@ -63,18 +76,23 @@ class AuxArena:
             self._by_slot[spec.name] = flat.reshape(num_slots, block_tokens, *spec.shape)
             self._runs.append((offset, block_tokens * spec.token_nbytes))
             offset += page_aligned(count * spec.token_nbytes)
+        self.picks = None if picks is None else PickTable(picks, region.view(offset, picks.nbytes))
 
     @classmethod
-    def create(cls, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> AuxArena:
+    def create(
+        cls, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec], picks: PickShape | None = None
+    ) -> AuxArena:
         """A new arena. Pages are touched lazily, by the runner that writes them. Raises OSError."""
-        region = SharedRegion.create("aux", arena_nbytes(num_slots, block_tokens, specs))
-        return cls(region, num_slots, block_tokens, specs)
+        region = SharedRegion.create("aux", arena_nbytes(num_slots, block_tokens, specs, picks))
+        return cls(region, num_slots, block_tokens, specs, picks)
 
     @classmethod
-    def attach(cls, fd: int, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> AuxArena:
+    def attach(
+        cls, fd: int, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec], picks: PickShape | None = None
+    ) -> AuxArena:
         """The arena behind a descriptor, which belongs to the result. Raises InvariantBroken if it is too small."""
-        region = SharedRegion(fd, arena_nbytes(num_slots, block_tokens, specs))
-        return cls(region, num_slots, block_tokens, specs)
+        region = SharedRegion(fd, arena_nbytes(num_slots, block_tokens, specs, picks))
+        return cls(region, num_slots, block_tokens, specs, picks)
 
     def scatter(
         self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]
@@ -90,6 +108,8 @@ class AuxArena:
             self.rows[name][index] = rows
             self.written_nbytes += rows.nbytes
         self._tags[index] = generations
+        if self.picks is not None:
+            self.picks.add(values[ROUTING])
 
     def _check(
         self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]
@@ -197,6 +217,7 @@ class AuxArena:
     def close(self) -> None:
         """Drop the mapping and the fd; idempotent. The bytes live on while a view of `rows` does."""
         self._tags = np.empty(0, np.uint32)
+        self.picks = None
         self.rows.clear()
         self._by_slot.clear()
         self.region.close()

@@ -210,6 +210,15 @@ class BlockPool:
     def num_host_free(self) -> int:
         return len(self._host_free)
 
+    @property
+    def num_slots(self) -> int:
+        """Places of rows; 0 without capture."""
+        return 0 if self._slots is None else self._slots.num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        return 0 if self._slots is None else self._slots.num_free
+
     def allocate(self) -> Block:
         """A fresh block on the device with one pin and, with capture on, a slot of its own. Raises if none is free."""
         if not self._free:

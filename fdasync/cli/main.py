@@ -1,4 +1,4 @@
-"""The `fdasync` command, also `python -m fdasync`: serve, up, demo, verify-trainer, doctor, plugins, store, keys.
+"""The `fdasync` command, also `python -m fdasync`: serve, up, top, demo, verify-trainer, doctor, plugins, store, keys.
 
 Parses, prints and sets exit codes. A command imports its work when it runs: `demo/run.py`, `doctor.py`, the registry.
 Called by the command `fdasync` (`fdasync_command.py`).
@@ -22,6 +22,7 @@ from fdasync.cli.common.stdout import print_json
 from fdasync.cli.keys import keys
 from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
+from fdasync.cli.top import top
 from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
 from fdasync.registry.registry import COMMANDS, Registry
 from fdasync.request import Numerics
@@ -242,6 +243,7 @@ cli.add_command(serve)
 cli.add_command(up)
 cli.add_command(store)
 cli.add_command(keys)
+cli.add_command(top)
 
 
 def main() -> None:

@@ -31,6 +31,8 @@ from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
+from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
+from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from fdasync.drafting import Drafter
     from fdasync.engine.driver import Attendant
     from fdasync.engine.output import OutputProcessor
+    from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     )
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
+    from fdasync.telemetry.sight.sight import Sight
 
 _LATENESS_PERIOD_S = 0.1
 # a loop that is late by so much makes an event
@@ -163,6 +167,7 @@ class Engine(Generator):
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
         self._sleep: Sleep | None = None
+        self._sights: EngineSights | None = None
         self._failure: BaseException | None = None
         self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
@@ -261,15 +266,43 @@ class Engine(Generator):
     async def _open(self) -> None:
         rng = Random(self.config.seed)
         runtime = self._runtime
-        await runtime.open(self._fail, lambda request: self._inside().ended(request))
+        await runtime.open(self._fail, self._request_ended)
         preparer = Preparer(
             self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
         )
-        changed = None if self._attendant is None else self._attendant.weights_changed
         check = partial(self._check_open, draining_is_fine=True)
-        self._weights = Weights(self.config, runtime, preparer, self._fail, check, changed)
+        self._weights = Weights(self.config, runtime, preparer, self._fail, check, self._weights_changed)
         self._sleep = Sleep(self.config, runtime, self._weights, self._fail, check)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
+        layers, now = runtime.capacity.moe_layer_ids, asyncio.get_running_loop().time()
+        self._sights = EngineSights(self._numbers, lambda: runtime.picks, layers, now)
+
+    def _numbers(self) -> Numbers:
+        runtime, frontend, weights = self._runtime, self._inside(), self.weights
+        assert runtime.driver is not None
+        taps = runtime.taps.stats()
+        return Numbers(
+            stats=runtime.driver.scheduler.stats(),
+            version=weights.version,
+            namespace=runtime.namespace,
+            waiting_for_place=frontend.num_waiting,
+            steps_in_flight=runtime.driver.steps_in_flight,
+            live_tokens=sum([len(one.tokens) for request in runtime.processor.requests() for one in request.samples]),
+            store_problem=runtime.store_problem,
+            tap_problem="; ".join([f"{tap.name}: {tap.problem}" for tap in taps if tap.problem]),
+            dropped_events=sum([tap.dropped for tap in taps]),
+        )
+
+    def _request_ended(self, request: RequestState) -> None:
+        self._inside().ended(request)
+        if self._sights is not None:
+            self._sights.ended(request.ended())
+
+    def _weights_changed(self) -> None:
+        if self._sights is not None:
+            self._sights.weights_changed()
+        if self._attendant is not None:
+            self._attendant.weights_changed()
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take no new requests and wait until the live ones ended; the engine stays open for `stats` and `aclose`.
@@ -365,6 +398,8 @@ class Engine(Generator):
             await asyncio.sleep(_LATENESS_PERIOD_S)
             late_s = loop.time() - before - _LATENESS_PERIOD_S
             self._late_max_s = max(self._late_max_s, late_s)
+            if self._sights is not None:
+                self._sights.tick(loop.time())
             if late_s >= _HELD_UP_S:
                 self._runtime.bus.publish(LoopHeldUp(seconds=late_s))
 
@@ -668,6 +703,30 @@ class Engine(Generator):
             asleep=self.weights.sleeps,
             updating=self.weights.is_updating,
         )
+
+    def sight(self, since: int = 0, *, past_picks: bool = True) -> Sight:
+        """What the engine shows of itself, now; costs about 0.2 ms.
+
+        Args:
+            since: number of a `Moment`; only later ones are told.
+            past_picks: with the tables of earlier weights.
+
+        Raises EngineClosed before the start, and the error that ended it.
+        """
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        self._inside()
+        assert self._sights is not None
+        sight = self._sights.sight(since, past_picks=past_picks)
+        if self.state in ("draining", "closing", "closed"):
+            sight = msgspec.structs.replace(sight, state=self.state)
+        return sight
+
+    async def watch(self) -> tuple[Watched, ...]:
+        """See `Generator.watch`: the engine alone. It waits for nothing."""
+        seen = self.sight()
+        role = self.config.role
+        return (Watched(name="engine", role=role, address="", is_up=True, problem="", age_s=0.0, sight=seen),)
 
     def trace(self) -> TraceRing:
         """The latest turns. Raises ConfigError unless `trace_turns` is set."""

@@ -22,7 +22,7 @@ from fdasync.cache.identity import PromptHashes, block_keys, root_key
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
-from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
+from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, check_trace, checked_aux
 from fdasync.runner.grammar_checks import GrammarChecks
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Preparer:
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= _MAX_ID_CHARS):
             raise BadInput("request_id", f"{request_id!r:.100} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
         check_text("request_id", request_id or "")
+        check_trace(ask.trace)
         if not _is_int(ask.priority) or not -(2**31) <= ask.priority < 2**31:
             raise BadInput("priority", f"{ask.priority!r} is not an integer of 32 bits")
         if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not 0 < deadline_s <= 1e9:

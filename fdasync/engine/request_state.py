@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux import AuxSpec
     from fdasync.engine.tokenizer import TokenKinds
     from fdasync.events.actions import FinishRequest
-    from fdasync.events.catalog import RequestPrepared
+    from fdasync.events.catalog import RequestPart, RequestPrepared
     from fdasync.request import GenerateRequest, SamplingParams
     from fdasync.result import TopLogprobs
     from fdasync.runner.base import Capacity
@@ -258,6 +258,7 @@ class RequestState:
         limit: timeout of its wait at the frontend and of its preparation; an abort ends those too.
         failure: the error that ended the engine, and with it the request.
         done: set when every sample ended, or the engine failed.
+        trace, part: as in `RequestEnded`.
         waiter: set when the reader can take something; None: no reader waits.
         on_change: called whenever `waiter` would be set, for a reader of many requests.
     """
@@ -272,6 +273,7 @@ class RequestState:
         "on_change",
         "open",
         "params",
+        "part",
         "prompt",
         "request_id",
         "samples",
@@ -279,6 +281,7 @@ class RequestState:
         "specs",
         "start",
         "started_at",
+        "trace",
         "waiter",
     )  # fmt: skip
 
@@ -301,6 +304,8 @@ class RequestState:
         self.done = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
         self.on_change: Callable[[RequestState], None] | None = None
+        self.trace = ""
+        self.part: RequestPart = "whole"
 
     @property
     def spoiled(self) -> Exception | None:
@@ -357,6 +362,8 @@ class RequestState:
             ttft_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
             total_s=self.ended_at - self.started_at,
             error="" if error is None else type(error).__name__,
+            trace=self.trace,
+            part=self.part,
         )
 
     async def decode(self) -> None:

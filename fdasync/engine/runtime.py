@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from fdasync.cache.aux import ROUTING
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
+from fdasync.cache.picks import PickShape
 from fdasync.cache.store.base import Store
 from fdasync.engine.config import make_policy, resolve
 from fdasync.engine.driver import Driver
@@ -40,6 +42,7 @@ from fdasync.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from fdasync.cache.picks import PickTable
     from fdasync.drafting import Drafter
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.driver import Attendant
@@ -232,7 +235,9 @@ class Runtime:
                 num_host_blocks = scheduler.config.num_host_blocks
                 if capacity.aux_specs:
                     num_slots = capacity.num_blocks + num_host_blocks
-                    self._arena = AuxArena.create(num_slots, capacity.block_tokens, capacity.aux_specs)
+                    self._arena = AuxArena.create(
+                        num_slots, capacity.block_tokens, capacity.aux_specs, _picks_of(capacity)
+                    )
                 if num_host_blocks:
                     self._host = HostArena.create(num_host_blocks, capacity.block_nbytes)
                 await self.runner.bind(capacity.num_blocks, self._arena, self._host)
@@ -286,6 +291,11 @@ class Runtime:
         """Process id of the store's own process; -1: there is none."""
         store = None if self._stack is None else self._stack.process_store
         return -1 if store is None else store.pid
+
+    @property
+    def picks(self) -> PickTable | None:
+        """Counts of the experts that were chosen; None: nothing counts them."""
+        return None if self._arena is None else self._arena.picks
 
     @property
     def store_problem(self) -> str:
@@ -514,3 +524,12 @@ def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
             f"is {config.sum_slices}, and runner {config.runner!r} answers {capacity.sum_slices}",
             hint="set sum_slices to 1, or take a runner that sums in slices (Capacity.sum_slices)",
         )
+
+
+def _picks_of(capacity: Capacity) -> PickShape | None:
+    """What rows of routing mean; None: there is none, or rows name positions."""
+    spec = next((spec for spec in capacity.aux_specs if spec.name == ROUTING), None)
+    if spec is None or capacity.routing_debug or not capacity.num_experts:
+        return None
+    layers, top_k = spec.shape
+    return PickShape(layers, top_k, capacity.num_experts, capacity.top_k_by_layer)

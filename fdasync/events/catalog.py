@@ -21,6 +21,8 @@ from fdasync.result import FinishReason
 #: a verb of the contract of stores
 StoreVerb = Literal["exists_prefix", "get_into", "put", "delete", "usage"]
 LinkRole = Literal["mixed", "prefill", "decode", "router", "listener", ""]
+# what an engine did of a request
+RequestPart = Literal["whole", "prefill", "decode"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -539,6 +541,8 @@ class RequestEnded(Notice, frozen=True, kw_only=True):
             end.
         total_s: from the call to the end, in seconds.
         error: class of the error that ended it; "": no error did.
+        trace: the caller's span, as W3C's `traceparent`; "": it traces nothing.
+        part: "prefill": another instance was to decode it; "decode": another instance prefilled it; else "whole".
     """
 
     request_id: str
@@ -550,6 +554,8 @@ class RequestEnded(Notice, frozen=True, kw_only=True):
     ttft_s: float | None
     total_s: float
     error: str = ""
+    trace: str = ""
+    part: RequestPart = "whole"
 
 
 class LinkChanged(Notice, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from fdasync.request import (
     WeightsGroup,
 )
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
+from fdasync.telemetry.sight.sight import Sight
 
 PROTOCOL = 1
 #: the longest message that a link takes, without its payload
@@ -50,6 +51,8 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
+#: a `traceparent`, or ""; the engine refuses others
+Trace = Annotated[str, Meta(max_length=55)]
 #: token ids, int32 little-endian
 Tokens = Annotated[bytes, Meta(max_length=4 << 20)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=1 << 17)]
@@ -312,6 +315,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         rows: names of the aux specs whose rows the caller wants, routing included.
         start: position of the first row that the caller wants.
         waited_s: seconds since the caller sent the request.
+        trace: as in `Submit`.
     """
 
     caller: Key
@@ -326,6 +330,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     rows: Names
     start: Count
     waited_s: Seconds = 0.0
+    trace: Trace = ""
 
 
 class LeaseRequest(Message, frozen=True, array_like=True, tag="ask"):
@@ -490,6 +495,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
         waited_s: seconds since the caller sent the request.
         seen: of each of `decoders`, the incarnation of the process that answers the router there, and the address at
             which that process says that it listens; empty where the router does not know.
+        trace: the caller's span, as W3C's `traceparent`; "": it traces nothing.
     """
 
     request: Name
@@ -507,6 +513,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     salt: Words
     waited_s: Seconds = 0.0
     seen: Annotated[tuple[tuple[Namespace, Words], ...], Meta(max_length=256)] = ()
+    trace: Trace = ""
 
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
@@ -762,6 +769,36 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     state: Literal["running", "paused", "asleep"] = "running"
 
 
+# -- for people who look on ----------------------------------------------------------------------
+
+
+class Watch(Message, frozen=True, array_like=True, tag="watch"):
+    """A router asks an instance what there is to see; the instance replies with one `Seen`. A router asks at most once
+    a second, and only while somebody looks.
+
+    Attributes:
+        number: the `Seen` repeats it.
+        since: number of a `Moment`; only later ones are told.
+        past_picks: with the tables of picks under earlier weights.
+    """
+
+    number: Count
+    since: Count = 0
+    past_picks: bool = False
+
+
+class Seen(Message, frozen=True, array_like=True, tag="seen"):
+    """The reply to a `Watch`. It is left out while the link is full, and the router asks again.
+
+    Attributes:
+        number: of the `Watch`.
+        sight: what the instance shows. Its tables of picks take `MAX_PICKS_NBYTES` at most.
+    """
+
+    number: Count
+    sight: Sight
+
+
 AnyMessage = (
     Hello
     | Refused
@@ -789,6 +826,8 @@ AnyMessage = (
     | KvEventBatch
     | Command
     | Done
+    | Watch
+    | Seen
 )
 
 

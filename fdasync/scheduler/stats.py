@@ -78,6 +78,8 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         hit_tokens=sum(counters.hits),
         hit_tokens_host=counters.hits[1],
         hit_tokens_store=counters.hits[2],
+        num_slots=pool.num_slots,
+        free_slots=pool.num_free_slots,
         num_host_blocks=pool.num_host_blocks,
         free_host_blocks=pool.num_host_free,
         host_evictions=index.host_evictions,

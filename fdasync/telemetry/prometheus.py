@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from fdasync.errors import ConfigError
+from fdasync.errors import ConfigError, FdasyncError
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.metrics_http import ScrapeServer
+from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -188,6 +189,7 @@ class PrometheusTap:
         yield from self._from_stats()
         for family in self._told.families:
             yield family.export(self._common, self._values)
+        yield from self._under_vllms_names()
         states = {(store,): BREAKER_STATES[state] for store, state in self._told.breakers.items()}
         text = "0: the store is used, 1: it is tried, 2: it is left alone."
         yield self._gauge("fdasync_store_breaker_state", text, states, "store")
@@ -195,6 +197,15 @@ class PrometheusTap:
         yield self._counter("fdasync_tap_events_total", "Events that this tap counted.", {(): self._events.delivered})
         text = "Events that this tap lost, being slow."
         yield self._counter("fdasync_tap_dropped_events_total", text, {(): self._events.dropped})
+
+    def _under_vllms_names(self) -> Iterator[Metric]:
+        try:
+            sight = self._engine.sight(past_picks=False)
+        except FdasyncError:
+            # of an engine that failed, the numbers above are left
+            return
+        common = dict(zip(self._common, self._values, strict=True))
+        yield from vllm_metrics([("engine", sight)], self._engine.facts().model, common)
 
     def _from_stats(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -253,7 +264,9 @@ class PrometheusTap:
 
 def _labels(labels: Mapping[str, str], told: EventMetrics) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and values, checked. Raises ConfigError."""
-    taken = {"le", "tier", "state", "direction", "version"}.union(*[family.labels for family in told.families])
+    taken = {"le", "tier", "state", "direction", "version", "model_name", "finished_reason"}.union(
+        *[family.labels for family in told.families]
+    )
     for name, value in labels.items():
         if not _LABEL.fullmatch(name) or name.startswith("__") or name in taken:
             raise ConfigError("labels", f"{name!r} cannot be a label", hint="a name of letters that no metric uses")

@@ -244,7 +244,7 @@ def page() -> str:
 
 
 async def test_every_metric_is_on_the_page(page):
-    rows = re.findall(r"^\| `(fdasync_\w+)` \| (\w+) \| ([^|]*?) \| [^|]+ \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `((?:fdasync_|vllm:)\w+)` \| (\w+) \| ([^|]*?) \| [^|]+ \|$", page, re.MULTILINE)
     documented = {name: (kind, labels) for name, kind, labels in rows}
     assert len(documented) == len(rows), "a metric has two rows"
     config = synthetic_config(speculation=Speculation())

@@ -520,4 +520,5 @@ def _asked(name: str, wanted: Wanted) -> GenerateRequest:
         start=wanted.start,
         cache_salt=wanted.salt,
         waited_s=wanted.waited_s,
+        trace=wanted.trace,
     )

@@ -12,6 +12,8 @@ import asyncio
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fdasync.cache.identity import root_key
 from fdasync.engine import Engine
 from fdasync.errors import (
@@ -66,10 +68,12 @@ from fdasync.pd.messages import (
     LeaseRequest,
     Refused,
     ScoredPrompt,
+    Seen,
     Shape,
     Status,
     Submit,
     Totals,
+    Watch,
     brief,
 )
 from fdasync.pd.transfer.device import DeviceTransport
@@ -366,6 +370,7 @@ class Instance:
             Submit: self._on_submit,
             Abort: self._responses.abort,
             Command: self._on_command,
+            Watch: self._on_watch,
         }
         self._does = {
             AskLease: prefill_service.ask,
@@ -637,7 +642,19 @@ class Instance:
             cache_salt=message.salt,
             hand_off=hand_off,
             waited_s=message.waited_s,
+            trace=message.trace,
         )
+
+    def _on_watch(self, peer: Peer, message: Watch) -> None:
+        assert self._context is not None
+        try:
+            sight = self.engine.sight(message.since, past_picks=message.past_picks)
+            if self._context.draining and sight.state in ("running", "paused"):
+                sight = msgspec.structs.replace(sight, state="draining")
+            peer.send(Seen(message.number, sight))
+        except FdasyncError:
+            # the link is full or lost, or the engine has ended: who looks on asks again, and waits for nothing
+            return
 
     def _on_command(self, peer: Peer, message: Command) -> None:
         assert self._context is not None

@@ -225,6 +225,7 @@ class PrefillService:
             rows=tuple([spec.name for spec in specs]),
             start=asked.start,
             waited_s=0.0 if event.arrived_at is None else max(now - event.arrived_at, 0.0),
+            trace=asked.trace,
         )
         return LeaseRequest(*lease.name, wanted, action.ttl_s, max(action.over_by - now, 0.0))
 

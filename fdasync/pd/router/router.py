@@ -39,6 +39,7 @@ from fdasync.pd.messages import (
     KvEventBatch,
     Progress,
     Refused,
+    Seen,
 )
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.control import ControlPlane
@@ -49,6 +50,7 @@ from fdasync.pd.router.request import RoutedRequest
 from fdasync.pd.router.stats import RouterStats, facts_of, load_of, stats_of
 from fdasync.pd.router.stream import RoutedStream
 from fdasync.pd.router.validation import check_request_id, check_whole, folder_of, submit_of
+from fdasync.pd.router.watching import Watching
 from fdasync.request import GroupTensors, SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
         WeightSource,
     )
     from fdasync.result import Result
+    from fdasync.telemetry.sight.sight import Watched
 
 
 def connect(addresses: Sequence[str], config: RouterConfig | None = None, **options: Any) -> Router:
@@ -147,6 +150,7 @@ class Router(Generator):
         self._links = Links(self._wire or ZmqWire(keys=self._keys), self, self._link_config)
         self._base = self._links.incarnation[:8].hex()
         self.dispatch = Dispatch(self.config, self.table, self._base, self._check_open)
+        self._watching = Watching(self.table, self._loop)
         self.commands = ControlPlane(self.table, self.dispatch, self._links, self.config, self._drop, self.on_failure)
         config = self.config
         try:
@@ -350,6 +354,8 @@ class Router(Generator):
             self.commands.agreement.judge(instance)
         elif isinstance(message, Done):
             self.commands.on_done(instance, message)
+        elif isinstance(message, Seen):
+            self._watching.on_seen(instance, message)
         elif isinstance(message, Progress):
             self.dispatch.take_pieces(instance, message.pieces)
         elif isinstance(message, REQUEST_MESSAGES):
@@ -400,6 +406,7 @@ class Router(Generator):
             self._links_changed(instance)
             self.dispatch.gone(instance, error.problem)
             self.commands.on_lost(instance, error)
+            self._watching.on_lost(instance)
 
     def _links_changed(self, instance: InstanceHandle) -> None:
         instance.refresh()
@@ -544,6 +551,11 @@ class Router(Generator):
         """See `Generator.load`. Raises what stopped the router."""
         self._check_open()
         return load_of(self.table, len(self.live), updating=self.commands.is_updating)
+
+    async def watch(self) -> tuple[Watched, ...]:
+        """See `Generator.watch`. Raises what stopped the router."""
+        self._check_open()
+        return await self._watching.look()
 
     @property
     def live(self) -> list[RoutedRequest]:

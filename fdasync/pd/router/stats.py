@@ -15,11 +15,13 @@ from fdasync.errors import PeerUnreachable
 from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
 from fdasync.pd.router.weight_agreement import BEHIND, Dropped
+from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
+    from fdasync.telemetry.sight.sight import Sight
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,20 @@ def _load_of(instance: InstanceHandle) -> InstanceLoad:
         paused=instance.is_paused,
         weight_version=instance.weight_version,
         problem=_unused(instance),
+    )
+
+
+def watched_of(instance: InstanceHandle, sight: Sight | None, age_s: float) -> Watched:
+    """An instance and what it showed, so many seconds ago."""
+    peer, hello = instance.peer, instance.peer.hello
+    return Watched(
+        name="" if hello is None else hello.name,
+        role="" if hello is None else hello.role,
+        address=instance.address,
+        is_up=peer.is_up,
+        problem=_unused(instance) if peer.is_up else peer.problem,
+        age_s=age_s,
+        sight=sight,
     )
 
 

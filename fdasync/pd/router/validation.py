@@ -16,7 +16,7 @@ import msgspec
 
 from fdasync.errors import BadInput, ProtocolError, SourceUnsupported
 from fdasync.pd.messages import Message, Submit, decode, encode
-from fdasync.request import MAX_SALT_CHARS, check_text, checked_aux
+from fdasync.request import MAX_SALT_CHARS, check_text, check_trace, checked_aux
 
 if TYPE_CHECKING:
     from fdasync.request import GenerateRequest
@@ -54,6 +54,7 @@ def submit_of(request: GenerateRequest, request_deadline_s: float) -> Submit:
     if routing is not None and not isinstance(routing, bool):
         raise BadInput("routing", f"{routing!r} is neither True, False nor None")
     aux = checked_aux(request.aux)
+    check_trace(request.trace)
     prompt, params = request.prompt, request.params
     if params.max_tokens > MAX_PROMPT_TOKENS:
         raise BadInput("max_tokens", f"{params.max_tokens} tokens are beyond the context", limit=MAX_PROMPT_TOKENS)
@@ -71,6 +72,7 @@ def submit_of(request: GenerateRequest, request_deadline_s: float) -> Submit:
             raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {len(tokens) // 4 - 1}")
     return Submit(
         "-", "-", text, tokens, (), params, request.streams, priority, float(deadline_s), routing, aux, start, salt,
+        trace=request.trace,
     )  # fmt: skip
 
 

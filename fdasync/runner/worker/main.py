@@ -149,7 +149,9 @@ class _RunnerService(Service):
         if isinstance(message, Bind):
             arena = host = None
             if message.specs:
-                arena = AuxArena.attach(fds.pop(0), message.num_slots, message.block_tokens, message.specs)
+                arena = AuxArena.attach(
+                    fds.pop(0), message.num_slots, message.block_tokens, message.specs, message.picks
+                )
             if message.num_host_blocks:
                 host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
             await runner.bind(message.num_blocks, arena, host)

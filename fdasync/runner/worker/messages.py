@@ -16,6 +16,7 @@ import msgspec
 
 from fdasync import errors
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.picks import PickShape
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.rpc import ErrorTable
 from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
@@ -59,7 +60,7 @@ class Bind(msgspec.Struct, frozen=True, array_like=True, tag="bind"):
 
     Attributes:
         num_blocks: of the KV cache.
-        num_slots, block_tokens, specs: of the aux arena.
+        num_slots, block_tokens, specs, picks: of the aux arena.
         num_host_blocks, block_nbytes: of the host arena.
     """
 
@@ -69,6 +70,7 @@ class Bind(msgspec.Struct, frozen=True, array_like=True, tag="bind"):
     specs: tuple[AuxSpec, ...]
     num_host_blocks: int
     block_nbytes: int
+    picks: PickShape | None = None
 
 
 class LoadFolder(msgspec.Struct, frozen=True, array_like=True, tag="load_folder"):

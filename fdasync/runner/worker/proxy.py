@@ -139,14 +139,16 @@ class WorkerRunner(Runner):
         fds = []
         num_slots, block_tokens = 0, 0
         specs: tuple[AuxSpec, ...] = ()
+        picks = None
         if arena is not None:
             num_slots, block_tokens, specs = arena.num_slots, arena.block_tokens, arena.specs
+            picks = None if arena.picks is None else arena.picks.shape
             fds.append(arena.region.fd)
         num_host_blocks, block_nbytes = 0, 0
         if host is not None:
             num_host_blocks, block_nbytes = host.num_blocks, host.block_nbytes
             fds.append(host.region.fd)
-        message = Bind(num_blocks, num_slots, block_tokens, specs, num_host_blocks, block_nbytes)
+        message = Bind(num_blocks, num_slots, block_tokens, specs, num_host_blocks, block_nbytes, picks)
         await self._ask(message, _NOTHING, fds)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:

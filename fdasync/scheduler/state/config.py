@@ -129,6 +129,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         late_aborts: aborts of requests that were unknown or had ended.
         prompt_tokens, hit_tokens: of admitted requests, first admission only.
         hit_tokens_host, hit_tokens_store: the part of hit_tokens that was found there.
+        num_slots, free_slots: places of rows, and those of them without content; 0 without capture.
         num_host_blocks, free_host_blocks: blocks of the host tier, and those of them without content.
         swapped_in_blocks, swapped_out_blocks: blocks copied between device and host.
         fetched_blocks, late_fetched_blocks: blocks read from the store in time, and after the wait for them had ended.
@@ -171,6 +172,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int
     hit_tokens_host: int = 0
     hit_tokens_store: int = 0
+    num_slots: int = 0
+    free_slots: int = 0
     num_host_blocks: int = 0
     free_host_blocks: int = 0
     host_evictions: int = 0

@@ -21,19 +21,21 @@ class NeedsKey:
     Args:
         keys: keys that open `inner`.
         known: keys that open other paths.
+        opens: a path that needs no key; "": there is none.
     """
 
-    def __init__(self, inner: ASGIApp, keys: tuple[str, ...], known: tuple[str, ...] = ()) -> None:
+    def __init__(self, inner: ASGIApp, keys: tuple[str, ...], known: tuple[str, ...] = (), *, opens: str = "") -> None:
         self._inner = inner
         self._keys = tuple([key.encode() for key in keys])
         self._known = tuple([key.encode() for key in known])
+        self._opens = opens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._keys and _is_cross_site(scope):
             why = "a web page of another site asked, and this server has no key: start it with one"
             await answer(Refused(403, why, code="cross_site"))(scope, receive, send)
             return
-        if scope["type"] == "http" and self._keys:
+        if scope["type"] == "http" and self._keys and not self._is_open(scope):
             given = _bearer(scope)
             if not _is_one_of(given, self._keys):
                 if _is_one_of(given, self._known):
@@ -43,6 +45,10 @@ class NeedsKey:
                 await answer(refused)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return bool(self._opens) and path.removeprefix(scope.get("root_path", "")) == self._opens
 
 
 def _is_cross_site(scope: Scope) -> bool:

@@ -28,14 +28,18 @@ from fdasync_http.failures import JSON, Refused, answer, on_error
 from fdasync_http.front import Front
 from fdasync_http.openapi import description
 from fdasync_http.paths import CONTROL, USE, Path
+from fdasync_http.tracing import Traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from opentelemetry.trace import Tracer
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from fdasync import Generator
     from fdasync.engine.tokenizer import Tokenizer
+
+_PAGE = "/"
 
 
 def app(
@@ -44,6 +48,7 @@ def app(
     *,
     tokenizer: Tokenizer | None = None,
     is_draining: Callable[[], bool] = lambda: False,
+    tracer: Tracer | None = None,
 ) -> ASGIApp:
     """An ASGI app over an engine or a router.
 
@@ -53,6 +58,7 @@ def app(
         tokenizer: for text as clients ask for it, and for chats; None: the generator's own, if it has one.
         is_draining: whether the owner is about to end: requests that generate are then refused with 503, and `/ready`
             is 503.
+        tracer: OpenTelemetry's, makes a span of each request; None: callers' spans are handed on to engines.
 
     Raises ConfigError.
     """
@@ -60,18 +66,23 @@ def app(
     front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None), is_draining)
     use = (config.api_key,) if config.api_key else ()
     control = (config.admin_key,) if config.admin_key else use
-    routes = [_route(path, front, use, ()) for path in (*USE, *_own_paths())]
-    routes += [_route(path, front, control, use) for path in CONTROL]
+    routes = [_route(path, front, use, (), tracer) for path in (*USE, *_own_paths())]
+    routes += [_route(path, front, control, use, tracer) for path in CONTROL]
     inner = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _on_http_error, Exception: on_error},
     )
-    # paths that are not there ask for a key as well
-    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])))
+    # paths that are not there ask for a key as well; the page, which has no data, asks its reader for one
+    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])), opens=_PAGE)
 
 
-def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...]) -> Route:
-    return Route(path.path, NeedsKey(_Endpoint(path, front), keys, known), methods=list(path.methods))
+def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...], tracer: Tracer | None) -> Route:
+    opened = () if path.path == _PAGE else keys
+    return Route(
+        path.path,
+        NeedsKey(Traced(_Endpoint(path, front), path.path, tracer), opened, known),
+        methods=list(path.methods),
+    )
 
 
 def _own_paths() -> tuple[Path, ...]:

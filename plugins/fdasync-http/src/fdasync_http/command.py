@@ -78,6 +78,11 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.FloatRange(0, 1e9),
     help="Longest that the first signal waits for answers under way.",
 )
+@click.option(
+    "--traces",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append a span of each request to this file, one line of JSON each (fdasync[otel]).",
+)
 @click.option("--ready-fd", type=click.IntRange(0), help="Write one JSON line to this descriptor when ready.")
 @limit_options
 def http(**options: Any) -> None:
@@ -137,6 +142,7 @@ def http(**options: Any) -> None:
         ready_fd=taken["ready_fd"],
         connect_s=taken["connect_s"],
         keys=str(taken["keys"] or ""),
+        traces=str(taken["traces"] or ""),
     )
     leave(run_http(engine, plan, config, listen))
 
@@ -144,7 +150,7 @@ def http(**options: Any) -> None:
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
     "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "drain_s", "ready_fd", "connect_s", "keys",
+    "drain_s", "ready_fd", "connect_s", "keys", "traces",
 )  # fmt: skip
 
 

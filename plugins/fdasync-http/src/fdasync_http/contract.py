@@ -45,7 +45,7 @@ _NAMES_A_MODEL = (
     "/v1/models/{model:path}",
 )  # fmt: skip
 _NEEDS_NO_ENGINE = (
-    "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs",
+    "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs", "/",
 )  # fmt: skip
 
 # of the answer 200; (): it has no body
@@ -55,6 +55,7 @@ _MEDIA: dict[str, tuple[str, ...]] = {
     "/flush_cache": (TEXT,),
     "/metrics": (TEXT,),
     "/docs": (HTML,),
+    "/": (HTML,),
     "/ping": (),
     "/liveness": (),
     "/abort_request": (),
@@ -78,6 +79,14 @@ class Query(NamedTuple):
 # values of a flag, in any case
 _FLAG = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|0|1|)$"}
 _QUERIES = {
+    "/v1/sight": (
+        Query(
+            "window_s", "seconds that rates and latencies are of",
+            {"type": "number", "minimum": 5, "maximum": 600, "default": 60},
+        ),
+        Query("history", "with the moments of the last ten minutes", {"type": "boolean", "default": True}),
+        Query("experts", "with tables of the experts that were chosen", {"type": "boolean", "default": True}),
+    ),
     "/pause": (
         Query(
             "mode", "what becomes of requests that run",

@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from fdasync_http import tracing
 from fdasync_http.budget import Budget
 from fdasync_http.failures import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+    from typing import Unpack
 
-    from fdasync import Generator, ModelFacts
+    from fdasync import DeltaStream, GenerateOptions, Generator, ModelFacts, Result, SamplingParams
     from fdasync.engine.tokenizer import Tokenizer
+    from fdasync.request import Prompt
     from fdasync_http.config import HttpConfig
 
 
@@ -27,6 +31,11 @@ def model_name(config: HttpConfig, facts: ModelFacts) -> str:
     Clients send it back, so it has no spaces of ours in it.
     """
     return config.model or PurePath(facts.model_path).name or facts.model
+
+
+def _traced(options: GenerateOptions) -> GenerateOptions:
+    trace = tracing.current.get()
+    return {**options, "trace": trace} if trace else options
 
 
 class Front:
@@ -75,6 +84,16 @@ class Front:
             yield
         finally:
             self.live -= 1
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> AbstractAsyncContextManager[DeltaStream]:
+        """See `Generator.generate`; under the span of the request."""
+        return self.generator.generate(prompt, params, **_traced(options))
+
+    async def complete(self, prompt: Prompt, params: SamplingParams, **options: Unpack[GenerateOptions]) -> Result:
+        """See `Generator.complete`; under the span of the request."""
+        return await self.generator.complete(prompt, params, **_traced(options))
 
     @property
     def model(self) -> str:

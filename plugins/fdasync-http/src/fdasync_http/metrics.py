@@ -1,6 +1,7 @@
-"""`GET /metrics`: how busy the generator is, and what the front answered, for Prometheus.
+"""`GET /metrics`: how busy the generator is, what its engines did, and what the front answered, for Prometheus.
 
-An engine's own metrics are those of `fdasync.telemetry`, in the engine's process. Called by `application.py`.
+Engines stand under vLLM's names. An engine has more of its own in `fdasync.telemetry`, in its own process. Called by
+`application.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from fdasync.errors import FdasyncError
+from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,21 +22,26 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from starlette.requests import Request
 
+    from fdasync.telemetry.sight.sight import Watched
     from fdasync_http.front import Front
 
 
 async def metrics(_request: Request, front: Front) -> Response:
     """`GET /metrics`; 200 also where the engine has failed."""
+    try:
+        watched = await front.generator.watch()
+    except FdasyncError:
+        watched = ()
     registry = CollectorRegistry()
-    registry.register(_Figures(front))
+    registry.register(_Figures(front, watched))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Figures(Collector):
     """What is known now."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, front: Front, watched: tuple[Watched, ...]) -> None:
+        self._front, self._watched = front, watched
 
     def collect(self) -> Iterator[Metric]:
         front = self._front
@@ -64,3 +71,6 @@ class _Figures(Collector):
         version = GaugeMetricFamily("fdasync_http_weight_version", "1 for the weights in use.", labels=("version",))
         version.add_metric((facts.weight_version,), 1)
         yield version
+        # a counter of an engine that is away would stand still, and its gauges would be of before
+        shown = [(one.name, one.sight) for one in self._watched if one.is_up and one.sight is not None]
+        yield from vllm_metrics(shown, front.model)

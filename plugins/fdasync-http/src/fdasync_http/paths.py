@@ -14,6 +14,7 @@ from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokeniz
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.rollout.generate import RolloutBody, rollout
 from fdasync_http.sglang import asked, control, generate, groups, info
+from fdasync_http.sight import page, sight
 from fdasync_http.vllm import control as vllm_control
 from fdasync_http.vllm import generate as vllm_generate
 from fdasync_http.vllm import groups as vllm_groups
@@ -74,6 +75,8 @@ USE: tuple[Path, ...] = (
     Path("/weight_info", _GET, vllm_control.weight_info),
     Path("/version", _GET, vllm_control.server_version),
     Path("/metrics", _GET, metrics),
+    Path("/", _GET, page),
+    Path("/v1/sight", _GET, sight),
     Path("/ping", ("GET", "POST"), vllm_control.ping),
     Path("/liveness", _GET, vllm_control.ping),
     Path("/workers", _GET, vllm_control.workers),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fdasync import Generator
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
+    from fdasync.telemetry.otel import SpanLines
     from fdasync_http.config import HttpConfig
 
 _EXIT_FAILED = 1
@@ -64,6 +65,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         ready_fd: descriptor for the ready line; None: none.
         connect_s: longest that the first instance may take to answer.
         keys: file of the fleet's keys, for `addresses`; "": none.
+        traces: file that spans of requests are appended to; "": there are none.
     """
 
     addresses: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     ready_fd: int | None = None
     connect_s: float = 30.0
     keys: str = ""
+    traces: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +106,12 @@ def run_http(engine: EngineConfig | None, options: HttpOptions, config: HttpConf
     return uvloop.run(_Service(engine, options, config, listen).run())
 
 
+def _span_lines(path: str) -> SpanLines:
+    from fdasync.telemetry.otel import SpanLines
+
+    return SpanLines(path, "fdasync http")
+
+
 class _Service:
     """See the module."""
 
@@ -119,6 +128,7 @@ class _Service:
         self._running = self._ending = False
         # by address: why it gets no requests, as it was told
         self._unused: dict[str, str] = {}
+        self._spans = _span_lines(options.traces) if options.traces else None
 
     async def run(self) -> int:
         with Signals() as signals:
@@ -168,10 +178,16 @@ class _Service:
                 _say("interrupted while it started")
                 return _EXIT_INTERRUPTED
             self._tell_of_long_prompts(generator)
-            service = app(
-                generator, self._config, tokenizer=self._tokenizer(generator), is_draining=lambda: self._ending
-            )
-            async with serving(service, self._listen, self._bound) as served:
+            async with AsyncExitStack() as stack:
+                tracer = None if self._spans is None else await stack.enter_async_context(self._spans)
+                service = app(
+                    generator,
+                    self._config,
+                    tokenizer=self._tokenizer(generator),
+                    is_draining=lambda: self._ending,
+                    tracer=tracer,
+                )
+                served = await stack.enter_async_context(serving(service, self._listen, self._bound))
                 model = model_name(self._config, generator.facts())
                 settle()
                 self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))

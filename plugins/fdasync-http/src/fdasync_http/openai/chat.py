@@ -138,7 +138,7 @@ def _declares(chat: ChatTokenizer, beginning: list[int]) -> bool:
 
 async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> Response:
     with front.place(), asked.names.told_to_client():
-        result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
+        result = await front.complete(asked.prompt, asked.params, **asked.options)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     choices: list[dict[str, Any]] = []
     parts: list[Part] = []

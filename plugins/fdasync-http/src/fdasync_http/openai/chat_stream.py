@@ -95,7 +95,7 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
     began = asyncio.get_running_loop().time()
     is_begun = False
     with front.place(), asked.names.told_to_client():
-        async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
+        async with front.generate(asked.prompt, asked.params, **asked.options) as stream:
             async for item in read(stream):
                 if not is_begun:
                     is_begun = True

@@ -43,7 +43,7 @@ def choice_of(index: int, text: str, logprobs: Any, finish_reason: str | None) -
 async def result_of(front: Front, asked: Asked) -> Result:
     """The whole result of a prompt, without the token that it did not ask for."""
     with asked.names.told_to_client():
-        result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
+        result = await front.complete(asked.prompt, asked.params, **asked.options)
     return without_output(result) if asked.scores_only else result
 
 
@@ -163,7 +163,7 @@ class _Prompt:
         is_scored = asked.body.prompt_logprobs is not None
         scores: dict[str, Any] = {}
         with asked.names.told_to_client():
-            async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
+            async with front.generate(asked.prompt, asked.params, **asked.options) as stream:
                 async for item in read(stream, at_end=is_scored):
                     growing = samples[item.index]
                     if isinstance(item, Delta):

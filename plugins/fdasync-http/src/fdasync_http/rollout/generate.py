@@ -95,7 +95,7 @@ def _asked_of(body: RolloutBody) -> tuple[str | list[int], GenerateOptions]:
 async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Response:
     prompt, options = _asked_of(body)
     with front.place(), _names(body).told_to_client():
-        result = await front.generator.complete(prompt, params, **options)
+        result = await front.complete(prompt, params, **options)
     told = {"request_id": result.request_id, "model": front.model}
     return Parts(sample_file(result.samples[0], result.prompt_token_ids, **told), ONE)
 
@@ -104,7 +104,7 @@ async def _files(front: Front, body: RolloutBody, params: SamplingParams) -> Asy
     """The files of all samples, in the order in which they end."""
     prompt, options = _asked_of(body)
     with front.place(), _names(body).told_to_client():
-        async with front.generator.generate(prompt, params, **options) as stream:
+        async with front.generate(prompt, params, **options) as stream:
 
             def pieces_of(sample: Sample) -> AsyncIterator[bytes]:
                 told = {"request_id": stream.request_id, "model": front.model}

@@ -60,7 +60,7 @@ async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
 
 async def _result_of(front: Front, asked: Asked) -> Result:
     with asked.names.told_to_client():
-        return await front.generator.complete(asked.prompt, asked.params, **asked.options)
+        return await front.complete(asked.prompt, asked.params, **asked.options)
 
 
 class _Growing:
@@ -108,7 +108,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     is_scored = asked.params.prompt_logprobs_start is not None
     began = asyncio.get_running_loop().time()
     with front.place(), asked.names.told_to_client():
-        async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
+        async with front.generate(asked.prompt, asked.params, **asked.options) as stream:
             version = front.generator.facts().weight_version
             prompt_tokens = 0
             async for item in read(stream, at_end=is_scored):

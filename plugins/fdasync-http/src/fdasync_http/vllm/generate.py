@@ -128,7 +128,7 @@ async def _generate(request: Request, front: Front, form: RowForm) -> Response:
 
 async def _answer(front: Front, asked: _Asked) -> Response:
     with front.place(), asked.names.told_to_client():
-        result = await front.generator.complete(asked.body.token_ids, asked.params, **asked.options)
+        result = await front.complete(asked.body.token_ids, asked.params, **asked.options)
     parts: list[Part] = []
     choices = [_choice(front, asked, sample, parts) for sample in result.samples]
     usage = result.usage
@@ -226,7 +226,7 @@ def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any
 async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
     """Deltas as events; the last event of each sample has its finish reason and its rows."""
     with front.place(), asked.names.told_to_client():
-        async with front.generator.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
+        async with front.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
             texts = [asked.form.of_sample() for _ in range(asked.params.n)]
             # once, not for every event
             head = {"request_id": stream.request_id, "model": front.model, "created": int(time.time())}

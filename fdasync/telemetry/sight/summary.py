@@ -1,0 +1,354 @@
+"""What people look at: the sights of all engines behind a generator put together, in numbers that need no more sums.
+
+`summary_of` is what `fdasync top --json` prints, what `GET /v1/sight` of the HTTP front answers, and what its page and
+the screen of `fdasync top` show. Pure. Called by `cli/top.py` and the HTTP plugin.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from fdasync.telemetry.sight.experts import Experts, experts_of
+from fdasync.telemetry.sight.latencies import added, quantile
+from fdasync.telemetry.sight.sight import MOMENT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.telemetry.sight.latencies import Counts
+    from fdasync.telemetry.sight.sight import Moment, Watched
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+#: an engine is called slow if a token takes it so many times as long as the others of its kind
+SLOW = 1.5
+# sights that are older than this say nothing of now
+_STALE_S = 5.0
+_QUANTILES = (0.5, 0.9, 0.99)
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that so large a share of requests does not exceed; None: no request of the window tells.
+
+    Attributes:
+        count: requests.
+        p50, p90, p99: seconds.
+    """
+
+    count: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a window of the last seconds.
+
+    Attributes:
+        seconds: that it has, of engines that have run so long.
+        tokens_per_s, prompt_tokens_per_s, finished_per_s: sampled tokens, prompt tokens admitted, samples ended.
+        hit_share: of the prompt tokens, those found on the device, on the host, in the store; None: there were none.
+        ttft, tpot: from the call to the first token; from then on, by each token. Of requests whose tokens are handed
+            out as they come.
+        token_s: seconds that a sample waited for each of its tokens, of all requests; None: nothing was sampled.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    finished_per_s: float
+    hit_share: tuple[float, float, float] | None
+    ttft: Latency
+    tpot: Latency
+    token_s: float | None
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks or slots. `idle`: cached, and no sample uses them."""
+
+    all: int
+    used: int
+    idle: int
+    free: int
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """By state; see `Sight`."""
+
+    waiting_for_place: int
+    waiting: int
+    running: int
+    leased: int
+    hand_offs: int
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine.
+
+    Attributes:
+        name, role, address: see `Watched`.
+        state: as `Sight` says it; "away" without a link, "silent" without an answer.
+        problems: in words; () where all is well.
+        slow: a token takes it longer than the others of its role.
+        weight_version: label of its weights.
+        requests, device, host, slots, rates: of it alone.
+        leases: granted, denied, dropped, of those that other instances asked it for.
+        queued_tokens, preemptions, finished, tokens: see `Sight`.
+    """
+
+    name: str
+    role: str
+    address: str
+    state: str
+    problems: tuple[str, ...]
+    slow: bool
+    weight_version: str
+    requests: Requests
+    device: Places
+    host: Places
+    slots: Places
+    rates: Rates
+    leases: tuple[int, int, int]
+    queued_tokens: int
+    preemptions: int
+    finished: int
+    tokens: int
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """All engines in one moment.
+
+    Attributes:
+        age_s: seconds ago that it ended.
+        rates: of it.
+        running, waiting: samples at its end.
+        used_share: of the device blocks.
+    """
+
+    age_s: float
+    rates: Rates
+    running: int
+    waiting: int
+    used_share: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All engines together.
+
+    Attributes:
+        model: its name.
+        weight_version: of the engines; several, if they differ, with commas.
+        requests, device, host, slots, leases, queued_tokens: sums.
+        rates: of all together; of a request that was handed over, its prompt and its output count once.
+        problems: of engines, each with the name before it.
+        engines: each.
+        history: moments, oldest first.
+        experts: by weights, newest first.
+    """
+
+    model: str
+    weight_version: str
+    requests: Requests
+    device: Places
+    host: Places
+    slots: Places
+    rates: Rates
+    leases: tuple[int, int, int]
+    queued_tokens: int
+    problems: tuple[str, ...]
+    engines: tuple[Engine, ...]
+    history: tuple[Past, ...] = ()
+    experts: tuple[Experts, ...] = ()
+
+
+def summary_of(
+    watched: Sequence[Watched], *, model: str, window_s: float = 60.0, history: bool = True, experts: bool = True
+) -> Summary:
+    """Put sights together.
+
+    Args:
+        model: its name.
+        window_s: that rates and latencies are of.
+        history, experts: with these.
+    """
+    count = max(round(window_s / MOMENT_S), 1)
+    recent = [_recent(one, count) for one in watched]
+    apart = any(one.role == "prefill" and one.is_up for one in watched)
+    token_s = [rates_of([moments]).token_s for moments in recent]
+    engines = tuple(
+        [
+            _engine(one, moments, _slow(number, watched, token_s))
+            for number, (one, moments) in enumerate(zip(watched, recent, strict=True))
+        ]
+    )
+    present = [one for one in engines if one.state not in ("away", "silent")]
+    versions = dict.fromkeys([one.weight_version for one in present])
+    return Summary(
+        model=model,
+        weight_version=", ".join(versions),
+        requests=_added(Requests, [one.requests for one in present]),
+        device=_added(Places, [one.device for one in present]),
+        host=_added(Places, [one.host for one in present]),
+        slots=_added(Places, [one.slots for one in present]),
+        rates=rates_of([_once(one.role, moments, apart) for one, moments in zip(watched, recent, strict=True)]),
+        leases=_leases([one.leases for one in present]),
+        queued_tokens=sum([one.queued_tokens for one in present]),
+        problems=tuple([f"{one.name or one.address}: {problem}" for one in engines for problem in one.problems]),
+        engines=engines,
+        history=_history(watched, apart) if history else (),
+        experts=experts_of([one.sight.picks for one in watched if one.sight is not None]) if experts else (),
+    )
+
+
+def rates_of(recent: Sequence[Sequence[Moment]]) -> Rates:
+    """What engines did together, each in moments of one window."""
+    flat = [moment for moments in recent for moment in moments]
+    # engines work side by side: each adds the rate of its own seconds
+    spans = [sum([moment.seconds for moment in moments]) for moments in recent]
+
+    def per_s(name: str) -> float:
+        pairs = zip(recent, spans, strict=True)
+        return float(sum([sum([getattr(one, name) for one in moments]) / span for moments, span in pairs if span]))
+
+    prompt = sum([moment.prompt_tokens for moment in flat])
+    device, host, store = [sum([moment.hits[tier] for moment in flat]) for tier in range(3)]
+    tokens = sum([moment.tokens for moment in flat])
+    waited_s = sum([moment.running * moment.seconds for moment in flat if moment.tokens])
+    return Rates(
+        seconds=max(spans, default=0.0),
+        tokens_per_s=per_s("tokens"),
+        prompt_tokens_per_s=per_s("prompt_tokens"),
+        finished_per_s=per_s("finished"),
+        hit_share=(device / prompt, host / prompt, store / prompt) if prompt else None,
+        ttft=_latency([moment.ttft for moment in flat]),
+        tpot=_latency([moment.tpot for moment in flat]),
+        token_s=waited_s / tokens if tokens and waited_s else None,
+    )
+
+
+def _latency(parts: Sequence[Counts]) -> Latency:
+    counts = added(parts)
+    p50, p90, p99 = [quantile(counts, share) for share in _QUANTILES]
+    return Latency(count=sum([count for _, count in counts]), p50=p50, p90=p90, p99=p99)
+
+
+def _recent(one: Watched, count: int) -> tuple[Moment, ...]:
+    """The moments of the window; () of an engine that says nothing any more."""
+    if one.sight is None or not one.is_up or one.age_s > _STALE_S or not one.sight.moments:
+        return ()
+    last = one.sight.moments[-1].number
+    return tuple([moment for moment in one.sight.moments if moment.number > last - count])
+
+
+def _slow(number: int, watched: Sequence[Watched], token_s: Sequence[float | None]) -> str:
+    """Why an engine is called slow; "": it is not."""
+    own, role = token_s[number], watched[number].role
+    others = [
+        seconds
+        for at, (one, seconds) in enumerate(zip(watched, token_s, strict=True))
+        if at != number and one.role == role and seconds is not None
+    ]
+    if own is None or not others or role == "prefill" or own < SLOW * median(others):
+        return ""
+    return f"slow: a token takes {own * 1e3:.3g} ms, at the others {median(others) * 1e3:.3g} ms"
+
+
+_NOBODY = Requests(waiting_for_place=0, waiting=0, running=0, leased=0, hand_offs=0)
+_NOTHING = Places(all=0, used=0, idle=0, free=0)
+
+
+def _engine(one: Watched, recent: Sequence[Moment], slow: str) -> Engine:
+    sight = one.sight
+    silent = sight is None or one.age_s > _STALE_S
+    state = "away" if not one.is_up else "silent" if silent or sight is None else sight.state
+    problems = [one.problem] if one.problem else []
+    if one.is_up and silent:
+        problems.append("does not say how it is" if sight is None else f"has not answered for {one.age_s:.0f} s")
+    if sight is not None and one.is_up:
+        if sight.store_problem:
+            problems.append(f"without its store: {sight.store_problem}")
+        if sight.tap_problem:
+            problems.append(f"without taps: {sight.tap_problem}")
+        if sight.dropped_events:
+            problems.append(f"its taps lost {sight.dropped_events} events")
+    if slow:
+        problems.append(slow)
+    told = {} if sight is None else msgspec.structs.asdict(sight)
+    return Engine(
+        name=one.name,
+        role=one.role,
+        address=one.address,
+        state=state,
+        problems=tuple(problems),
+        slow=bool(slow),
+        weight_version=told.get("weight_version", ""),
+        requests=_NOBODY
+        if sight is None
+        else Requests(
+            waiting_for_place=sight.waiting_for_place,
+            waiting=sight.waiting,
+            running=sight.running,
+            leased=sight.leased,
+            hand_offs=sight.hand_offs,
+        ),
+        device=_NOTHING if sight is None else _places(sight.num_blocks, sight.free_blocks, sight.idle_blocks),
+        host=_NOTHING if sight is None else _places(sight.num_host_blocks, sight.free_host_blocks),
+        slots=_NOTHING if sight is None else _places(sight.num_slots, sight.free_slots),
+        rates=rates_of([recent]),
+        leases=told.get("leases", (0, 0, 0)),
+        queued_tokens=told.get("queued_tokens", 0),
+        preemptions=told.get("preemptions", 0),
+        finished=told.get("finished", 0),
+        tokens=told.get("tokens", 0),
+    )
+
+
+def _places(every: int, free: int, idle: int = 0) -> Places:
+    return Places(all=every, used=every - free - idle, idle=idle, free=free)
+
+
+def _added(kind: type[T], parts: Sequence[T]) -> T:
+    names = kind.__struct_fields__
+    return kind(**{name: sum([getattr(part, name) for part in parts]) for name in names})
+
+
+def _leases(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    granted, denied, dropped = [sum([part[at] for part in parts]) for at in range(3)]
+    return granted, denied, dropped
+
+
+def _once(role: str, moments: Sequence[Moment], apart: bool) -> tuple[Moment, ...]:
+    """Of a request that is handed over, the prefill side tells the prompt and the decode side the output: both count
+    both."""
+    if apart and role == "prefill":
+        return tuple([msgspec.structs.replace(moment, tokens=0, finished=0) for moment in moments])
+    if apart and role == "decode":
+        return tuple([msgspec.structs.replace(moment, prompt_tokens=0, hits=(0, 0, 0)) for moment in moments])
+    return tuple(moments)
+
+
+def _history(watched: Sequence[Watched], apart: bool) -> tuple[Past, ...]:
+    """Moments of all engines side by side. They end at most `MOMENT_S` apart, counted from the latest of each."""
+    by_age: dict[int, list[Moment]] = {}
+    for one in watched:
+        if one.sight is None or not one.sight.moments or not one.is_up or one.age_s > _STALE_S:
+            continue
+        last = one.sight.moments[-1].number
+        for moment in _once(one.role, one.sight.moments, apart):
+            by_age.setdefault(last - moment.number, []).append(moment)
+    blocks = sum([one.sight.num_blocks for one in watched if one.sight is not None and one.is_up])
+    return tuple(
+        [
+            Past(
+                age_s=age * MOMENT_S,
+                rates=rates_of([[moment] for moment in moments]),
+                running=sum([moment.running for moment in moments]),
+                waiting=sum([moment.waiting for moment in moments]),
+                used_share=sum([moment.used_blocks for moment in moments]) / blocks if blocks else 0.0,
+            )
+            for age, moments in sorted(by_age.items(), reverse=True)
+        ]
+    )
