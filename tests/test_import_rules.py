@@ -234,7 +234,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (
-            "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config", "fdasync.engine.weight_source",
+            "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config", "fdasync.engine.weights.source",
             "fdasync.ipc.deadlines", "fdasync.pd.link.address", "fdasync.pd.link.keys", "fdasync.pd.router.*",
             "fdasync.request", "fdasync.runner.synthetic",
         ),

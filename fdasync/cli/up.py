@@ -2,8 +2,8 @@
 
 Owns a `LocalFleet` of `fdasync serve` children, starts a child again that ends by itself (`restarts.py`), and has a
 `Router` that reads their status. It sends no requests. A router that updated the weights gives them to an instance that
-was started again (`weight_agreement.py`). No engine runs here: a terminal that is stopped holds up the table alone, and
-a reader that ends costs the table alone (`stdout.py`). Called by `serve.py`.
+was started again (`router/weights/agreement.py`). No engine runs here: a terminal that is stopped holds up the table
+alone, and a reader that ends costs the table alone (`stdout.py`). Called by `serve.py`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
-from fdasync.engine.sleep import Sleep
 from fdasync.engine.stream import TokenStream
-from fdasync.engine.weights import Weights
+from fdasync.engine.weights.sleep import Sleep
+from fdasync.engine.weights.updates import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
 from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
 from fdasync.events.tap import TapStats

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.store.base import Item
 from fdasync.cache.store.block_format import object_key
+from fdasync.engine.refusals import Refusals
 from fdasync.errors import DeadlineExceeded, FdasyncError, StoreTimeout, TaskCancelled
 from fdasync.events.catalog import (
     BlockDamaged,
@@ -22,13 +23,12 @@ from fdasync.events.catalog import (
     LookedUp,
     LookupReturned,
     StoreEnded,
-    WritesRefused,
 )
 from fdasync.ipc.deadlines import Closing, wait_within
 from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
@@ -38,43 +38,6 @@ if TYPE_CHECKING:
 
 # bytes of one call at most: leading blocks arrive before the rest
 _CALL_NBYTES = 32 << 20
-# seconds between two events of the same status
-TELL_EVERY_S = 10.0
-
-
-class Refusals:
-    """Counts the blocks that a store refused to write, and makes events of them that do not flood a log.
-
-    A full store refuses every write, in words that may hold changing numbers. So there is an event for an outcome's
-    status when it is new, and then one in `TELL_EVERY_S`, with the latest words and the number of blocks since.
-
-    Attributes:
-        blocks: how many were refused so far.
-        problem: why the latest was refused, in the store's words; "" while none was.
-    """
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.problem = ""
-        self._untold: dict[str, int] = {}
-        self._told_at: dict[str, float] = {}
-
-    def add(self, store: str, outcomes: Sequence[Outcome], now: float) -> list[WritesRefused]:
-        """Count the refused outcomes of a put; returns the events that are due at `now`, engine time in seconds."""
-        events = []
-        refused: dict[str, Outcome] = {}
-        for outcome in outcomes:
-            if not outcome.ok:
-                refused.setdefault(outcome.status, outcome)
-                self.blocks += 1
-                self._untold[outcome.status] = self._untold.get(outcome.status, 0) + 1
-        for status, first in refused.items():
-            self.problem = first.problem or status
-            told_at = self._told_at.get(status)
-            if told_at is None or now >= told_at + TELL_EVERY_S:
-                self._told_at[status] = now
-                events.append(WritesRefused(store=store, items=self._untold.pop(status), problem=self.problem))
-        return events
 
 
 class StoreIO:

@@ -9,7 +9,7 @@ import pytest
 
 from fdasync import Engine, SamplingParams
 from fdasync.cache.store.base import DONE, EXISTS, Outcome
-from fdasync.engine.store_io import TELL_EVERY_S, Refusals
+from fdasync.engine.refusals import TELL_EVERY_S, Refusals
 from fdasync.events.catalog import WritesRefused
 from fdasync.telemetry.json_log import JsonLogTap
 from fdasync.testing import check_idle, no_leaks, run_sim, synthetic_config, until

@@ -3,7 +3,7 @@
 A weight update, or a new label for the weights in use, is a barrier (docs/design.md, rule 22): the router holds new
 requests, lets hand-offs finish (before an update), updates all instances under one weights id, drops by name the
 instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
-each instance has the new weights, is being brought to them (`weight_agreement.py`), or is dropped.
+each instance has the new weights, is being brought to them (`router/weights/agreement.py`), or is dropped.
 
 Knows nothing of requests but which are being handed over. Called by `router/router.py`.
 """
@@ -35,9 +35,9 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.futures import fail
 from fdasync.pd.messages import Command, Done
-from fdasync.pd.router.part_update import PartUpdate
 from fdasync.pd.router.validation import check_limit_s, check_whole
-from fdasync.pd.router.weight_agreement import WeightAgreement
+from fdasync.pd.router.weights.agreement import WeightAgreement
+from fdasync.pd.router.weights.part_update import PartUpdate
 from fdasync.request import (
     WeightsGroup,
     checked_fingerprint,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.dispatch import Dispatch
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
-    from fdasync.pd.router.weight_agreement import Dropped
+    from fdasync.pd.router.weights.agreement import Dropped
     from fdasync.request import GroupTensors, PauseMode
 
     Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]

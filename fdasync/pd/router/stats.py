@@ -14,7 +14,7 @@ from fdasync.cache.aux import ROUTING
 from fdasync.errors import PeerUnreachable
 from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
-from fdasync.pd.router.weight_agreement import BEHIND, Dropped
+from fdasync.pd.router.weights.agreement import BEHIND, Dropped
 from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fdasync.engine.weight_source import tensors_of
+from fdasync.engine.weights.source import tensors_of
 from fdasync.errors import BadInput
 from fdasync.runner.synthetic import WEIGHTS_FILE
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import msgspec
 
 from fdasync.engine.prepare import namespace_of
-from fdasync.engine.weight_source import ITEM_NBYTES, check_group, folder_of, group_tensors_of, tensors_of
+from fdasync.engine.weights.source import ITEM_NBYTES, check_group, folder_of, group_tensors_of, tensors_of
 from fdasync.errors import (
     Asleep,
     BadInput,

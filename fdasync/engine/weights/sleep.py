@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.runtime import Runtime
-    from fdasync.engine.weights import Weights
+    from fdasync.engine.weights.updates import Weights
     from fdasync.request import PauseMode, SleepMode, WakeTag
 
 #: in the order in which they are taken back: graphs hold addresses of weights and blocks

@@ -1,0 +1,1 @@
+"""Which weights the instances of a router must have: agreement on versions, updates in parts."""
