@@ -10,10 +10,10 @@ Every round plays requests, sleeps while one of them runs, wakes, and plays them
 2: used memory of all its GPUs as the driver tells it (NVML), less what was used before the engine started, so contexts,
 graphs and kernels are in it. On a CPU: resident memory of the worker, less that before the first model was loaded is
 not known, so all of it.
-`sleep_s_1_first`: the first sleep of level 1, which finds and pins host memory for the weights; `sleep_s_1`: later
-ones. `wake_s_1`: from the call to the first token of the request that had waited. `sleep_s_2`; `wake_s_2`: memory of
-all parts is there, and no weights; `reload_s_2`: they are drawn (on a GPU) or loaded again, the transfer that a trainer
-would make.
+`sleep_s_1_pins`: a sleep of level 1 that finds and pins host memory for the weights, as the first one does, and the
+first one after a sleep of level 2, which frees that memory; `sleep_s_1`: the next one. `wake_s_1`: from the call to the
+first token of the request that had waited. `sleep_s_2`; `wake_s_2`: memory of all parts is there, and no weights;
+`reload_s_2`: they are drawn (on a GPU) or loaded again, the transfer that a trainer would make.
 `same_1`, `same_2`: the share of requests whose tokens and expert rows are those of before the sleep. Requests are
 played one at a time, so their steps are the same.
 
@@ -169,8 +169,8 @@ class _Round:
         same = [one == other for one, other in zip(found, self._wanted, strict=True)]
         self.add(name, sum(same) / len(same))
 
-    async def play(self, number: int) -> None:
-        """Level 1 with a request inside, then level 2."""
+    async def play(self) -> None:
+        """Level 1 with a request inside, level 1 once more, then level 2."""
         engine = self._engine
         self.add_memory("awake_nbytes")
         async with engine.generate(_prompt(0), _params(200)) as stream:
@@ -179,7 +179,7 @@ class _Round:
                 await anext(deltas)
             began = time.perf_counter()
             await engine.sleep(1)
-            self.add("sleep_s_1" if number else "sleep_s_1_first", time.perf_counter() - began)
+            self.add("sleep_s_1_pins", time.perf_counter() - began)
             self.add_memory("asleep_nbytes_1")
             while True:
                 # what came before the sleep
@@ -193,6 +193,10 @@ class _Round:
         await engine.wake()
         await asked
         self.add("wake_s_1", time.perf_counter() - began)
+        began = time.perf_counter()
+        await engine.sleep(1)
+        self.add("sleep_s_1", time.perf_counter() - began)
+        await engine.wake()
         await self.compare("same_1")
         began = time.perf_counter()
         await engine.sleep(2)
@@ -225,8 +229,8 @@ async def _measure(args: argparse.Namespace, report: Report) -> bool:
             print(f"  started after {report.conditions['start_s']} s", file=sys.stderr, flush=True)
             wanted = await _play(engine)
             rounds = _Round(engine, memory, wanted)
-            for number in range(args.rounds):
-                await rounds.play(number)
+            for _ in range(args.rounds):
+                await rounds.play()
     judged = on_gpu and args.model == DEFAULT_MODEL and args.ranks == 1
     fine = True
     for name, values in rounds.values.items():
