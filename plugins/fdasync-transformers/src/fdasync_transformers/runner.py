@@ -498,6 +498,8 @@ class TransformersRunner(Runner):
             if shown is not None and not dead:
                 shown.free()
             memory, self._memory = self._memory, None
+            if memory is not None:
+                memory.forget()
             if on_gpu and not dead:
                 # models are reference cycles: collect them, then give their memory back to the device
                 gc.collect()

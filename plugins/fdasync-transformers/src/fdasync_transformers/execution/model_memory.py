@@ -93,10 +93,14 @@ class ModelMemory(ABC):
             raise WakeFailed(part, str(error)) from error
         self.released.remove(part)
 
-    def close(self) -> None:
-        """Free what torch does not; idempotent. No tensor is used any more."""
+    def forget(self) -> None:
+        """Hold the model and its blocks no more: nothing is released or taken back from now on. Idempotent."""
         self._model = self._pool = None
         self._kept = []
+
+    def close(self) -> None:
+        """Free what torch does not; idempotent. No tensor is used any more."""
+        self.forget()
 
     def _keep_buffers(self) -> None:
         """Copy what no update brings, and what may lie beside weights: some kilobytes."""
