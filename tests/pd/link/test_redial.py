@@ -7,6 +7,7 @@ import zmq
 from benchmarks._chaos_proxy import Proxy
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.link.zmq_listener import descriptors
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.testing import until
 from tests.pd.link.link_world import Owner, note
@@ -22,12 +23,23 @@ async def test_a_peer_that_was_silent_is_dialed_anew():
         between.target = int(listening.listen("tcp://127.0.0.1:0").rpartition(":")[2])
         peer = dialing.dial(f"tcp://127.0.0.1:{between.port}")
         await peer.ready(5.0)
+        peer.send(note(0))
+        await until(lambda: other.got == [0])
+        before = descriptors()[0]
         between.stall(inward=True, outward=True)
         # new connections flow
         between.stalls_in = between.stalls_out = False
         await until(lambda: one.log == ["up other", "lost other", "up other"])
         peer.send(note(1))
         await until(lambda: other.got == [1])
+        await until(lambda: other.log == ["up one", "lost one", "up one"])
+        # what lay in the dead connection comes at last, and its end
+        between.stall(inward=False, outward=False)
+        await until(lambda: descriptors()[0] == before)
+        assert len(listening.peers) == 1
+        peer.send(note(2))
+        await until(lambda: other.got == [1, 2])
+        assert one.log == ["up other", "lost other", "up other"]
     finally:
         await dialing.aclose()
         await listening.aclose()
