@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import START_S, STORE, TRANSFER, WORKER
-from fdasync.errors import BadInput, RemoteError, TransientError
+from fdasync.errors import BadInput, PeerUnreachable, RemoteError, TransientError
 from fdasync.pd.transfer.process.proxy import STOP_S
 
 if TYPE_CHECKING:
@@ -289,6 +289,9 @@ class Director:
         self._spare = ""
         try:
             await self._router.drain(leaver.address, _DRAIN_S)
+        except (BadInput, PeerUnreachable):
+            # a weight update has dropped it, or the router is cut off and has not called it again yet
+            self.played["drain: not reached"] += 1
         finally:
             with contextlib.suppress(BadInput):
                 # a weight update may have dropped it
@@ -310,7 +313,12 @@ class Director:
                 if node.address == dropped.address:
                     async with asyncio.timeout(_START_LIMIT_S):
                         await node.ready.wait()
-                        await self._router.add(node.address)
+                        try:
+                            await self._router.add(node.address)
+                        except PeerUnreachable:
+                            # it leaves meanwhile
+                            if node.name == self._spare:
+                                raise
 
 
 def slowest_recovery(faults: list[tuple[float, str]], served_at: list[float]) -> tuple[float, str]:
