@@ -84,7 +84,7 @@ async def begun(engine: Engine, steps: int) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("way", ["host", "kernels", "ranks", GPU])
+@pytest.mark.parametrize("way", ["host", pytest.param("kernels", marks=pytest.mark.slow), "ranks", GPU])
 async def test_what_ran_goes_on_after_a_sleep(tmp_path: Path, way: str) -> None:
     make_small_checkpoint(tmp_path, "qwen3_moe")
     async with Engine(config(tmp_path, way)) as engine:
