@@ -80,7 +80,11 @@ def advertised(address: str, host: str) -> str:
     if is_ipc(address):
         raise ConfigError("host", f"{address} has no host", hint="listen at tcp://, or leave --host out")
     bare = host.removeprefix("[").removesuffix("]")
-    number = number_of(f"tcp://[{bare}]:1")
+    try:
+        number = number_of(f"tcp://[{bare}]:1")
+    except ConfigError:
+        problem = f"{host!r} is neither an address in numbers nor an interface of this machine"
+        raise ConfigError("host", problem, hint="say the address that the other machines dial, in numbers") from None
     found = ipaddress.ip_address(number)
     if found.is_unspecified or found.is_multicast:
         raise ConfigError("host", f"{host!r} names no machine", hint="say the address that the other machines dial")

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 from fdasync_mooncake.transfer import engine as engine_module
 from fdasync_mooncake.transfer.landing import slots_worth
+from fdasync_mooncake.transfer.server import Receiver, Server
 from fdasync_mooncake.transfer.staging import SLOT_NBYTES, SLOTS, STAGING_NBYTES, Slots
 from fdasync_mooncake.transfer.transport import MooncakeTransport
-from fdasync_mooncake.transfer.wire import ASKED, MAX_STAGES, Stage, WireRun, check_stage, pack, unpack
+from fdasync_mooncake.transfer.wire import ASKED, MAX_STAGES, Free, Stage, WireRun, check_stage, pack, unpack
 
 from fdasync.errors import BadInput, PluginError, ProtocolError
 from fdasync.ipc.shared_memory import Part
@@ -37,6 +38,76 @@ class Hooks(TransportHooks):
 
 
 # -- bounds, without an engine -----------------------------------------------------------------------------
+
+
+class Unhurried:
+    """An engine that takes a while to say that it runs."""
+
+    protocol, segment, address = "tcp", "1.2.3.4:5", 0
+
+    async def check(self):
+        await asyncio.sleep(0.02)
+
+
+class Wrote(asyncio.Transport):
+    """What a connection was told, and whether it was ended; what was told stays unread."""
+
+    def __init__(self):
+        super().__init__()
+        self.data, self.aborted = b"", False
+
+    def write(self, data):
+        self.data += data
+
+    def get_write_buffer_size(self):
+        return len(self.data)
+
+    def abort(self):
+        self.aborted = True
+
+
+def receiver_of(slots):
+    server = Server(b"x" * 16, [], (), Unhurried(), slots, None, 0.5)
+    receiver, told = Receiver(server), Wrote()
+    receiver.connection_made(told)
+    receiver.greeted = True
+    return server, receiver, told
+
+
+STAGE = (WireRun(Part(0, 0, 10), 0, 10),)
+
+
+async def test_a_request_that_is_freed_while_it_is_staged_gives_its_slot_back():
+    slots = Slots(range(8))
+    server, receiver, told = receiver_of(slots)
+    receiver.data_received(pack(Stage(1, STAGE)))
+    await until(lambda: slots.num_free == 7)
+    receiver.data_received(pack(Free(1)))
+    await until(lambda: slots.num_free == 8)
+    assert not receiver._staged
+    assert told.data == b""
+    assert not told.aborted
+    server.drop(receiver)
+
+
+async def test_a_number_that_is_open_twice_ends_the_connection_and_loses_no_slot():
+    slots = Slots(range(8))
+    server, receiver, told = receiver_of(slots)
+    for _ in range(3):
+        receiver.data_received(pack(Stage(7, STAGE)))
+    assert server.drops["protocol"] == 1
+    assert told.aborted
+    await until(lambda: slots.num_free == 8)
+
+
+async def test_who_reads_no_answers_is_dropped():
+    slots = Slots(range(8))
+    server, receiver, told = receiver_of(slots)
+    told.data = bytes(1 << 20)
+    receiver.data_received(pack(Stage(7, STAGE)))
+    await until(lambda: told.aborted)
+    assert server.drops["stuck"] == 1
+    await until(lambda: slots.num_free == 8)
 
 
 async def test_who_keeps_its_slots_leaves_places_for_others():

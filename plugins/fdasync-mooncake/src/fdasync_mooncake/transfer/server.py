@@ -9,12 +9,13 @@ dropped; one that keeps all that it may have leaves places for others (`Slots`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import os
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-from fdasync.errors import ProtocolError
+from fdasync.errors import ConfigError, ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.transfer.base import SLICE_NBYTES, Turns
 from fdasync.pd.transfer.tcp_wire import KNOCK_NBYTES, NONCE_NBYTES, PROOF_NBYTES, answer, check_knock, proof
@@ -35,6 +36,8 @@ MAX_CONNECTIONS = 128
 MAX_STRANGERS = 32
 _GREET_S = 1.0
 _BACKLOG = 64
+# of answers that a receiver has not read
+_UNREAD_NBYTES = 256 << 10
 
 
 class Server:
@@ -75,8 +78,14 @@ class Server:
         self._timer: DeadlineTimer | None = None
 
     async def start(self, host: str) -> None:
-        """Listen; `host` is a number. Raises OSError."""
-        self._listener = await self.loop.create_server(lambda: Receiver(self), host, 0, backlog=_BACKLOG)
+        """Listen; `host` is a number. Raises OSError; ConfigError for an address that this machine does not have."""
+        try:
+            self._listener = await self.loop.create_server(lambda: Receiver(self), host, 0, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            problem = f"{host} is no address of this machine, and Mooncake's ports cannot be reached by another one"
+            raise ConfigError("host", problem, hint="behind address translation blocks go by tcp") from None
         self.address = f"{host}:{self._listener.sockets[0].getsockname()[1]}"
         self._sweep()
 
@@ -136,6 +145,8 @@ class Receiver(asyncio.Protocol):
         self._proof = b""
         # asked for and not staged yet; staged and not freed: slot, and since when
         self._asked: deque[Stage] = deque()
+        # that is being staged, until it is freed
+        self._staging: int | None = None
         self._staged: dict[int, tuple[int, float]] = {}
         self._work: asyncio.Task[None] | None = None
         self._checked = False
@@ -179,6 +190,10 @@ class Receiver(asyncio.Protocol):
 
     def _say(self, data: bytes) -> None:
         assert self._transport is not None
+        if self._transport.get_write_buffer_size() > _UNREAD_NBYTES:
+            # it asks on, and reads no answer
+            self._server.drop(self, "stuck")
+            return
         self._transport.write(data)
 
     def _greet(self) -> bool:
@@ -207,11 +222,15 @@ class Receiver(asyncio.Protocol):
             found = self._staged.pop(message.number, None)
             if found is not None:
                 self._server.slots.give(self, found[0])
+            elif message.number == self._staging:
+                self._staging = None
             else:
                 # not staged yet, or refused meanwhile
                 self._asked = deque([stage for stage in self._asked if stage.number != message.number])
             return
         check_stage(message)
+        if message.number in self._staged or message.number in [self._staging, *(one.number for one in self._asked)]:
+            raise ProtocolError(f"request {message.number} is open already")
         if len(self._asked) + len(self._staged) >= MAX_STAGES:
             raise ProtocolError(f"more than {MAX_STAGES} requests at a time")
         self._asked.append(message)
@@ -227,15 +246,18 @@ class Receiver(asyncio.Protocol):
                 stage, told = None, None
                 if self._asked:
                     stage = self._asked.popleft()
+                    self._staging = stage.number
                     told = await self._stage(stage, slot)
             except BaseException:
                 server.slots.give(self, slot)
                 raise
-            if stage is None or not isinstance(told, Staged):
+            is_wanted = stage is not None and self._staging == stage.number
+            self._staging = None
+            if stage is None or not is_wanted or not isinstance(told, Staged):
                 server.slots.give(self, slot)
             else:
                 self._staged[stage.number] = slot, server.loop.time()
-            if told is not None:
+            if told is not None and is_wanted:
                 self._say(pack(told))
 
     async def _stage(self, stage: Stage, slot: int) -> Staged | Unstaged:
