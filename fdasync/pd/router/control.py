@@ -368,11 +368,17 @@ class ControlPlane:
             parts.begun.set_result(None)
             while True:
                 command, answer = await parts.next(limit_s)
+                played = False
                 try:
                     begun = await self._play_part(parts, command, members)
+                    played = True
                 except FdasyncError as error:
                     fail(answer, error)
                     raise
+                finally:
+                    if not answer.done() and not played:
+                        # this task is cancelled, or has a defect: its caller waits without a limit
+                        answer.set_exception(EngineClosed("closed"))
                 if not answer.done():
                     answer.set_result(None)
                 if not begun:
