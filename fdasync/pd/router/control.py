@@ -20,6 +20,7 @@ import msgspec
 
 from fdasync import errors
 from fdasync.errors import (
+    Asleep,
     BadInput,
     ConfigError,
     DeadlineExceeded,
@@ -538,6 +539,8 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
         return UpdateUnderWay(f"says {instance.peer.name}")
+    if done.error == "Asleep":
+        return Asleep(f"says {instance.peer.name}: {done.problem}", ("weights",))
     if done.error == "WeightsDiffer":
         return WeightsDiffer(done.expected, done.held, where=instance.peer.name)
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
