@@ -60,7 +60,10 @@ class PickRecorder:
         """The weights, or their label, are others from now on; no step is in flight where the weights are."""
         now = None if self._read is None or namespace == self._namespace else self._read()
         if now is not None:
-            self._past.appendleft(self._since(now))
+            past = self._since(now)
+            # updates of several calls in one pause bring no table that anybody wants to see
+            if past.rows:
+                self._past.appendleft(past)
             self._before = now
         self._namespace, self._version = namespace, version
 
