@@ -48,7 +48,12 @@ class FrontSource:
     """
 
     def __init__(self, url: str, key: str, window_s: float) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise BadInput("SOURCE", f"{url!r} is no URL: {error}") from None
+        if not key.isascii() or not key.isprintable():
+            raise BadInput("--api-key-file", "holds something else than one key of ASCII characters")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadInput("SOURCE", f"{url!r} is no URL of a front", hint="such as http://127.0.0.1:30000")
         try:
@@ -68,7 +73,7 @@ class FrontSource:
             connection.request("GET", self._path, headers=self._headers)
             answer = connection.getresponse()
             body = answer.read(_MOST_NBYTES)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise PeerUnreachable(self._url, f"{type(error).__name__}: {error}") from None
         finally:
             connection.close()
