@@ -540,7 +540,7 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     if done.error == "UpdateUnderWay":
         return UpdateUnderWay(f"says {instance.peer.name}")
     if done.error == "Asleep":
-        return Asleep(f"says {instance.peer.name}: {done.problem}", ("weights",))
+        return Asleep(instance.peer.name, ("weights",))
     if done.error == "WeightsDiffer":
         return WeightsDiffer(done.expected, done.held, where=instance.peer.name)
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:

@@ -129,7 +129,7 @@ async def test_a_host_besides_the_listening_address_is_what_others_dial():
 @pytest.mark.parametrize(("listen", "host", "field", "problem"), [
     ("tcp://0.0.0.0:0", "", "address", "names no machine"),
     ("tcp://127.0.0.1:0", "0.0.0.0", "host", "names no machine"),
-    ("tcp://127.0.0.1:0", "no-such-interface", "address", "no interface"),
+    ("tcp://127.0.0.1:0", "no-such-interface", "host", "nor an interface"),
     ("ipc:///tmp/x", "127.0.0.1", "host", "has no host"),
 ])  # fmt: skip
 def test_a_host_that_nobody_could_dial_is_refused(listen, host, field, problem):

@@ -21,18 +21,21 @@ def test_a_part_under_way_is_answered_when_the_router_closes() -> None:
         async def make_room(**_options):
             pass
 
+        asked = asyncio.Event()
+
         async def ask_all(command, _limit_s, _present=None):
             if command.verb == "update_part":
+                asked.set()
                 await asyncio.Event().wait()
             return []
 
         plane._make_room, plane._ask_all = make_room, ask_all
-        plane._success = lambda _outcomes, drops: []
+        plane._success = lambda _outcomes, **_drops: []
         plane._parts = parts = PartUpdate()
         task = asyncio.create_task(plane._play_parts(parts, Command(0, "begin_update", mode="keep")))
         await asyncio.wait([parts.begun])
         caller = asyncio.create_task(parts.ask(Command(0, "update_part")))
-        await asyncio.sleep(0.01)
+        await asyncio.wait_for(asked.wait(), 2)
         task.cancel()
         await asyncio.wait([task])
         with pytest.raises(EngineClosed):

@@ -97,6 +97,7 @@ def test_each_set_of_weights_has_its_own_picks_and_a_label_is_no_set() -> None:
     assert (before.version, of(before)) == ("0b", [[0, 4, 0], [0, 0, 6]])
     assert recorder.tables(past=False) == (now,)
     for number in range(2, 9):
+        counted.add(0, 0, 1)
         recorder.weights_changed(bytes([number]), str(number))
     assert [table.version for table in recorder.tables()] == ["8", "7", "6", "5"]
     assert len(recorder.tables()) == MOST_TABLES
@@ -104,8 +105,10 @@ def test_each_set_of_weights_has_its_own_picks_and_a_label_is_no_set() -> None:
 
 def test_tables_that_are_too_large_to_send_are_left_out() -> None:
     cells = MAX_PICKS_NBYTES // 8
-    fits = PickRecorder(Counted(2, cells // 4).read, (0, 1), b"a", "0")
+    counted = Counted(2, cells // 4)
+    fits = PickRecorder(counted.read, (0, 1), b"a", "0")
     for name in (b"b", b"c", b"d"):
+        counted.add(0, 0, 1)
         fits.weights_changed(name, name.decode())
     assert [picks.version for picks in fits.tables()] == ["d", "c"]
     assert PickRecorder(Counted(2, cells // 2 + 1).read, (0, 1), b"a", "0").tables() == ()
