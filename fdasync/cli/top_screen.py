@@ -54,6 +54,8 @@ class Screen:
         for number, line in enumerate(lines[:height]):
             if number:
                 yield Segment.line()
+            # names and problems come from elsewhere: none of them moves the cursor
+            line.plain = "".join([one if one.isprintable() else "?" for one in line.plain])
             line.truncate(options.max_width, overflow="ellipsis")
             line.end = ""
             yield line

@@ -56,6 +56,16 @@ def test_80_x_24_has_everything_that_matters() -> None:
     assert lines[-1] == "! m-away: silent for 3 s"
 
 
+def test_nothing_that_an_engine_says_moves_the_cursor() -> None:
+    own = sight(moments=(moment(1, tokens=5),))
+    name, problem = "\x1b]0;name\x07 m0", "it\x1b[2J\nfell\rsilent\x9b1m"
+    summary = summary_of([watched(name, "mixed", own, is_up=False, problem=problem)], model="m\x1b[1mm")
+    text = "\n".join(lines := shown(summary, 120, 14, "a\nb"))
+    assert len(lines) <= 14
+    assert "it?[2J?fell" in text
+    assert all(one.isprintable() or one == "\n" for one in text)
+
+
 def test_engines_with_problems_come_first_where_not_all_have_room() -> None:
     lines = shown(fleet(40), 80, 24)
     assert lines[9].startswith("m-away ")
