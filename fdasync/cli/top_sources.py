@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ANSWER_S = 5.0
 # of a front's answer
 _MOST_NBYTES = 64 << 20
+_CHUNK_NBYTES = 1 << 16
 
 
 class Source(Protocol):
@@ -72,7 +73,7 @@ class FrontSource:
             # no proxy and no redirect: the key goes to this host alone
             connection.request("GET", self._path, headers=self._headers)
             answer = connection.getresponse()
-            body = answer.read(_MOST_NBYTES)
+            body = _body_of(answer)
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise PeerUnreachable(self._url, f"{type(error).__name__}: {error}") from None
         finally:
@@ -87,7 +88,18 @@ class FrontSource:
             raise PeerUnreachable(self._url, f"/v1/sight answers something else: {error}") from None
 
     def wait(self, seconds: float) -> None:
+        # blocking: no loop runs in this process, and nothing else is to be done
         time.sleep(seconds)
+
+
+def _body_of(answer: http.client.HTTPResponse) -> bytes:
+    """All of it. Raises TimeoutError for one that comes so slowly, or is so long, that it does not end."""
+    until, body = time.monotonic() + _ANSWER_S, bytearray()
+    while chunk := answer.read1(_CHUNK_NBYTES):
+        body += chunk
+        if len(body) > _MOST_NBYTES or time.monotonic() > until:
+            raise TimeoutError(f"the answer did not end within {_ANSWER_S:g} s and {_MOST_NBYTES} bytes")
+    return bytes(body)
 
 
 class FleetSource:
