@@ -106,9 +106,15 @@ class _TimedRunner(TransformersRunner):
         self.served.nbytes["weights"] = sum(tensor.nbytes for tensor in model.parameters())
         return capacity
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         with timed(self.served.seconds, "bind"):
-            await super().bind(num_blocks, arena, host)
+            await super().bind(num_blocks, arena, host, snapshots)
 
     def _warm(self, executor: Any) -> None:
         with timed(self.served.seconds, "graphs"):

@@ -12,8 +12,20 @@ import pytest
 
 from tests.support.imports import ALL_MODULES, imports_of
 
-_PURE_CACHE = ("fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity", "fdasync.cache.prefix")
-_ARENAS = ("fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.picks")
+_PURE_CACHE = (
+    "fdasync.cache.aux",
+    "fdasync.cache.blocks",
+    "fdasync.cache.identity",
+    "fdasync.cache.prefix",
+    "fdasync.cache.snapshots",
+)
+_ARENAS = (
+    "fdasync.cache.aux",
+    "fdasync.cache.aux_arena",
+    "fdasync.cache.host_arena",
+    "fdasync.cache.picks",
+    "fdasync.cache.snapshots",
+)
 # what runners are written against
 _RUNNER = (
     "fdasync.runner.base", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores", "fdasync.events.actions",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fdasync.cache.aux import Slot, SlotPool
+    from fdasync.cache.snapshots import Snapshot, SnapshotPool
 
 # stale entries of an `Lru`'s heap beyond the number of members, before the heap is made again
 _SLACK = 64
@@ -48,6 +49,7 @@ class Block:
         uses: admissions that matched it since the store's last word about it.
         last_use: when it was used last, in the index's own count; leaves of a chain before their parents.
         device_list, host_list: the lists of `prefix.py` that it is in; None: none.
+        snapshot: the recurrent state at its end (`snapshots.py`); None: there is none.
     """
 
     __slots__ = (
@@ -66,6 +68,7 @@ class Block:
         "ref_count",
         "sealed",
         "slot",
+        "snapshot",
         "step",
         "stored",
         "uses",
@@ -92,6 +95,7 @@ class Block:
         self.last_use = 0
         self.device_list: Lru | None = None
         self.host_list: Lru | None = None
+        self.snapshot: Snapshot | None = None
 
     @property
     def usable(self) -> bool:
@@ -188,12 +192,21 @@ class BlockPool:
     Args:
         slots: None when capture is off; else as many as device and host blocks together.
         num_host_blocks: 0: there is no host tier.
+        snapshots: None for a model without recurrent state.
 
     Attributes:
         num_blocks, num_host_blocks: ids of the device and of the host, free or in use.
+        snapshots: as given; a block that goes takes its snapshot with it.
     """
 
-    def __init__(self, num_blocks: int, slots: SlotPool | None, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        slots: SlotPool | None,
+        num_host_blocks: int = 0,
+        snapshots: SnapshotPool | None = None,
+    ) -> None:
+        self.snapshots = snapshots
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self._slots = slots
@@ -270,6 +283,8 @@ class BlockPool:
             del self._live[block]
             if block.slot is not None and self._slots is not None:
                 self._slots.release(block.slot)
+            if block.snapshot is not None and self.snapshots is not None:
+                self.snapshots.drop(block.snapshot)
 
     def live(self) -> list[Block]:
         """Every block that has a place."""
@@ -285,6 +300,8 @@ class BlockPool:
                 raise InvariantBroken(f"a {name} block is free twice")
             if sorted(free + held) != list(range(total)):
                 raise InvariantBroken(f"free and live {name} blocks do not add up")
+        if self.snapshots is not None:
+            self.snapshots.check()
         slots = [block.slot.id for block in self._live if block.slot is not None]
         if len(set(slots)) != len(slots):
             raise InvariantBroken("two blocks share a slot")

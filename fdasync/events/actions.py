@@ -43,6 +43,8 @@ class SeqStart(msgspec.Struct, frozen=True, array_like=True):
         slots, generations: aux slot and its generation for each block that is not cached whole, a partial block
             included (it keeps the slot of its first rows); both empty when capture is off.
         sampler: how to sample.
+        snapshot: place of the recurrent state behind the `num_cached` tokens, to be copied before the step computes;
+            -1: there are no such tokens, or the model has no such state (`Capacity.state_specs`).
     """
 
     key: int
@@ -52,6 +54,7 @@ class SeqStart(msgspec.Struct, frozen=True, array_like=True):
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     sampler: SamplerSpec
+    snapshot: int = -1
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,6 +118,21 @@ def path_tokens(speculation: int, depth: int) -> int:
     return depth * (speculation + 1) - 1
 
 
+class TakeSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy a sequence's recurrent state to a place of snapshots, within a step.
+
+    Attributes:
+        key: the sequence.
+        position: the state is the one behind so many leading tokens: more than those before the step's first token of
+            the sequence, at most those up to its last one.
+        place: of the snapshot, on the device.
+    """
+
+    key: int
+    position: int
+    place: int
+
+
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     """One step, as a delta against the runner's state. Steps are performed in order.
 
@@ -140,6 +158,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
         drafts: paths to verify, where `RunnerLimits.speculation` allows for it; None: there are none.
         own_drafts: tokens that the runner's own drafter (`Capacity.drafter`) drafts behind each sampled sequence, for
             the next step to verify; None: as many as `RunnerLimits.speculation`.
+        snapshots: recurrent states to copy; those of one sequence in the order of their positions.
     """
 
     step_id: int
@@ -150,28 +169,34 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     chunks: tuple[Chunk, ...] = ()
     drafts: Drafts | None = None
     own_drafts: int | None = None
+    snapshots: tuple[TakeSnapshot, ...] = ()
 
 
 class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):
-    """Copy the KV of sealed device blocks to host blocks; their rows stay in their slots. Ends in one `SwapDone`.
+    """Copy the KV of sealed device blocks to host blocks, or snapshots from their places on the device to those on the
+    host; rows stay in their slots. Ends in one `SwapDone`.
 
     Attributes:
         copy_id: names the copy.
         device, host: block ids; `device[i]` is copied to `host[i]`, and stays as it is.
+        snapshots, snapshots_host: places, likewise. A copy has blocks or snapshots.
     """
 
     copy_id: int
     device: tuple[int, ...]
     host: tuple[int, ...]
+    snapshots: tuple[int, ...] = ()
+    snapshots_host: tuple[int, ...] = ()
 
 
 class SwapIn(msgspec.Struct, frozen=True, array_like=True, tag="swap_in"):
-    """Copy the KV of host blocks to fresh device blocks. Ends in one `SwapDone`.
+    """Copy the KV of host blocks to fresh device blocks, or snapshots to places on the device. Ends in one `SwapDone`.
 
     Attributes:
         copy_id: names the copy.
         host, device: block ids; `host[i]` is copied to `device[i]`.
         slots, generations: the slots that the blocks keep; both empty when capture is off.
+        snapshots_host, snapshots: places, likewise. A copy has blocks or snapshots.
     """
 
     copy_id: int
@@ -179,6 +204,8 @@ class SwapIn(msgspec.Struct, frozen=True, array_like=True, tag="swap_in"):
     device: tuple[int, ...]
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
+    snapshots_host: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
 
 
 class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit"):

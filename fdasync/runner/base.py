@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
 from fdasync.errors import (
     BadInput,
     ConfigError,
@@ -58,6 +59,8 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
         shows_blocks: other instances of this machine shall copy blocks from the device (`Runner.peer_blocks`).
+        num_snapshots: places of snapshots on the device, or None to let the runner choose; a model without recurrent
+            state has none.
     """
 
     model: str = ""
@@ -75,6 +78,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     rank: int = 0
     shows_blocks: bool = False
+    num_snapshots: int | None = None
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +95,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         kv_layout, kv_dtype: names; blocks of other layouts or dtypes are never mixed.
         aux_specs: all data that each step writes per token (`AuxArena.scatter`), among them the routing where it is
             captured.
+        state_specs: the recurrent state of a sequence, part by part; empty for a model that has KV alone. Its blocks
+            carry snapshots of it, and a sequence starts behind cached tokens only from one (`SeqStart.snapshot`).
+        num_snapshots: places of snapshots on the device that `bind` will allocate, beside a live state for each of
+            `max_running` sequences.
         moe_layer_ids: hidden-layer numbers of the routing's rows.
         num_hidden_layers: of the model, dense ones included; 0: not told.
         num_experts, top_k: of the routing.
@@ -128,6 +136,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     kv_dtype: str
     aux_specs: tuple[AuxSpec, ...] = ()
+    state_specs: tuple[StateSpec, ...] = ()
+    num_snapshots: int = 0
     moe_layer_ids: tuple[int, ...] = ()
     num_hidden_layers: int = 0
     num_experts: int = 0
@@ -151,6 +161,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         names = [spec.name for spec in self.aux_specs]
         if len(set(names)) < len(names):
             raise BadInput("aux_specs", f"two of one name among {', '.join(names)}")
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """Bytes of one snapshot, and about those of a live state; 0 without recurrent state."""
+        return snapshot_nbytes(self.state_specs)
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -271,11 +286,18 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
-        """Allocate `num_blocks` KV blocks, use `arena` for rows (None: there are no aux specs) and `host` for copies of
-        blocks (None: there is no host tier).
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
+        """Allocate `num_blocks` KV blocks, use `arena` for rows (None: there are no aux specs), `host` for copies of
+        blocks (None: there is no host tier), and `snapshots` for copies of snapshots (None: there is no host tier, or
+        no recurrent state), whose "blocks" are `Capacity.snapshot_nbytes` long.
 
-        The caller owns both and keeps them open until after `aclose`.
+        The caller owns all three and keeps them open until after `aclose`.
         """
 
     @abstractmethod

@@ -94,7 +94,13 @@ class SyntheticSteps(Runner):
             await super().check_grammar(grammar)
         self.oracle.matcher(grammar)
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         size = self._block_tokens
         self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, self._most)
         self._host = host

@@ -42,7 +42,7 @@ class HandRunner(Runner):
     async def open(self):
         raise NotImplementedError
 
-    async def bind(self, num_blocks, arena, host=None):
+    async def bind(self, num_blocks, arena, host=None, snapshots=None):
         raise NotImplementedError
 
     async def aclose(self):

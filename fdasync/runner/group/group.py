@@ -78,9 +78,15 @@ class GroupRunner(Runner):
         self._block_nbytes = capacity.block_nbytes
         return capacity
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         arenas = [arena, *[None] * (len(self._ranks) - 1)]
-        calls = [runner.bind(num_blocks, own, host) for runner, own in zip(self._ranks, arenas, strict=True)]
+        calls = [runner.bind(num_blocks, own, host, snapshots) for runner, own in zip(self._ranks, arenas, strict=True)]
         await self._ask("binding", calls)
 
     async def check_grammar(self, grammar: Grammar) -> None:

@@ -154,7 +154,10 @@ class _RunnerService(Service):
                 )
             if message.num_host_blocks:
                 host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
-            await runner.bind(message.num_blocks, arena, host)
+            snapshots = None
+            if message.num_host_snapshots:
+                snapshots = HostArena.attach(fds.pop(0), message.num_host_snapshots, message.snapshot_nbytes)
+            await runner.bind(message.num_blocks, arena, host, snapshots)
             settle()
         elif isinstance(message, Release):
             await runner.release_memory(message.parts, keep_weights=message.keep_weights)

@@ -55,13 +55,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 class Bind(msgspec.Struct, frozen=True, array_like=True, tag="bind"):
     """Allocate the KV cache, and map the arenas.
 
-    The fds of the aux arena (where there are specs) and of the host arena (where it has blocks) come with the message,
-    in this order.
+    The fds of the aux arena (where there are specs), of the host arena (where it has blocks) and of the arena of the
+    host's snapshots (where it has places) come with the message, in this order.
 
     Attributes:
         num_blocks: of the KV cache.
         num_slots, block_tokens, specs, picks: of the aux arena.
         num_host_blocks, block_nbytes: of the host arena.
+        num_host_snapshots, snapshot_nbytes: of the arena of the host's snapshots.
     """
 
     num_blocks: int
@@ -71,6 +72,8 @@ class Bind(msgspec.Struct, frozen=True, array_like=True, tag="bind"):
     num_host_blocks: int
     block_nbytes: int
     picks: PickShape | None = None
+    num_host_snapshots: int = 0
+    snapshot_nbytes: int = 0
 
 
 class LoadFolder(msgspec.Struct, frozen=True, array_like=True, tag="load_folder"):

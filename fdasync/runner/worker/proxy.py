@@ -135,7 +135,13 @@ class WorkerRunner(Runner):
             await self._ask(join, _NOTHING, meeting.fds(self.limits.rank))
         return await self._ask(Open(self._name, self.config, self.limits), _CAPACITY)
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         fds = []
         num_slots, block_tokens = 0, 0
         specs: tuple[AuxSpec, ...] = ()
@@ -148,7 +154,21 @@ class WorkerRunner(Runner):
         if host is not None:
             num_host_blocks, block_nbytes = host.num_blocks, host.block_nbytes
             fds.append(host.region.fd)
-        message = Bind(num_blocks, num_slots, block_tokens, specs, num_host_blocks, block_nbytes, picks)
+        num_host_snapshots, snapshot_nbytes = 0, 0
+        if snapshots is not None:
+            num_host_snapshots, snapshot_nbytes = snapshots.num_blocks, snapshots.block_nbytes
+            fds.append(snapshots.region.fd)
+        message = Bind(
+            num_blocks,
+            num_slots,
+            block_tokens,
+            specs,
+            num_host_blocks,
+            block_nbytes,
+            picks,
+            num_host_snapshots,
+            snapshot_nbytes,
+        )
         await self._ask(message, _NOTHING, fds)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:

@@ -157,9 +157,15 @@ class FaultRunner(Runner):
     async def open(self) -> Capacity:
         return await self.inner.open()
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         self.inner.on_failure = self._inner_failed
-        await self.inner.bind(num_blocks, arena, host)
+        await self.inner.bind(num_blocks, arena, host, snapshots)
 
     async def load_folder(self, path: str) -> str:
         weights_id = await self.inner.load_folder(path)

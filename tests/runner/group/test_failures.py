@@ -55,7 +55,7 @@ class ByHand(Runner):
         plain = await SyntheticRunner(self.config, self.limits).open()
         return msgspec.structs.replace(plain, block_nbytes=100, **self.capacity)
 
-    async def bind(self, num_blocks, arena, host=None):
+    async def bind(self, num_blocks, arena, host=None, snapshots=None):
         self.calls.append(("bind", num_blocks, arena, host))
 
     def launch(self, step):

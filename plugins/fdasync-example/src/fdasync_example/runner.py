@@ -95,7 +95,13 @@ class TinyMoeRunner(Runner):
             top_k=TOP_K if captured else 0,
         )
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         self._table = InputBatch(self.limits.max_running, self._context, self._block_tokens, num_blocks)
         self._kv = np.zeros((num_blocks, self._block_tokens), _U64)
         self._arena, self._host = arena, host

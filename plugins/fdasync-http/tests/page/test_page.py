@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 class DeadExpertRunner(SyntheticRunner):
     """Its routers never choose one expert of one layer, and one of another layer often."""
 
-    async def bind(self, num_blocks: int, arena: Any, host: Any = None) -> None:
+    async def bind(self, num_blocks: int, arena: Any, host: Any = None, snapshots: Any = None) -> None:
         inner = arena.scatter
 
         def scatter(index: Any, generations: Any, values: Any) -> None:

@@ -223,7 +223,13 @@ class TransformersRunner(Runner):
         self._capacity = self._describe(checkpoint, opened, num_blocks, specs, tuple(notes))
         return self._capacity
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+    async def bind(
+        self,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None = None,
+        snapshots: HostArena | None = None,
+    ) -> None:
         """Allocate the pool, attach what records, capture graphs. Blocks its loop meanwhile.
 
         Raises ConfigError when the pool does not fit, or no graph can hold what the model does.
