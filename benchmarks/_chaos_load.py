@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fdasync.pd.router.router import Router
     from fdasync.result import Delta, Result
-    from fdasync.runner.oracle import Oracle
+    from fdasync.runner.synthetic.oracle import Oracle
 
 Way = Literal["complete", "stream", "abort", "leave", "cancel", "deadline"]
 _WAYS: tuple[Way, ...] = ("complete",) * 5 + ("stream",) * 6 + ("abort", "abort", "leave", "cancel", "deadline")

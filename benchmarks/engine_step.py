@@ -29,8 +29,8 @@ from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.events.catalog import StepDone
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 
 Process = Literal["inline", "worker"]
 

@@ -65,6 +65,12 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
+    {
+        "fdasync.runner.synthetic": (
+            *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request",
+            "fdasync.result", "fdasync.runner.*",
+        ),
+    },
     # kernels that go on from a sum over devices make it themselves
     {"fdasync.gpu.kernels.collectives": ("fdasync.gpu.kernels.*",)},
     {
@@ -340,7 +346,7 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.scheduler.disagg.prefill", "from fdasync.scheduler.core import Scheduler"),
         ("fdasync.cache.prefix", "from fdasync.engine.driver import Driver"),
         ("fdasync.cache.store.base", "from fdasync.cache.store.file.store import FileStore"),
-        ("fdasync.runner.synthetic", "from fdasync.scheduler import Scheduler"),
+        ("fdasync.runner.synthetic.runner", "from fdasync.scheduler import Scheduler"),
         ("fdasync.engine.engine", "import fdasync.pd.messages"),
         ("fdasync.engine.engine", "from fdasync import Instance"),
         # a neighbour

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fdasync.cache.blocks import Block, BlockPool
+    from fdasync.cache.snapshots import Snapshot
 
 
 class PrefixIndex:
@@ -197,6 +198,11 @@ class PrefixIndex:
 
     # -- identities -----------------------------------------------------------------------------------
 
+    def unpin(self, snapshot: Snapshot) -> None:
+        """A sequence that was about to start from a snapshot does not."""
+        assert self.pool.snapshots is not None
+        self.pool.snapshots.unpin(snapshot)
+
     def begin(self, block: Block, key: bytes, step: int) -> None:
         """Index `block`, which `step` will fill, as pending under `key`; it stays private if the identity has a
         computation already."""
@@ -266,11 +272,15 @@ class PrefixIndex:
             if block.ref_count or block.device_moves:
                 raise InvariantBroken(f"{block} is in use, and the device is to be cleared")
             self._leave_device(block)
+        if self.pool.snapshots is not None:
+            self.pool.snapshots.clear_device()
 
     def _unname(self) -> None:
         for block in self._by_key.values():
             block.key = None
             block.wanted = False
+            if block.snapshot is not None and self.pool.snapshots is not None:
+                self.pool.snapshots.drop(block.snapshot)
         self._by_key.clear()
         for block in self.pool.live():
             self.settle(block)

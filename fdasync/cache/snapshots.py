@@ -71,7 +71,8 @@ class Snapshot:
 
     Attributes:
         block: the block at whose end it was taken; None once the block is gone, or another snapshot took its place.
-        place: on the device; -1 while it is not there.
+        place: on the device; -1 while it has none.
+        on_device: its bytes there are whole, or will be when the step that takes it is done.
         host: on the host; -1 while it has no place there.
         on_host: its bytes on the host are whole.
         step: the step that takes it, until that step is done; else -1.
@@ -79,15 +80,27 @@ class Snapshot:
         pins: sequences that are about to start from it.
         moves: copies in flight that read or write it.
         arriving: the copy that brings it to the device, while under way; else -1.
-        last_use: in the pool's own count.
         uses: how often a sequence started from it.
     """
 
-    __slots__ = ("arriving", "block", "busy", "host", "last_use", "moves", "on_host", "pins", "place", "step", "uses")
+    __slots__ = (
+        "arriving",
+        "block",
+        "busy",
+        "host",
+        "moves",
+        "on_device",
+        "on_host",
+        "pins",
+        "place",
+        "step",
+        "uses",
+    )
 
     def __init__(self, block: Block, place: int, step: int) -> None:
         self.block: Block | None = block
         self.place = place
+        self.on_device = True
         self.host = -1
         self.on_host = False
         self.step = step
@@ -95,7 +108,6 @@ class Snapshot:
         self.pins = 0
         self.moves = 0
         self.arriving = -1
-        self.last_use = 0
         self.uses = 0
 
     def can_start(self, step: int) -> bool:
@@ -131,7 +143,6 @@ class SnapshotPool:
         self._live: dict[Snapshot, None] = {}
         # by step in flight, the snapshots that it reads or writes
         self._named: dict[int, list[Snapshot]] = {}
-        self._clock = 0
 
     @property
     def num_free(self) -> int:
@@ -187,7 +198,7 @@ class SnapshotPool:
 
     def started(self, snapshot: Snapshot, step: int) -> int:
         """A pinned snapshot is what a sequence starts from in `step`; returns its place on the device."""
-        if snapshot.place < 0 or snapshot.arriving >= 0 or not snapshot.can_start(step):
+        if not snapshot.on_device or not snapshot.can_start(step):
             raise InvariantBroken(f"{snapshot} is not on the device for step {step}")
         snapshot.pins -= 1
         snapshot.busy = max(snapshot.busy, step)
@@ -246,6 +257,7 @@ class SnapshotPool:
     def _leave_device(self, snapshot: Snapshot) -> None:
         self._free.append(snapshot.place)
         snapshot.place = -1
+        snapshot.on_device = False
         if not snapshot.on_host:
             self.lost += 1
             self.drop(snapshot)
@@ -254,7 +266,7 @@ class SnapshotPool:
 
     def next_dirty(self, count: int) -> list[Snapshot]:
         """The snapshots used longest ago that are on the device alone, and in no use."""
-        found = []
+        found: list[Snapshot] = []
         for snapshot in self._live:
             if len(found) == count:
                 break
@@ -267,10 +279,17 @@ class SnapshotPool:
         """Places on the device that can be had without losing a snapshot."""
         return len(self._free) + sum(1 for one in self._live if one.on_host and one.place >= 0 and not one.pins)
 
+    @property
+    def has_host_room(self) -> bool:
+        """A snapshot could be copied out, without another one being on the device alone for it."""
+        return bool(self._host_free) or any(one.place < 0 and not self._in_use(one) for one in self._live)
+
     def add_host(self, snapshot: Snapshot) -> bool:
-        """Give a snapshot of the device a place on the host, to be filled by a copy; False: there is none."""
+        """Give a snapshot of the device a place on the host, to be filled by a copy; False: there is none. Snapshots
+        that are on the host alone go first for it."""
         if not self._host_free:
-            victim = next((one for one in self._live if one.on_host and not one.moves and not one.pins), None)
+            idle = [one for one in self._live if one.on_host and not one.moves and not one.pins]
+            victim = next((one for one in idle if one.place < 0), idle[0] if idle else None)
             if victim is None:
                 return False
             self._leave_host(victim)
@@ -292,8 +311,6 @@ class SnapshotPool:
     # -- both ---------------------------------------------------------------------------------------
 
     def _use(self, snapshot: Snapshot) -> None:
-        self._clock += 1
-        snapshot.last_use = self._clock
         self._live.pop(snapshot, None)
         self._live[snapshot] = None
 
@@ -321,7 +338,9 @@ class SnapshotPool:
                 raise InvariantBroken(f"{snapshot} has a block that does not know it")
             if snapshot.block is None and not self._in_use(snapshot):
                 raise InvariantBroken(f"{snapshot} belongs to no block, and keeps its place")
-            if snapshot.place < 0 and not snapshot.on_host:
+            if not (snapshot.on_device or snapshot.on_host):
                 raise InvariantBroken(f"{snapshot} is nowhere")
+            if snapshot.on_device and snapshot.place < 0:
+                raise InvariantBroken(f"{snapshot} is on the device, and has no place there")
             if snapshot.pins < 0 or snapshot.moves < 0:
                 raise InvariantBroken(f"{snapshot} was given back twice")

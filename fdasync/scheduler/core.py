@@ -18,6 +18,7 @@ from fdasync.cache.aux import SlotPool
 from fdasync.cache.blocks import BlockPool
 from fdasync.cache.identity import block_key
 from fdasync.cache.prefix import PrefixIndex
+from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
 from fdasync.events.catalog import (
@@ -50,6 +51,7 @@ from fdasync.scheduler.state.sequence import Sequence, State
 from fdasync.scheduler.state.weights import Weights
 from fdasync.scheduler.stats import Counters, Parts, check, collect_stats
 from fdasync.scheduler.step_planner import StepPlan, StepPlanner
+from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
 from fdasync.scheduler.tiers.store_planner import StorePlanner
 from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 from fdasync.scheduler.tiers.tiers import Tiers
@@ -85,6 +87,7 @@ class Scheduler:
         pausing: whether steps are planned, and for which sequences.
         resets: how many `CacheResetRequested` were read.
         queues: where every sequence stands.
+        snapshot_planner: decides where snapshots of recurrent state are taken; None: the model has KV alone.
         swap_planner, store_planner, tiers: decide what happens below the device.
         prefill_side, decode_side: decide which requests other instances take over, and which this one takes over.
     """
@@ -93,11 +96,15 @@ class Scheduler:
         self.config = config
         self._policy = policy or own_policy(config.policy, config.policy_config)
         slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
-        pool = BlockPool(config.num_blocks, slots, config.num_host_blocks)
+        snapshots = SnapshotPool(config.num_snapshots, config.num_host_snapshots) if config.recurrent else None
+        pool = BlockPool(config.num_blocks, slots, config.num_host_blocks, snapshots)
         self.index = PrefixIndex(pool, enabled=config.prefix_cache, kv_events=config.kv_events)
         self._spans: list[RowSpan] = []
         self._sequences: dict[int, Sequence] = {}
         self.swap_planner = SwapPlanner(config, self.index)
+        self.snapshot_planner = (
+            None if snapshots is None else SnapshotPlanner(config, snapshots, self.index, self.swap_planner)
+        )
         self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep)
         self.weights = Weights(config.namespace, config.weight_version)
         self.pausing = Pausing()
@@ -133,6 +140,7 @@ class Scheduler:
             self.prefill_side,
             self.pausing,
             self._drafts,
+            self.snapshot_planner,
         )
         # an engine of the device alone enters nothing of `tiers/` in a turn
         self._has_tiers = config.num_host_blocks > 0 or config.store
@@ -426,6 +434,8 @@ class Scheduler:
         plan = self._inflight.popleft() if self._inflight else None
         if plan is None or plan.step_id != event.step_id:
             raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
+        if self.snapshot_planner is not None:
+            self.snapshot_planner.pool.step_done(plan.step_id)
         tokens = event.tokens
         samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
         # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
@@ -531,6 +541,8 @@ class Scheduler:
                 key = block_key(parent, seq.tokens[number * size : (number + 1) * size])
                 seq.keys.append(key)
             self.index.seal(seq.blocks[number], key)
+            if self.snapshot_planner is not None:
+                self.snapshot_planner.sealed(seq.blocks[number], key)
             if self._writes.through:
                 self._writes.write_through(seq, number)
             # apart by the key, so that sequences that began together do not ask in the same step

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
 from fdasync.scheduler.drafts import NO_DRAFTS
 from fdasync.scheduler.state.config import SchedulerStats
@@ -59,7 +60,7 @@ class Counters:
 def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paused: bool) -> SchedulerStats:
     """Counters since the start, gauges of now."""
     index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
-    pool = index.pool
+    pool, snapshots = index.pool, index.pool.snapshots or SnapshotPool(0)
     drafted, own = (NO_DRAFTS, NO_DRAFTS) if drafts is None else (drafts.counters, drafts.own_counters)
     return SchedulerStats(
         waiting=len(queues.waiting),
@@ -113,6 +114,14 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         own_drafted_tokens=own.drafted,
         own_accepted_tokens=own.accepted,
         own_drafting_steps=own.steps,
+        num_snapshots=snapshots.num_places,
+        free_snapshots=snapshots.num_free,
+        num_host_snapshots=snapshots.num_host_places,
+        free_host_snapshots=snapshots.num_host_free,
+        taken_snapshots=snapshots.taken,
+        resumed_snapshots=snapshots.resumed,
+        lost_snapshots=snapshots.lost,
+        refused_snapshots=snapshots.refused,
     )
 
 
@@ -141,6 +150,12 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
             raise InvariantBroken(f"{block} has {block.ref_count} pins, {ref_count.get(block.id, 0)} sequences use it")
     if not steps and queues.is_draining:
         raise InvariantBroken("sequences drain, but no step is in flight")
+    if index.pool.snapshots is not None:
+        pinned = Counter([id(seq.resume) for seq in live if seq.resume is not None])
+        pinned += Counter([id(seq.resume) for seq in queues.draining() if seq.resume is not None])
+        for snapshot in index.pool.snapshots.live():
+            if snapshot.pins != pinned[id(snapshot)]:
+                raise InvariantBroken(f"{pinned[id(snapshot)]} sequences are about to start from {snapshot}")
     swap_planner.check()
     decode_side.check()
     held: dict[HostHold, int] = {

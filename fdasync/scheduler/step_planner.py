@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.queues import SequenceQueues
+    from fdasync.scheduler.tiers.snapshot_planner import SnapshotPlanner
     from fdasync.scheduler.tiers.store_planner import StorePlanner
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
@@ -118,6 +119,7 @@ class StepPlanner:
         prefill_side: PrefillSide,
         pausing: Pausing,
         drafts: StepDrafts | None,
+        snapshots: SnapshotPlanner | None,
     ) -> None:
         self._config = config
         self._index = index
@@ -127,6 +129,8 @@ class StepPlanner:
         self._prefill_side = prefill_side
         self._pausing = pausing
         self._drafts = drafts
+        # None: the model has KV alone
+        self._snapshots = snapshots
         self._most = config.max_run_tokens
         # how many positions past what is known the steps in flight and the next one may fill
         self._ahead = config.max_run_tokens * config.pipeline_depth
@@ -149,7 +153,7 @@ class StepPlanner:
         appends: list[BlockAppend] = []
         skips: list[Sequence] = []
         full: dict[int, int] = {}
-        lasts = self._attend(appends, skips, full)
+        lasts = self._attend(appends, skips, full, step_id)
         decodes, emitters = queues.decodes(skips)
         plan = StepPlan(step_id, decodes, emitters, queues.decode_stop_ids, now, full)
         budget = self._config.max_step_tokens - self._most * len(decodes)
@@ -180,15 +184,21 @@ class StepPlanner:
                 self._join(chunk.seq, plan)
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
         drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes, now)
-        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts, own), plan
+        takes = () if self._snapshots is None else self._snapshots.takes()
+        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts, own, takes), plan
 
-    def _attend(self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int]) -> list[Sequence]:
-        """Give blocks to the sequences that are due; returns those that decode for the last time."""
+    def _attend(
+        self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int], step_id: int
+    ) -> list[Sequence]:
+        """Give blocks to the sequences that are due, and have them take snapshots; returns those that decode for the
+        last time."""
         due, self.due = self.due, {}
         last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
         most = self._most
         lasts = []
         reaches: list[tuple[Sequence, int]] = []
+        # (sequence, position behind the token that it forwards), where that is the end of a block
+        marks: list[tuple[Sequence, int]] = []
         for seq in due.values():
             if seq.state is not State.DECODE:
                 continue
@@ -212,6 +222,9 @@ class StepPlanner:
                             skips.append(seq)
                             self.due[seq.key] = seq
                         continue
+            if self._snapshots is not None and first + 1 >= seq.mark:
+                marks.append((seq, first + 1))
+                seq.mark = (first + 1) // self._size * self._size + self._size
             if first >= seq.max_len - 2:
                 lasts.append(seq)
             elif most == 1:
@@ -225,6 +238,10 @@ class StepPlanner:
             appends[:] = [a for a in appends if a.key in self._queues.decoding]
             skips[:] = [seq for seq in skips if seq.state is State.DECODE]
             lasts = [seq for seq in lasts if seq.state is State.DECODE]
+        if self._snapshots is not None:
+            for seq, position in marks:
+                if seq.state is State.DECODE:
+                    self._snapshots.decodes(seq, position, step_id)
         return lasts
 
     def _enter_due(self, seq: Sequence) -> None:
@@ -234,6 +251,8 @@ class StepPlanner:
         near = seq.max_len - self._depth
         if room < seq.max_len - 1 and room + 2 - self._ahead < near:
             near = room + 2 - self._ahead
+        if self._snapshots is not None:
+            near = min(near, seq.mark + 1 - self._depth)
         seq.near = near
         if length < near:
             seq.due = min(near, length - (length - 1) % size + size)
@@ -266,6 +285,8 @@ class StepPlanner:
             size = self._config.block_tokens
             for number in range(start // size, stop // size):
                 self._index.begin(seq.blocks[number], seq.keys[number], plan.step_id)
+            if self._snapshots is not None:
+                self._snapshots.prefilled(seq, start, stop, plan.step_id)
         seq.planned = stop
         seq.last_step = plan.step_id
         plan.chunks.append(ChunkPlan(seq, start, stop, stop == len(seq.tokens)))
@@ -279,6 +300,8 @@ class StepPlanner:
             return
         self._queues.to_decode(seq)
         seq.idle_step = plan.step_id - 1
+        if self._snapshots is not None:
+            self._snapshots.joined(seq)
         self._enter_due(seq)
 
     # -- admission --------------------------------------------------------------------------------
@@ -290,13 +313,16 @@ class StepPlanner:
             if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
             if seq.midway or self._catch_up(seq, plan.step_id):
-                starts.append(self._enter(seq))
+                starts.append(self._enter(seq, plan.step_id))
                 budget -= self._chunk(seq, budget, plan)
         return budget
 
     def _catch_up(self, seq: Sequence, step_id: int) -> bool:
         """Take over blocks that others computed while its own were on their way; False while a leader computes the next
         block in this very step."""
+        if self._snapshots is not None:
+            # what others computed meanwhile is of no use without a snapshot, and it has one already
+            return True
         size = self._config.block_tokens
         limit = seq.hit_limit(size)
         number = seq.planned // size
@@ -332,8 +358,9 @@ class StepPlanner:
             # a sequence that waits for something else than room does not hold up the others
             waits = not seq.wants_room or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
-            hits = None if waits else self._match(seq, plan.step_id)
-            if hits is None:
+            found = None if waits else self._match(seq, plan.step_id)
+            hits = found if found is None or self._snapshots is None else self._snapshots.usable(found, plan.step_id)
+            if found is None or hits is None:
                 position += 1
                 continue
             if reserve is None:
@@ -342,6 +369,8 @@ class StepPlanner:
             if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits, reserve):
                 queues.walled = True
                 return
+            if self._snapshots is not None:
+                self._snapshots.pin(seq, hits, len(found) * self._size)
             if self._store_planner.enabled:
                 self._store_planner.let_go(seq)
                 self._store_planner.admitted(seq, now)
@@ -349,7 +378,7 @@ class StepPlanner:
             if seq.arrivals:
                 queues.to_loading(seq)
                 continue
-            starts.append(self._enter(seq))
+            starts.append(self._enter(seq, plan.step_id))
             budget -= self._chunk(seq, budget, plan)
         queues.walled = False
 
@@ -374,6 +403,8 @@ class StepPlanner:
                 needed + (0 if alone else reserve) + sum(1 for block in hits if not block.ref_count)
             )
             return False
+        if self._snapshots is not None and not self._snapshots.bring(hits):
+            return False
         seq.hit_blocks = self._hits_by_tier(seq, hits)
         self._index.pin([block for block in hits if block.id >= 0])
         for block in away:
@@ -395,7 +426,7 @@ class StepPlanner:
                 host += 1
         return host, stored
 
-    def _enter(self, seq: Sequence) -> SeqStart:
+    def _enter(self, seq: Sequence, step_id: int) -> SeqStart:
         """Start a sequence that has its blocks, and KV in those that are hits."""
         self._queues.to_prefill(seq)
         seq.midway = False
@@ -419,6 +450,7 @@ class StepPlanner:
             tuple([slot.id for slot in slots]),
             tuple([slot.generation for slot in slots]),
             sampler,
+            -1 if self._snapshots is None else self._snapshots.started(seq, step_id),
         )
 
     # -- shortage ---------------------------------------------------------------------------------

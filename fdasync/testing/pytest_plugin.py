@@ -40,7 +40,7 @@ _MAY_BLOCK = (
     ("fdasync/registry/registry.py", "find"),
     ("fdasync/registry/registry.py", "_import"),
     ("fdasync/registry/registry.py", "_unfit"),
-    ("fdasync/runner/synthetic.py", "_read_folder"),
+    ("fdasync/runner/synthetic/runner.py", "_read_folder"),
     ("fdasync/engine/runtime.py", "_load_tokenizer"),
 )
 # the harness itself: it runs between tests and inside them, never in an engine

@@ -40,7 +40,7 @@ def test_trip_counts_what_a_request_crosses(tmp_path: Path) -> None:
     # in order of entry, and all the way
     for paths in files.values():
         assert paths[0].startswith("engine/")
-        assert paths.index("scheduler/core.py") < paths.index("runner/synthetic.py")
+        assert paths.index("scheduler/core.py") < paths.index("runner/synthetic/runner.py")
     assert "cache/store/memory.py" in files["store_files"]
     assert not [path for path in files["files"] if path.startswith(("cache/store", "pd"))]
     assert figures["files"] < figures["functions"] < figures["changes"] < figures["store_changes"]

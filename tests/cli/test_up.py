@@ -23,8 +23,8 @@ import uvloop
 import fdasync
 from fdasync import EngineConfig, SamplingParams
 from fdasync.cli.local.fleet import plans_for
-from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
+from fdasync.runner.synthetic.oracle import Oracle, SyntheticConfig
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.harness.engines import until
 from tests.support.commands import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for

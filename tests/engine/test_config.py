@@ -12,9 +12,9 @@ from fdasync.engine.config import EngineConfig, host_blocks, resolve
 from fdasync.errors import BadInput, ConfigError
 from fdasync.registry.mapping import struct_of
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from tests.support.helpers import make_capacity
 
 LIMITS = RunnerLimits(max_running=4, max_step_tokens=8)

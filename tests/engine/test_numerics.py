@@ -8,8 +8,8 @@ import pytest
 from fdasync import Engine
 from fdasync.engine.prepare import namespace_of
 from fdasync.errors import ConfigError
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import check_idle, synthetic_config
 from tests.engine.tiers import ask, kept_memory, play, prompt, tiers_config
 from tests.support.helpers import make_capacity

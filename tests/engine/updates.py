@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fdasync import SamplingParams
-from fdasync.runner.oracle import Oracle
+from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.testing import check_sample, no_leaks, oracle_of, run_sim
 
 PROMPT = list(range(20))

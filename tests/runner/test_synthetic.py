@@ -16,8 +16,8 @@ from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.actions import SwapIn
 from fdasync.request import Grammar
 from fdasync.runner.base import CopyOutput, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import DraftTests, FaultRunner, RunnerTests, RunTests, check_sample, oracle_of, synthetic_engine
 

@@ -10,8 +10,8 @@ import pytest
 from fdasync.errors import ConfigError
 from fdasync.events.actions import SwapIn
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.oracle import U64, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import U64, SyntheticConfig
 from fdasync.testing import RunnerTests
 
 LIMITS = RunnerLimits(max_running=4, max_step_tokens=64)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fdasync.drafting.base import Counts, Tokens
     from fdasync.request import SamplingParams
-    from fdasync.runner.oracle import Oracle
+    from fdasync.runner.synthetic.oracle import Oracle
 
 Kind = Literal["right", "wrong", "half", "wild"]
 

@@ -18,7 +18,7 @@ from fdasync.cache.identity import block_keys
 from fdasync.engine.prepare import salted
 from fdasync.events.actions import FetchBlocks, ReceiveBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
 from fdasync.events.catalog import StepDone
-from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
+from fdasync.runner.synthetic.oracle import U64, Oracle, SyntheticConfig
 
 if TYPE_CHECKING:
     from fdasync.scheduler import SchedulerConfig

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapOut
     from fdasync.result import Sample
     from fdasync.runner.base import CopyOutput, Runner, RunnerLimits
-    from fdasync.runner.oracle import Oracle
+    from fdasync.runner.synthetic.oracle import Oracle
     from fdasync.scheduler import SchedulerStats
     from fdasync.testing import PassModel
     from tests.support.drafters import Kind

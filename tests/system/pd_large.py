@@ -21,8 +21,8 @@ from fdasync.events.catalog import LeaseAnswered
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router
-from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import Oracle, SyntheticConfig
 from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_sample
 from fdasync.testing.sim.network import NetworkConditions, SimNetwork

@@ -9,8 +9,8 @@ import pytest
 
 from fdasync.errors import RunnerError, WorkerDied
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import FaultRunner, PassModel, StepFault, on_bench, run_sim
 from fdasync.testing.pytest_plugin import all_strike
 from fdasync.testing.runners.bench import noisy

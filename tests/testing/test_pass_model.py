@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import FaultRunner, PassModel, on_bench, run_sim
 from fdasync.testing.runners.bench import noisy
 

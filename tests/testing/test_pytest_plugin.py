@@ -13,7 +13,7 @@ _THEIRS = """
     from random import Random
     import pytest
     from fdasync.runner.base import RunnerLimits
-    from fdasync.runner.oracle import SyntheticConfig
+    from fdasync.runner.synthetic.oracle import SyntheticConfig
     from fdasync.runner.synthetic import SyntheticRunner
     from fdasync.testing import FaultRunner, StepFault, on_bench
 

@@ -13,7 +13,7 @@ import pytest
 
 import fdasync.testing
 from fdasync.cache.store.base import DONE, Outcome
-from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing.harness.verdicts import check, equal, in_words
 from tests.runner import test_synthetic as runners
 from tests.testing import test_store_suite as stores

@@ -81,6 +81,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             the drafter's name, and its settings. "": nothing here does.
         weighs_drafts: steps have as many drafts as pay; False: as many as there are.
         own_drafter: name of the runner's own drafter, whose drafts `StepDone` tells; "": it has none.
+        recurrent: sequences have a state besides their KV, and go on only where there is a snapshot of it.
+        num_snapshots, num_host_snapshots: places of snapshots on the device and on the host.
+        state_every_tokens: snapshots are taken at its multiples, too; a multiple of block_tokens.
     """
 
     block_tokens: int
@@ -111,6 +114,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drafter_config: dict[str, Any] = msgspec.field(default_factory=dict)
     weighs_drafts: bool = True
     own_drafter: str = ""
+    recurrent: bool = False
+    num_snapshots: int = 0
+    num_host_snapshots: int = 0
+    state_every_tokens: int = 1
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +161,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         accepted_tokens: those of them that equalled the token sampled in their place.
         drafting_steps: completed steps that had drafts.
         own_drafter, own_drafted_tokens, own_accepted_tokens, own_drafting_steps: likewise of the runner's own drafter.
+        num_snapshots, free_snapshots, num_host_snapshots, free_host_snapshots: places of snapshots of recurrent state
+            on the device and on the host, and those of them without content; all 0 for a model that has KV alone.
+        taken_snapshots: snapshots that steps took.
+        resumed_snapshots: sequences that started from one.
+        lost_snapshots: snapshots that were evicted from their last place.
+        refused_snapshots: snapshots that were not taken, since every place was in use.
     """
 
     waiting: int
@@ -207,3 +220,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     own_drafted_tokens: int = 0
     own_accepted_tokens: int = 0
     own_drafting_steps: int = 0
+    num_snapshots: int = 0
+    free_snapshots: int = 0
+    num_host_snapshots: int = 0
+    free_host_snapshots: int = 0
+    taken_snapshots: int = 0
+    resumed_snapshots: int = 0
+    lost_snapshots: int = 0
+    refused_snapshots: int = 0

@@ -279,6 +279,10 @@ class SequenceQueues:
             self._on_preempted(seq)
         self._index.release(seq.blocks)
         seq.blocks = []
+        if seq.resume is not None:
+            self._index.unpin(seq.resume)
+            seq.resume = None
+        seq.rolling = None
         if preempted:
             seq.restart()
             if self._index.enabled and seq.indexed:

@@ -12,6 +12,7 @@ from fdasync.events.actions import RowSpan
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import FinishReason
     from fdasync.events.catalog import RequestPrepared
     from fdasync.scheduler.state.policy import Order
@@ -107,6 +108,10 @@ class Sequence:
         hand_off: another instance shall decode it (`disagg/prefill.py`).
         lease: group of the lease that it came by (`disagg/decode.py`), else -1.
         waits_since: engine time at which it came to the queue; -inf once it was preempted.
+        resume: the snapshot that it is about to start from, pinned; None: none.
+        branch_at: end of the leading tokens whose KV was there already when it was admitted, with a snapshot or not.
+        mark: while it decodes, the position at which it takes its next snapshot; 0 for a model without recurrent state.
+        rolling: the snapshot that its next one replaces; None: there is none.
         midway: its KV came whole up to its prompt's end, an open block included, and it has not started yet.
         spans: (first output token, weight version), in order.
         near: the length from which on the next plan must look at it: it may lack a block, or make its last token.
@@ -121,6 +126,7 @@ class Sequence:
     __slots__ = (
         "arrivals",
         "blocks",
+        "branch_at",
         "cached_tokens",
         "checked",
         "checks_stops",
@@ -141,6 +147,7 @@ class Sequence:
         "keys",
         "last_step",
         "lease",
+        "mark",
         "max_len",
         "midway",
         "min_len",
@@ -148,6 +155,8 @@ class Sequence:
         "order",
         "planned",
         "prompt_len",
+        "resume",
+        "rolling",
         "root",
         "rows_have",
         "salt",
@@ -186,6 +195,10 @@ class Sequence:
         self.hand_off: Elsewhere | None = None
         self.lease = -1
         self.midway = False
+        self.resume: Snapshot | None = None
+        self.rolling: Snapshot | None = None
+        self.branch_at = 0
+        self.mark = 0
         self.store = StoreNotes()
         self.spans = [(0, version)]
         self.state = State.WAITING

@@ -22,6 +22,7 @@ from fdasync.scheduler.state.sequence import Sequence, State
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block, HostHold
     from fdasync.cache.prefix import PrefixIndex
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.scheduler.state.config import SchedulerConfig
 
 # a copy is worth a message, and must not hold a queue up
@@ -36,15 +37,16 @@ class _Copy:
     """A copy in flight.
 
     Attributes:
-        blocks: what it copies.
+        blocks, snapshots: what it copies.
         outward: from the device to the host.
         waiting: sequences that wait for it.
     """
 
-    __slots__ = ("blocks", "outward", "waiting")
+    __slots__ = ("blocks", "outward", "snapshots", "waiting")
 
-    def __init__(self, blocks: list[Block], outward: bool) -> None:
+    def __init__(self, blocks: list[Block], outward: bool, snapshots: list[Snapshot] | None = None) -> None:
         self.blocks = blocks
+        self.snapshots = snapshots or []
         self.outward = outward
         self.waiting: list[Sequence] = []
 
@@ -63,6 +65,8 @@ class SwapPlanner:
         self.enabled = config.num_host_blocks > 0
         self._ahead = min(config.num_blocks // _AHEAD_SHARE, _AHEAD_MAX_BLOCKS)
         self._queue: deque[Block] = deque()
+        self._snapshot_queue: deque[Snapshot] = deque()
+        self._ahead_snapshots = -(-config.num_snapshots // _AHEAD_SHARE) if config.num_host_snapshots else 0
         self._copies: dict[int, _Copy] = {}
         self._next_id = 0
         self._needed = 0
@@ -81,7 +85,7 @@ class SwapPlanner:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._snapshot_queue)
 
     @property
     def num_leaving(self) -> int:
@@ -95,6 +99,11 @@ class SwapPlanner:
         """Copy it to the host soon, if it is not there; it may be in use meanwhile."""
         if self.enabled and block.host < 0:
             self._queue.append(block)
+
+    def keep_snapshot(self, snapshot: Snapshot) -> None:
+        """Copy it to the host soon, if it is not there."""
+        if self.enabled and snapshot.host < 0:
+            self._snapshot_queue.append(snapshot)
 
     def need(self, count: int) -> None:
         """A sequence lacked device blocks in this turn: see that this many can be had."""
@@ -165,6 +174,18 @@ class SwapPlanner:
             seq.arrivals += 1
             self._copies[number].waiting.append(seq)
 
+    def load_snapshot(self, seq: Sequence, snapshot: Snapshot) -> None:
+        """Let `seq` wait until the snapshot is on the device, where it has a place; copy it there if nobody does."""
+        if snapshot.on_device:
+            return
+        if snapshot.arriving < 0:
+            snapshot.arriving = self._start([], outward=False, snapshots=[snapshot])
+            self._loads.append(
+                SwapIn(snapshot.arriving, (), (), snapshots_host=(snapshot.host,), snapshots=(snapshot.place,))
+            )
+        seq.arrivals += 1
+        self._copies[snapshot.arriving].waiting.append(seq)
+
     def _bring(self, batch: list[Block]) -> int:
         number = self._start(batch, outward=False)
         slots = [block.slot for block in batch if block.slot is not None]
@@ -196,6 +217,7 @@ class SwapPlanner:
             actions += self._send_exports()
         if ahead:
             self._demote()
+        actions += self._send_snapshots(ahead=ahead)
         while self._queue and self._outward < _MAX_OUTWARD:
             batch = self._next_batch()
             if batch:
@@ -228,6 +250,29 @@ class SwapPlanner:
             return []
         number = self._start(batch, outward=True)
         return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
+
+    def _send_snapshots(self, *, ahead: bool) -> list[SwapOut]:
+        """Copy out the snapshots that shall be kept, and those that make room before it is needed."""
+        pool = self._index.pool.snapshots
+        if pool is None or self._outward >= _MAX_OUTWARD:
+            return []
+        if ahead and self._ahead_snapshots > pool.num_clean and pool.has_host_room:
+            self._snapshot_queue.extend(pool.next_dirty(self._ahead_snapshots))
+        batch: list[Snapshot] = []
+        while self._snapshot_queue and len(batch) < _MAX_COPY_BLOCKS:
+            snapshot = self._snapshot_queue.popleft()
+            # it was evicted, or went out meanwhile; or the step that takes it is in flight
+            if snapshot.block is not None and snapshot.host < 0 and snapshot.step < 0 and pool.add_host(snapshot):
+                # at once, or the next one's search for room could take it back
+                snapshot.moves += 1
+                batch.append(snapshot)
+        for snapshot in batch:
+            snapshot.moves -= 1
+        if not batch:
+            return []
+        number = self._start([], outward=True, snapshots=batch)
+        places, hosts = tuple([one.place for one in batch]), tuple([one.host for one in batch])
+        return [SwapOut(number, (), (), places, hosts)]
 
     def _make_room(self) -> bool:
         return self._index.make_host_room(for_fetch=True)
@@ -264,10 +309,12 @@ class SwapPlanner:
             block.unhold("copy")
         return batch
 
-    def _start(self, blocks: list[Block], *, outward: bool) -> int:
+    def _start(self, blocks: list[Block], *, outward: bool, snapshots: list[Snapshot] | None = None) -> int:
         number = self._next_id
         self._next_id += 1
-        self._copies[number] = _Copy(blocks, outward)
+        self._copies[number] = _Copy(blocks, outward, snapshots)
+        for snapshot in snapshots or ():
+            snapshot.moves += 1
         self._outward += outward
         for block in blocks:
             block.device_moves += 1
@@ -297,6 +344,15 @@ class SwapPlanner:
             self._index.settle(block)
             if copy.outward and block.key is not None:
                 whole.append(block)
+        for snapshot in copy.snapshots:
+            snapshot.moves -= 1
+            if copy.outward:
+                snapshot.on_host = True
+            else:
+                snapshot.arriving = -1
+                snapshot.on_device = True
+            assert self._index.pool.snapshots is not None
+            self._index.pool.snapshots.moved(snapshot)
         ready = []
         for seq in copy.waiting:
             seq.arrivals -= 1

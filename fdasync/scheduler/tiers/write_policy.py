@@ -43,6 +43,8 @@ class WritePolicy:
         for number, block in enumerate(seq.blocks):
             if not block.sealed or block.key is None:
                 continue
+            if block.snapshot is not None:
+                self._swap_planner.keep_snapshot(block.snapshot)
             if self._config.store and not block.stored and not block.wanted:
                 self._store_planner.chains.want(block, seq.keys[number - 1] if number else b"")
             else:

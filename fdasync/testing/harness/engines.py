@@ -16,8 +16,8 @@ import numpy as np
 
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.engine import Engine
-from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import Oracle, SyntheticConfig
 from fdasync.testing.harness.fault_runner import FaultRunner
 
 if TYPE_CHECKING:

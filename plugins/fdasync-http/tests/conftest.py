@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
-    from fdasync.runner.oracle import Oracle
+    from fdasync.runner.synthetic.oracle import Oracle
 
 STEP = {"step_s": 0.002}
 # roles of the instances behind a router

@@ -25,8 +25,8 @@ from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.runner.base import CopyOutput, Runner, RunnerLimits, StepOutput
 from fdasync.runner.group.errors import of_rank
 from fdasync.runner.group.group import GroupRunner
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import run_sim
 from tests.support.groups import group_of
 

@@ -10,9 +10,9 @@ import pytest
 
 from fdasync.errors import ConfigError, InvariantBroken
 from fdasync.runner.group.workers import WorkerGroup
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.shares import Part, part_of
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import DraftTests, FaultRunner, RunTests
 from tests.runner import test_synthetic
 from tests.support.groups import group_of

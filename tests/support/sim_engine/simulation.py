@@ -27,8 +27,8 @@ from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailabl
 from fdasync.events.actions import FinishRequest
 from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
-from fdasync.runner.oracle import Oracle
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.scheduler.replay import replay
 from fdasync.testing.harness.engines import (
     LetterTokenizer,

@@ -14,7 +14,7 @@ import msgspec
 from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
 from fdasync.request import Grammar, LogprobKind, PauseMode, SamplingParams
-from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing.harness.fault_runner import StepFault, StepFaultKind
 from fdasync.testing.stores.faults import StoreFaults
 from tests.support.drafters import Kind

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.aux import wanted_specs
 from fdasync.errors import DeadlineExceeded, FdasyncError, InstanceLost, PeerUnreachable, TooLong
-from fdasync.runner.oracle import Oracle
+from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.testing.harness.engines import check_deltas, check_prompt_logprobs, expected
 from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, arguments

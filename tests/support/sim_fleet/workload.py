@@ -14,7 +14,7 @@ from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
-from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing.sim.network import NetworkConditions
 from fdasync.testing.sim.transport import SimFaults

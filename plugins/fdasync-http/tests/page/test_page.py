@@ -20,8 +20,8 @@ from fdasync_http.server import Listen, serving
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE, SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import synthetic_config
 
 KEY = "sk-0123456789abcdef"

@@ -13,7 +13,7 @@ import numpy as np
 
 from fdasync import Routing, SamplingParams
 from fdasync.result import CachedTokens, Sample, TopLogprobs, WeightSpan
-from fdasync.runner.oracle import Oracle
+from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.testing import check_sample
 from fdasync.testing.harness.pass_model import Read
 

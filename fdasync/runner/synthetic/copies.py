@@ -1,6 +1,6 @@
 """Which copies of the synthetic runner may run beside its steps and its other copies.
 
-While a copy runs, no step and no other copy may write its source, nor touch its target. Pure. Called by `synthetic.py`.
+While a copy runs, no step and no other copy may write its source, nor touch its target. Pure. Called by `runner.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fdasync.events.actions import SwapIn
     from fdasync.runner.input_batch import InputBatch
-    from fdasync.runner.synthetic_steps import Flight
+    from fdasync.runner.synthetic.steps import Flight
 
 
 def check_blocks(copy: SwapOut | SwapIn, device_blocks: int, host_blocks: int) -> None:

@@ -2,7 +2,7 @@
 
 The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a position are a
 function of a weighted sum of *all* KV words up to that position, and of the weights. Tests compare the engine with this
-module; `synthetic_steps.py` computes the same through paged KV.
+module; `steps.py` computes the same through paged KV.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from fdasync.result import TopLogprobs
-from fdasync.runner.synthetic_grammar import Matcher, rule_of
+from fdasync.runner.synthetic.grammar import Matcher, rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +36,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         num_moe_layers, top_k, num_experts: of the routing; 0 layers is a dense model.
         weights_id: seed of the weights.
         eos_id: sampled like any other token; -1: none.
+        state_words: words of 64 bits of a recurrent state that each sequence has besides its KV; 0: none.
+        num_snapshots: places of snapshots of it on the device.
         kv_shares: parts of equal size that a block's bytes have; in a group each rank writes its own to the host.
         max_run_tokens: a step yields 1 to so many tokens of a decoding sequence; how many, its position says
             (`Oracle.run_length`). The tokens are those that one token a step gives.
@@ -64,6 +66,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     block_tokens: int = 16
     num_blocks: int = 256
     weights_id: int = 1
+    state_words: int = 0
+    num_snapshots: int = 16
     kv_shares: int = 1
     max_run_tokens: int = 1
     values_spec: bool = False
@@ -194,7 +198,32 @@ class Oracle:
         for value in np.unique(every):
             chosen = every == value
             words[chosen] = self.kv(array[chosen], positions[chosen], int(value))
-        return self.running_sums(words)
+        sums = self.running_sums(words)
+        if not self.config.state_words:
+            return sums
+        return sums ^ self.folded(self.states(words, np.zeros(self.config.state_words, U64)))
+
+    def states(self, words: NDArray[np.uint64], state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The recurrent state [T, state_words] behind each of these KV words [T], from the state before them.
+
+        s <- a s + w for each word s of the state, with an odd a of its own: no bit is lost, and the order counts.
+        """
+        count = self.config.state_words
+        with np.errstate(over="ignore"):
+            odd = mix(np.arange(count, dtype=U64)) | U64(1)
+            # Newton's iteration doubles the right bits: of 3, 6, 12, 24, 48, 96
+            inverse = odd.copy()
+            for _ in range(5):
+                inverse *= U64(2) - odd * inverse
+            powers = np.cumprod(np.broadcast_to(odd, (len(words), count)), axis=0, dtype=U64)
+            inverses = np.cumprod(np.broadcast_to(inverse, (len(words), count)), axis=0, dtype=U64)
+            return powers * (state + np.cumsum(words[:, None] * inverses, axis=0, dtype=U64))
+
+    @staticmethod
+    def folded(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[T] of states [T, words]: every bit of a state counts."""
+        numbers = np.arange(states.shape[1], dtype=U64) << U64(52)
+        return np.bitwise_xor.reduce(mix(states ^ numbers), axis=1)
 
     @staticmethod
     def running_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -219,6 +248,9 @@ class Oracle:
             tokens.append(token)
             if token in stop_ids:
                 break
+            if self.config.state_words:
+                digest = self.digests(tokens)[-1:]
+                continue
             word = self.kv(np.array([token]), np.array([len(tokens) - 1]), self.config.weights_id)
             with np.errstate(over="ignore"):
                 digest = digest + word * place(np.array([len(tokens) - 1], U64))

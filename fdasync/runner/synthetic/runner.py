@@ -1,7 +1,7 @@
 """A runner without a model: numpy arithmetic with a closed-form answer, for tests and benchmarks.
 
-This module is the runner's life: its capacity, steps and copies in time, weights. `synthetic_steps.py` computes a step,
-`synthetic_copies.py` says which copies may run.
+This module is the runner's life: its capacity, steps and copies in time, weights. `steps.py` computes a step,
+`copies.py` says which copies may run, `state.py` keeps the recurrent state.
 
 All arrays are the host's: `tolist` copies and waits for nothing. "Device" work is done at launch, in order, as on a
 stream. Rows stay in a transient buffer and are scattered when the step completes, at a time that the cost model sets.
@@ -25,13 +25,13 @@ from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsReject
 from fdasync.events.actions import SwapIn, SwapOut
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.oracle import U64, SyntheticConfig
 from fdasync.runner.shares import Part, part_of
-from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
-from fdasync.runner.synthetic_peers import SyntheticPeers
-from fdasync.runner.synthetic_ranks import compare_ranks
-from fdasync.runner.synthetic_sleep import SyntheticSleep
-from fdasync.runner.synthetic_steps import Flight
+from fdasync.runner.synthetic.copies import check_beside_copies, check_beside_steps, check_blocks
+from fdasync.runner.synthetic.oracle import U64, SyntheticConfig
+from fdasync.runner.synthetic.peers import SyntheticPeers
+from fdasync.runner.synthetic.ranks import compare_ranks
+from fdasync.runner.synthetic.sleep import SyntheticSleep
+from fdasync.runner.synthetic.steps import Flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,8 @@ class SyntheticRunner(SyntheticSleep):
             raise BadInput("speculation", f"is {limits.speculation}", limit="0 with free=True or drafts of its own")
         if config.free and config.pass_stamp:
             raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
+        if config.state_words and (config.free or config.max_run_tokens > 1 or limits.speculation):
+            raise BadInput("state_words", "is set", limit="0 with free=True, runs or drafts")
         self._block_tokens = limits.block_tokens or config.block_tokens
         context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
         self._context = context
@@ -96,6 +98,7 @@ class SyntheticRunner(SyntheticSleep):
             "max_context_tokens": 1,
             "eos_id": -1,
             "max_run_tokens": 1,
+            "num_snapshots": 1,
             "kv_shares": 1,
             "fail_wakes": 0,
         }
@@ -121,6 +124,8 @@ class SyntheticRunner(SyntheticSleep):
             kv_layout="synthetic",
             kv_dtype="uint64",
             aux_specs=tuple(specs),
+            state_specs=self._state_specs(),
+            num_snapshots=self._num_snapshots,
             moe_layer_ids=tuple(range(config.num_moe_layers)) if capture else (),
             num_hidden_layers=config.num_moe_layers,
             num_experts=config.num_experts if capture else 0,
@@ -148,13 +153,15 @@ class SyntheticRunner(SyntheticSleep):
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
             self._check_writers(step)
+            if self._states is not None:
+                self._states.check(step, [copy for copy, _ in self._copies])
             batch = self._plan(step)
             for start in step.starts:
                 self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
             if self._exchange is not None:
                 compare_ranks(self._exchange, output)
-            flight = Flight(batch, output, rows, done)
+            flight = Flight(step, batch, output, rows, done)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
             return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
         except RunnerError as error:
@@ -241,7 +248,9 @@ class SyntheticRunner(SyntheticSleep):
             return done
         self._copies.append((copy, done))
         # its targets are in use from now on: spoil them, so that an early read shows
-        if isinstance(copy, SwapOut):
+        if copy.snapshots and self._states is not None:
+            self._states.spoil(copy, writes=self.limits.rank == 0)
+        elif isinstance(copy, SwapOut):
             self._host.kv[list(copy.host), self._own] = 0xEE
         else:
             self._kv.reshape(-1, self._block_tokens)[list(copy.device)] = U64(0xEEEE)
@@ -260,6 +269,12 @@ class SyntheticRunner(SyntheticSleep):
         assert self._host is not None
         if self._loading or "kv_cache" in self._released:
             raise InvariantBroken(f"copy {copy.copy_id} began while weights are loading, or without blocks")
+        if copy.snapshots:
+            if copy.device or self._states is None:
+                raise InvariantBroken(f"copy {copy.copy_id} has snapshots, and blocks or a model without state")
+            others = [other for other, _ in self._copies]
+            self._states.check_copy(copy, others, [flight.step for flight in self._flights])
+            return
         check_blocks(copy, len(self._kv) // self._block_tokens, self._host.num_blocks)
         if self.config.free:
             # the other checks look at every block of every sequence
@@ -278,7 +293,9 @@ class SyntheticRunner(SyntheticSleep):
         words, stamps = self._kv.reshape(-1, size), self._kv_stamps.reshape(-1, size)
         device, places = list(copy.device), list(copy.host)
         split = size * _WORD_NBYTES
-        if isinstance(copy, SwapOut):
+        if copy.snapshots and self._states is not None:
+            moved_nbytes = self._states.copy(copy, writes=self.limits.rank == 0)
+        elif isinstance(copy, SwapOut):
             whole = np.empty((len(device), host.block_nbytes), np.uint8)
             whole[:, :split] = words[device].view(np.uint8)
             if self.config.pass_stamp:

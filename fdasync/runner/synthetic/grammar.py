@@ -2,7 +2,7 @@
 
 A grammar of kind "regex" says `%M`: each token makes the sum of the answer's tokens a multiple of M. `%M{N}` ends the
 answer after N tokens: EOS alone can follow. `%M!N` cannot be kept beyond N tokens, as a grammar that meets a limit of
-its library. A matcher that missed a token, or took one twice, samples others. `synthetic_steps.py` and
+its library. A matcher that missed a token, or took one twice, samples others. `steps.py` and
 `oracle.py` use it.
 """
 

@@ -1,4 +1,4 @@
-"""What a synthetic runner does when its memory is released and taken back. Called by `synthetic.py`, its base.
+"""What a synthetic runner does when its memory is released and taken back. Called by `runner.py`, its base.
 
 KV that comes back has other content than before, and weights that were dropped are others until new ones are loaded: a
 block or a weight that is read too early shows in tokens. The memory is really freed. Knows no copies and no time but
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.errors import InvariantBroken, WakeFailed
-from fdasync.runner.oracle import U64
-from fdasync.runner.synthetic_steps import SyntheticSteps
+from fdasync.runner.synthetic.oracle import U64
+from fdasync.runner.synthetic.steps import SyntheticSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.request import MemoryPart
     from fdasync.runner.base import RunnerLimits
-    from fdasync.runner.oracle import SyntheticConfig
+    from fdasync.runner.synthetic.oracle import SyntheticConfig
 
 # content that no step has written, and weights that nobody has
 _SPOILT = 0xEEEE
@@ -60,6 +60,8 @@ class SyntheticSleep(SyntheticSteps):
         if "kv_cache" in parts:
             self._words = len(self._kv)
             self._kv, self._kv_stamps = np.zeros(0, U64), np.zeros(0, np.uint32)
+            if self._states is not None:
+                self._states.release()
         if "weights" in parts:
             if "weights" not in self._released:
                 self._kept_weights = self.weights_id

@@ -8,7 +8,7 @@ drafts behind it, of which the first ones are right and the others wrong, sample
 samples up to the first that a draft did not foresee. KV of the wrong drafts stays behind until it is written again.
 With `RunnerLimits.speculation` it does the same with the host's drafts.
 
-It knows no time: `synthetic.py`, which extends it, says when a step ends, and copies and loads.
+It knows no time: `runner.py`, which extends it, says when a step ends, and copies and loads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import numpy as np
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
+from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
 from fdasync.errors import InvariantBroken
 from fdasync.request import Grammar
 from fdasync.runner.base import PromptScores, Runner, RunnerLimits, StepOutput
 from fdasync.runner.drafts import follow, read_paths
 from fdasync.runner.input_batch import Batch, InputBatch
-from fdasync.runner.oracle import U64, Oracle, SyntheticConfig, place
 from fdasync.runner.prompt_scores import scored_runs
+from fdasync.runner.synthetic.oracle import U64, Oracle, SyntheticConfig, place
+from fdasync.runner.synthetic.state import States
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
-    from fdasync.events.actions import RunStep, SeqStart
-    from fdasync.runner.synthetic_grammar import Matcher
+    from fdasync.events.actions import RunStep, SeqStart, TakeSnapshot
+    from fdasync.runner.synthetic.grammar import Matcher
 
 # free mode never samples the topmost ids: a benchmark can use them as stop ids
 _FREE_MARGIN = 16
@@ -48,18 +50,24 @@ class Flight:
     """A step that is launched and not completed.
 
     Attributes:
-        batch: the step.
+        step, batch: the step.
         ends: of each sequence, the position behind its last token in this step.
         output, rows: its results; the rows are not in the arena yet.
         done: set when it completes.
         due: its time has come, and an earlier step has not ended.
     """
 
-    __slots__ = ("batch", "done", "due", "ends", "output", "rows")
+    __slots__ = ("batch", "done", "due", "ends", "output", "rows", "step")
 
     def __init__(
-        self, batch: Batch, output: StepOutput, rows: dict[str, NDArray[np.generic]], done: asyncio.Future[StepOutput]
+        self,
+        step: RunStep,
+        batch: Batch,
+        output: StepOutput,
+        rows: dict[str, NDArray[np.generic]],
+        done: asyncio.Future[StepOutput],
     ) -> None:
+        self.step = step
         self.batch = batch
         self.ends = batch.starts + batch.counts
         self.output = output
@@ -87,9 +95,18 @@ class SyntheticSteps(Runner):
         self._most = 1 + limits.speculation if limits.speculation else config.max_run_tokens
         # the host's drafts in the step that is being planned, by lane
         self._host_drafts: dict[int, list[int]] = {}
+        self._states: States | None = None
+        self._num_snapshots = 0
+
+    def _state_specs(self) -> tuple[StateSpec, ...]:
+        config = self.config
+        if not config.state_words:
+            return ()
+        self._num_snapshots = config.num_snapshots if self.limits.num_snapshots is None else self.limits.num_snapshots
+        return (StateSpec("state", (config.state_words,), "uint64", (0,)),)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """See `synthetic_grammar.py`."""
+        """See `grammar.py`."""
         if self.config.free:
             await super().check_grammar(grammar)
         self.oracle.matcher(grammar)
@@ -105,6 +122,15 @@ class SyntheticSteps(Runner):
         self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, self._most)
         self._host = host
         self._kv, self._kv_stamps = self._allocate(num_blocks * size)
+        specs = self._state_specs()
+        if specs:
+            self._states = States(
+                self.limits.max_running,
+                self.config.state_words,
+                self._num_snapshots,
+                snapshot_nbytes(specs),
+                snapshots,
+            )
         self._last_token = np.zeros(self.limits.max_running, np.int64)
         # by lane; and what this step found
         self._matchers: list[Matcher | None] = [None] * self.limits.max_running
@@ -125,6 +151,16 @@ class SyntheticSteps(Runner):
         return self.oracle.matcher(Grammar.unpacked(packed), answer, key=start.key)
 
     def _plan(self, step: RunStep) -> Batch:
+        batch = self._plan_tokens(step)
+        self._takes: dict[int, list[TakeSnapshot]] = {}
+        for take in step.snapshots:
+            self._takes.setdefault(take.key, []).append(take)
+        if self._states is not None:
+            for start in step.starts:
+                self._states.begin(self.lanes.lane_of(start.key), start.snapshot, start.num_cached)
+        return batch
+
+    def _plan_tokens(self, step: RunStep) -> Batch:
         if not self.limits.speculation:
             if step.drafts is not None:
                 raise InvariantBroken(f"step {step.step_id} has drafts, and limits.speculation is 0")
@@ -153,7 +189,7 @@ class SyntheticSteps(Runner):
         return lanes.plan(step, widths)
 
     def _compute(self, batch: Batch) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
-        """Write the KV of the step's tokens, read the KV of everything before, sample."""
+        """Write the KV of the step's tokens, read the KV of everything before, sample; move the states on."""
         inputs = self._inputs(batch)
         self._kv[batch.kv_index] = self.oracle.kv(inputs, batch.positions, self.weights_id)
         self._kv_stamps[batch.kv_index] = self.config.stamp_base + batch.step_id
@@ -169,6 +205,8 @@ class SyntheticSteps(Runner):
                     self._check_stamps(table, index, int(start))
                 sums = self.oracle.running_sums(self._kv[index])
                 digests[end - count : end] = sums[start:]
+                if self._states is not None:
+                    digests[end - count : end] ^= self._advance_state(int(lane), int(start), self._kv[index][start:])
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:
             if "routing" in self._arena.rows:
@@ -184,6 +222,17 @@ class SyntheticSteps(Runner):
             self._last_token[batch.lanes[batch.sampled]] = tokens
             return self._logprobs(batch, tokens, digests, last), rows
         return self._verify(batch, inputs, digests, rows)
+
+    def _advance_state(self, lane: int, start: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """What the state behind each of these KV words [T] of a lane adds to the digests; takes the snapshots."""
+        assert self._states is not None
+        states = self.oracle.states(words, self._states.live[lane])
+        self._states.live[lane] = states[-1]
+        for take in self._takes.pop(self.lanes.keys[lane], ()):
+            if not start < take.position <= start + len(words):
+                raise InvariantBroken(f"{take} lies outside of [{start}, {start + len(words)}]")
+            self._states.take(take.place, states[take.position - start - 1])
+        return self.oracle.folded(states)
 
     def _verify(
         self,

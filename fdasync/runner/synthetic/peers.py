@@ -2,7 +2,7 @@
 
 Every rank holds whole blocks, and shows its own shares alone: a share that is taken from another rank, or from none,
 shows in tokens. With stamps a token's KV and its stamp stand side by side, so that a block is one run of bytes. Knows
-no steps. Made by `synthetic.py`.
+no steps. Made by `runner.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fdasync.ipc.memory_pool import MemoryPool
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.peer_rows import PeerRows
 from fdasync.ipc.shared_memory import SharedRegion
-from fdasync.runner.oracle import U64
+from fdasync.runner.synthetic.oracle import U64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

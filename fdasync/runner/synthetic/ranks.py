@@ -1,6 +1,6 @@
 """How ranks of the synthetic runner notice that one of them is out of step: they compare what each step sampled.
 
-Blocks until all ranks have come. Called by `synthetic.py` in each step of a rank that has joined an exchange.
+Blocks until all ranks have come. Called by `runner.py` in each step of a rank that has joined an exchange.
 """
 
 from __future__ import annotations

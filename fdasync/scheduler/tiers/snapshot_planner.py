@@ -1,0 +1,147 @@
+"""Decides where snapshots of recurrent state are taken, and from which a sequence starts. Pure.
+
+A sequence of a recurrent model can go on only from the end of a block that has a snapshot; KV behind the last one is
+of no use to it. Snapshots cost as much as the KV of thousands of tokens, so they are taken where another sequence is
+likely to start:
+
+- at the last full block of a prompt: the other samples of a group, and a request that is sent again;
+- where a prompt leaves the blocks that another one left behind: it is a branch of a conversation, or a shared preface;
+- every `state_every_tokens`;
+- at the last full block of an answer, so that the next turn of a conversation, and a preempted sequence, go on from
+  there. Nobody knows beforehand which block is the last one, so a decoding sequence takes one at the end of each block,
+  and gives back the one before unless that is one of the others or somebody started from it.
+
+This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import TakeSnapshot
+
+if TYPE_CHECKING:
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.cache.snapshots import SnapshotPool
+    from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
+
+
+class SnapshotPlanner:
+    """See the module.
+
+    Attributes:
+        pool: the places.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: SnapshotPool, index: PrefixIndex, swap_planner: SwapPlanner
+    ) -> None:
+        self.pool = pool
+        self._index = index
+        self._swap_planner = swap_planner
+        self._size = config.block_tokens
+        self._every = config.state_every_tokens
+        self._takes: list[TakeSnapshot] = []
+
+    # -- starting -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def usable(hits: list[Block], step_id: int) -> list[Block] | None:
+        """Those of the leading blocks that a sequence can go on from in step `step_id`: up to the last snapshot. None:
+        a better one is being taken in this very step, and the sequence should wait for it."""
+        for number in range(len(hits), 0, -1):
+            snapshot = hits[number - 1].snapshot
+            if snapshot is not None:
+                return hits[:number] if snapshot.can_start(step_id) else None
+        return []
+
+    def bring(self, hits: list[Block]) -> bool:
+        """See that the snapshot at the end of these has a place on the device; False: there is none now."""
+        snapshot = hits[-1].snapshot if hits else None
+        return snapshot is None or snapshot.place >= 0 or self.pool.bring(snapshot)
+
+    def pin(self, seq: Sequence, hits: list[Block], branch_at: int) -> None:
+        """The sequence gets these blocks, and begins behind them.
+
+        Args:
+            branch_at: position of the last token whose KV another sequence computed, too, plus one.
+        """
+        seq.branch_at = branch_at
+        if not hits:
+            return
+        snapshot = hits[-1].snapshot
+        if snapshot is None:
+            raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, which has no snapshot")
+        self.pool.pin(snapshot)
+        seq.resume = snapshot
+        self._swap_planner.load_snapshot(seq, snapshot)
+
+    def started(self, seq: Sequence, step_id: int) -> int:
+        """The place that the sequence starts from in this step; -1: from nothing."""
+        snapshot, seq.resume = seq.resume, None
+        return -1 if snapshot is None else self.pool.started(snapshot, step_id)
+
+    # -- taking -------------------------------------------------------------------------------------
+
+    def prefilled(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
+        """Step `step_id` computes the positions [start, stop) of a prompt, whose identities are indexed."""
+        if not seq.indexed:
+            return
+        size, length = self._size, len(seq.tokens)
+        last = (length - 1) // size * size
+        for position in range(start // size * size + size, stop + 1, size):
+            if position in (last, seq.branch_at) or position % self._every == 0:
+                self._take(seq, position, step_id)
+
+    def decodes(self, seq: Sequence, position: int, step_id: int) -> None:
+        """Step `step_id` forwards the token before `position` of a decoding sequence."""
+        if position % self._size or not seq.indexed:
+            return
+        before = seq.rolling
+        if before is not None and not before.uses:
+            self.pool.drop(before)
+        number = position // self._size - 1
+        seq.rolling = None
+        taken = self._take(seq, position, step_id)
+        if taken and position % self._every:
+            seq.rolling = seq.blocks[number].snapshot
+
+    def joined(self, seq: Sequence) -> None:
+        """It decodes from the next step on: `mark` is the position at which it takes its first snapshot."""
+        seq.mark = (len(seq.tokens) // self._size + 1) * self._size
+        seq.rolling = None
+
+    def _take(self, seq: Sequence, position: int, step_id: int) -> bool:
+        number = position // self._size - 1
+        block = seq.blocks[number]
+        if block.key is None and number < len(seq.keys):
+            # another computation of the block has the identity, and so gets the snapshot
+            block = self._index.get(seq.keys[number]) or block
+        if block.snapshot is not None:
+            return False
+        snapshot = self.pool.take(block, step_id)
+        if snapshot is None:
+            return False
+        self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
+        return True
+
+    def takes(self) -> tuple[TakeSnapshot, ...]:
+        """What the step that is being planned copies."""
+        takes = tuple(self._takes)
+        self._takes.clear()
+        return takes
+
+    def sealed(self, block: Block, key: bytes | None) -> None:
+        """A decoded block was sealed: its snapshot goes to the computation that has its identity."""
+        snapshot = block.snapshot
+        if snapshot is None or block.key is not None or key is None:
+            return
+        other = self._index.get(key)
+        if other is not None and other.snapshot is None:
+            self.pool.move(snapshot, other)
+        else:
+            self.pool.drop(snapshot)
