@@ -13,19 +13,13 @@ import pytest
 from tests.support.imports import ALL_MODULES, imports_of
 
 _PURE_CACHE = (
-    "fdasync.cache.aux",
-    "fdasync.cache.blocks",
-    "fdasync.cache.identity",
-    "fdasync.cache.prefix",
+    "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity", "fdasync.cache.prefix",
     "fdasync.cache.snapshots",
-)
+)  # fmt: skip
 _ARENAS = (
-    "fdasync.cache.aux",
-    "fdasync.cache.aux_arena",
-    "fdasync.cache.host_arena",
-    "fdasync.cache.picks",
+    "fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.picks",
     "fdasync.cache.snapshots",
-)
+)  # fmt: skip
 # what runners are written against
 _RUNNER = (
     "fdasync.runner.base", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores", "fdasync.events.actions",
@@ -59,9 +53,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.drafting": ("fdasync.events.actions", "fdasync.registry.*"),
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
-            *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
-            "fdasync.ipc.exchange", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks", "fdasync.ipc.peer_rows",
-            "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            *_ARENAS, "fdasync.events.actions", "fdasync.ipc.deadlines", "fdasync.ipc.exchange",
+            "fdasync.ipc.peer_blocks", "fdasync.registry.*", "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },

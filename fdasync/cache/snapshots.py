@@ -14,14 +14,11 @@ places from it. Runners tell their specs; the engine and the runners make the me
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from fdasync.errors import BadInput, InvariantBroken
-
-if TYPE_CHECKING:
-    from fdasync.cache.blocks import Block
 
 _DTYPE_NBYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "uint64": 8}
 # each spec begins at a multiple of this in a snapshot, whatever its dtype
@@ -66,6 +63,12 @@ def snapshot_nbytes(specs: tuple[StateSpec, ...]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
+class Carrier(Protocol):
+    """A block, as far as its snapshot knows it (`Block` in `blocks.py`)."""
+
+    snapshot: Snapshot | None
+
+
 class Snapshot:
     """A state as it was at the end of a block: its places, and who uses them.
 
@@ -97,8 +100,8 @@ class Snapshot:
         "uses",
     )
 
-    def __init__(self, block: Block, place: int, step: int) -> None:
-        self.block: Block | None = block
+    def __init__(self, block: Carrier, place: int, step: int) -> None:
+        self.block: Carrier | None = block
         self.place = place
         self.on_device = True
         self.host = -1
@@ -158,7 +161,7 @@ class SnapshotPool:
 
     # -- on the device ------------------------------------------------------------------------------
 
-    def take(self, block: Block, step: int) -> Snapshot | None:
+    def take(self, block: Carrier, step: int) -> Snapshot | None:
         """A place for the state that `step` shall copy at the end of `block`, which has no snapshot; None: all places
         are in use by steps, copies or sequences about to start."""
         if block.snapshot is not None:
@@ -214,7 +217,7 @@ class SnapshotPool:
                 snapshot.step = -1
             self._settle(snapshot)
 
-    def move(self, snapshot: Snapshot, block: Block) -> None:
+    def move(self, snapshot: Snapshot, block: Carrier) -> None:
         """Attach it to another computation of the same block, which has no snapshot."""
         if snapshot.block is not None:
             snapshot.block.snapshot = None

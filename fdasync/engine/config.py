@@ -38,6 +38,7 @@ _SUM_SLICES = (1, 2, 4)
 _PREFILL_TOKENS_PER_S = 1000.0
 _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
+_AUTO_HOST_MIN_SNAPSHOTS = 8
 # of a runner's key `device`: the first GPU that its process sees
 _OWN_GPU = ("auto", "cuda", "cuda:0")
 # of an update: its weights may come from a slower place than those of the start did
@@ -93,6 +94,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
         host_blocks: KV blocks of the host tier, behind the device: blocks that the device evicts are copied there and
             back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.
+        num_snapshots: of a model with recurrent layers: places on the device for snapshots of a sequence's state, from
+            which other sequences go on behind cached tokens; "auto": the runner's choice.
+        host_snapshots: places behind those on the host; "auto": 0 without a host tier, else as many as 1 GiB holds,
+            and no more than it has blocks.
+        state_every_tokens: besides the ends of prompts and answers and the places where prompts part, snapshots are
+            taken at the multiples of this, which is one of block_tokens; "auto": such that they take as many bytes as
+            the KV between them.
         role: "alone", or the role among instances (`fdasync.pd`): "prefill" instances hand requests to "decode"
             instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
         leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
@@ -162,6 +170,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Speculation | None = None
     decode_reserve_blocks: int | Auto = "auto"
     host_blocks: int | Auto = "auto"
+    num_snapshots: int | Auto = "auto"
+    host_snapshots: int | Auto = "auto"
+    state_every_tokens: int | Auto = "auto"
     role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
     leases: LeaseRules = LeaseRules()
     store: str = ""
@@ -329,6 +340,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _validate_tiers(self) -> None:
         if self.host_blocks != "auto":
             _bounds("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
+        if self.num_snapshots != "auto":
+            _bounds("num_snapshots", self.num_snapshots, 1, MAX_BLOCKS)
+        if self.host_snapshots != "auto":
+            _bounds("host_snapshots", self.host_snapshots, 0, MAX_BLOCKS)
+        if self.state_every_tokens != "auto":
+            _bounds("state_every_tokens", self.state_every_tokens, 1, 1 << 31)
         _bounds("fetch_min_tokens", self.fetch_min_tokens, 0, 1 << 31)
         try:
             checked_version(self.weight_version)
@@ -379,6 +396,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             sum_slices=self.sum_slices,
             speculation=0 if self.speculation is None else self.speculation.max_tokens,
             tensor_parallel=self.tensor_parallel,
+            num_snapshots=_or_none(self.num_snapshots),
         )
 
 
@@ -401,6 +419,46 @@ def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
     return config.host_blocks
 
 
+def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
+    """Places of snapshots on the host. Raises ConfigError if they cannot fit into memory."""
+    blocks = host_blocks(config, capacity)
+    if not capacity.state_specs or not blocks:
+        return 0
+    stride = host_nbytes(1, capacity.snapshot_nbytes) - host_nbytes(0, capacity.snapshot_nbytes)
+    if config.host_snapshots == "auto":
+        return min(blocks, max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_SNAPSHOTS))
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
+    if config.host_snapshots > most:
+        problem = f"{config.host_snapshots} snapshots of {stride} bytes are more than this machine's memory"
+        raise ConfigError("config.host_snapshots", problem, limit=most)
+    return config.host_snapshots
+
+
+def _state_every_tokens(config: EngineConfig, capacity: Capacity) -> int:
+    """Raises ConfigError."""
+    size = capacity.block_tokens
+    if config.state_every_tokens == "auto":
+        return -(-capacity.snapshot_nbytes // capacity.block_nbytes) * size
+    if config.state_every_tokens % size:
+        raise ConfigError(
+            "config.state_every_tokens", f"is {config.state_every_tokens}", limit=f"a multiple of block_tokens={size}"
+        )
+    return config.state_every_tokens
+
+
+def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
+    """What a model with recurrent layers cannot do yet. Raises ConfigError."""
+    for field, there, what in (
+        ("store", bool(config.store), "stores keep KV and rows alone so far"),
+        ("role", config.role != "alone", "instances hand KV and rows over alone so far"),
+        ("speculation", capacity.max_run_tokens > 1, "a state cannot go back to the last accepted token so far"),
+    ):
+        if there:
+            raise ConfigError(
+                f"config.{field}", f"is set, and the model has recurrent layers: {what}", hint=f"leave {field} out"
+            )
+
+
 def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") -> SchedulerConfig:
     """The scheduler's configuration for a runner of this capacity. Raises ConfigError."""
     if capacity.num_blocks > MAX_BLOCKS:
@@ -409,6 +467,9 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
     if capacity.max_run_tokens > 1:
         _check_runs(config, capacity.max_run_tokens)
+    recurrent = bool(capacity.state_specs)
+    if recurrent:
+        _check_recurrent(config, capacity)
     reserve, speculation = config.decode_reserve_blocks, config.speculation
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,
@@ -437,6 +498,10 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         drafter="" if speculation is None else speculation.host_drafter,
         drafter_config={} if speculation is None else speculation.drafter_config,
         weighs_drafts=speculation is None or speculation.budget,
+        recurrent=recurrent,
+        num_snapshots=capacity.num_snapshots,
+        num_host_snapshots=host_snapshots(config, capacity),
+        state_every_tokens=_state_every_tokens(config, capacity) if recurrent else capacity.block_tokens,
     )
 
 

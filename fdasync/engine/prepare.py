@@ -64,6 +64,8 @@ def namespace_of(capacity: Capacity) -> bytes:
         parts = (*parts, f"numerics={capacity.numerics}")
     if capacity.sum_slices > 1:
         parts = (*parts, f"sum_slices={capacity.sum_slices}")
+    if capacity.state_specs:
+        parts = (*parts, [(spec.name, spec.shape, spec.dtype, spec.layers) for spec in capacity.state_specs])
     return root_key(msgspec.msgpack.encode(parts))
 
 

@@ -144,6 +144,7 @@ class Runtime:
             self._registry.find(TOKENIZERS, config.tokenizer)
         self._arena: AuxArena | None = None
         self._host: HostArena | None = None
+        self._snapshots: HostArena | None = None
 
     def _make_drafter(self, given: Drafter | None) -> Drafter | None:
         config = self._config
@@ -240,7 +241,9 @@ class Runtime:
                     )
                 if num_host_blocks:
                     self._host = HostArena.create(num_host_blocks, capacity.block_nbytes)
-                await self.runner.bind(capacity.num_blocks, self._arena, self._host)
+                if scheduler.config.num_host_snapshots:
+                    self._snapshots = HostArena.create(scheduler.config.num_host_snapshots, capacity.snapshot_nbytes)
+                await self.runner.bind(capacity.num_blocks, self._arena, self._host, self._snapshots)
             if config.store:
                 # under a deadline of its own: an engine can start without its store
                 await self._open_store()
@@ -429,7 +432,7 @@ class Runtime:
             # the workers have ended
             self._placement.close()
         # nothing uses the arenas any more
-        for arena in (self._arena, self._host):
+        for arena in (self._arena, self._host, self._snapshots):
             if arena is not None:
                 arena.close()
         if first is not None:

@@ -63,7 +63,7 @@ class GroupRunner(Runner):
     def __init__(self, ranks: Sequence[Runner]) -> None:
         super().__init__(ranks[0].config, ranks[0].limits)
         self._ranks = tuple(ranks)
-        self._block_nbytes = 0
+        self._block_nbytes = self._snapshot_nbytes = 0
         self._steps: deque[Call[StepOutput]] = deque()
         self._copies: dict[int, Call[CopyOutput]] = {}
         self._asked: Call[Any] | None = None
@@ -75,7 +75,7 @@ class GroupRunner(Runner):
     async def open(self) -> Capacity:
         """See `Runner`. The first rank that fails ends the wait for the others, which `aclose` ends."""
         capacity = agreed(await self._ask("opening", [runner.open() for runner in self._ranks]))
-        self._block_nbytes = capacity.block_nbytes
+        self._block_nbytes, self._snapshot_nbytes = capacity.block_nbytes, capacity.snapshot_nbytes
         return capacity
 
     async def bind(
@@ -149,7 +149,7 @@ class GroupRunner(Runner):
         if call.left and call.error is None:
             return
         self._copies.pop(copy.copy_id, None)
-        whole = len(copy.device) * self._block_nbytes
+        whole = len(copy.device) * self._block_nbytes + len(copy.snapshots) * self._snapshot_nbytes
         if isinstance(copy, SwapOut) and call.nbytes != whole and call.error is None:
             problem = f"the ranks wrote {call.nbytes} bytes in copy {copy.copy_id} of {whole}: each byte has one writer"
             call.error = RunnerError(problem)
