@@ -223,7 +223,8 @@ class Oracle:
     def folded(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """[T] of states [T, words]: every bit of a state counts."""
         numbers = np.arange(states.shape[1], dtype=U64) << U64(52)
-        return np.bitwise_xor.reduce(mix(states ^ numbers), axis=1)
+        folded: NDArray[np.uint64] = np.bitwise_xor.reduce(mix(states ^ numbers), axis=1)
+        return folded
 
     @staticmethod
     def running_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

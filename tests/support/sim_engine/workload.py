@@ -207,6 +207,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         requests = tuple(draw.request(number) for number in range(random.randint(3, 24)))
         config = with_policy(tiers.config(config, num_blocks), Random(f"policy {seed}"))
         again = tiers.again(requests, config)
+        states = Random(f"recurrent {seed}")
+        if runner.max_run_tokens == 1 and config.speculation is None and states.random() < 0.4:
+            runner, config = with_state(runner, config, states)
+            again = ()
         groups = Random(f"ranks {seed}")
         ranks = groups.choice((1, 1, 2, 4))
         if ranks > 1:
@@ -232,6 +236,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             forgets_at_s=tiers.forgets(draw.span_s),
             fault_rank=groups.randrange(ranks),
         )
+
+
+def with_state(
+    runner: SyntheticConfig, config: EngineConfig, random: Random
+) -> tuple[SyntheticConfig, EngineConfig]:
+    """A model with recurrent state, and few or many places for it. Stores keep none yet."""
+    runner = msgspec.structs.replace(
+        runner, state_words=random.randint(1, 3), num_snapshots=random.choice((1, 2, random.randint(3, 40)))
+    )
+    every = runner.block_tokens * random.choice((1, 2, 3))
+    return runner, msgspec.structs.replace(
+        config,
+        store="",
+        host_snapshots=random.choice(("auto", random.randint(0, 6))),
+        state_every_tokens=random.choice(("auto", every)),
+    )
 
 
 def with_policy(config: EngineConfig, random: Random) -> EngineConfig:

@@ -102,7 +102,7 @@ class TinyMoeRunner(Runner):
         host: HostArena | None = None,
         snapshots: HostArena | None = None,
     ) -> None:
-        # the model has no recurrent state
+        # this model has no recurrent state
         del snapshots
         self._table = InputBatch(self.limits.max_running, self._context, self._block_tokens, num_blocks)
         self._kv = np.zeros((num_blocks, self._block_tokens), _U64)

@@ -234,6 +234,8 @@ class TransformersRunner(Runner):
 
         Raises ConfigError when the pool does not fit, or no graph can hold what the model does.
         """
+        # models with recurrent state are refused when they are opened
+        del snapshots
         step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
