@@ -238,9 +238,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def with_state(
-    runner: SyntheticConfig, config: EngineConfig, random: Random
-) -> tuple[SyntheticConfig, EngineConfig]:
+def with_state(runner: SyntheticConfig, config: EngineConfig, random: Random) -> tuple[SyntheticConfig, EngineConfig]:
     """A model with recurrent state, and few or many places for it. Stores keep none yet."""
     runner = msgspec.structs.replace(
         runner, state_words=random.randint(1, 3), num_snapshots=random.choice((1, 2, random.randint(3, 40)))
