@@ -207,6 +207,8 @@ class SyntheticSteps(Runner):
                 digests[end - count : end] = sums[start:]
                 if self._states is not None:
                     digests[end - count : end] ^= self._advance_state(int(lane), int(start), self._kv[index][start:])
+        if self._takes:
+            raise InvariantBroken(f"step {batch.step_id} takes snapshots of {sorted(self._takes)}, and computes none")
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:
             if "routing" in self._arena.rows:

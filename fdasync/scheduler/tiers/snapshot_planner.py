@@ -89,8 +89,6 @@ class SnapshotPlanner:
 
     def prefilled(self, seq: Sequence, start: int, stop: int, step_id: int) -> None:
         """Step `step_id` computes the positions [start, stop) of a prompt, whose identities are indexed."""
-        if not seq.indexed:
-            return
         size, length = self._size, len(seq.tokens)
         last = (length - 1) // size * size
         for position in range(start // size * size + size, stop + 1, size):

@@ -146,15 +146,17 @@ def test_a_snapshot_on_the_host_is_brought_before_its_sequence_starts():
 def test_a_preempted_sequence_goes_on_from_its_last_full_block():
     table = recurrent(num_blocks=8, max_running=2, decode_reserve_blocks=0, num_host_blocks=32, num_host_snapshots=4)
     table.turn(table.request(1, range(8), 20), table.request(2, range(50, 58), 20))
-    resumed = []
+    resumed, kept = [], []
     for _ in range(120):
         if not table.flying and not table.in_flight:
             break
         steps = [table.done()] if table.flying else []
         turned = table.turn(*steps, *table.answers())
         resumed += [start for step in turned.steps for start in step.starts if start.num_cached]
+        kept += [place for copy in turned.outs for place in copy.snapshots]
     assert table.stats.preemptions > 0
     assert resumed
+    assert kept, "they go to the host with the blocks"
     for start in resumed:
         # nothing but the open block is computed again
         assert len(start.tokens) // 4 - start.num_cached <= 4
@@ -170,6 +172,35 @@ def test_new_weights_and_a_reset_leave_no_snapshot():
         table.answer()
         (start,) = table.turn(table.request(2, A, 1)).step.starts
         assert (start.num_cached, start.snapshot) == (0, -1)
+
+
+def test_a_reset_gives_back_the_snapshots_of_those_that_go_on():
+    table = recurrent()
+    table.turn(table.request(1, range(9), 8))
+    table.turn(table.done())
+    assert table.stats.free_snapshots == 7
+    table.turn(table.reset())
+    assert table.stats.free_snapshots == 8
+    table.run()
+    assert table.is_empty()
+
+
+def test_a_second_computation_gives_its_snapshot_to_the_first():
+    table = recurrent()
+    answer = list(range(1, 9))
+
+    def play(key: int, tokens: int) -> None:
+        table.turn(table.request(key, range(6), 8))
+        for token in answer[:tokens]:
+            table.turn(table.done(token))
+
+    play(1, 8)
+    # its snapshot at 8 gave way to the one at 12
+    first = table.scheduler.index.get(table.keys([*range(6), *answer])[1])
+    assert first.snapshot is None
+    play(2, 4)
+    assert first.snapshot is not None
+    assert first.snapshot.block is first
 
 
 def test_a_block_that_goes_takes_its_snapshot_with_it():
