@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from fdasync.cli.common.numbers import NumberRange
 from fdasync.cli.common.options import engine_config, engine_options
 
 _MAX_INSTANCES = 64
@@ -18,7 +19,7 @@ _drain_s = click.option(
     "--drain-s",
     default=600.0,
     show_default=True,
-    type=click.FloatRange(0, 1e9),
+    type=NumberRange(0, 1e9),
     help="Longest that the first signal waits for requests.",
 )
 _host = click.option(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fdasync.cli.common.numbers import NumberRange
 from fdasync.cli.common.options import engine_config, engine_options
 from fdasync.errors import BadInput
 from fdasync_http.limits import LimitedCommand, limit_options, limits_of
@@ -32,7 +33,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--connect-s",
     default=30.0,
     show_default=True,
-    type=click.FloatRange(0.1, 1e6),
+    type=NumberRange(0.1, 1e6),
     help="With --connect: longest that the first instance may take to answer.",
 )
 @click.option("--keys", type=_FILE, help="With --connect: file of `fdasync keys new`.")
@@ -75,7 +76,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--drain-s",
     default=600.0,
     show_default=True,
-    type=click.FloatRange(0, 1e9),
+    type=NumberRange(0, 1e9),
     help="Longest that the first signal waits for answers under way.",
 )
 @click.option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
+from fdasync.cli.common.numbers import NumberRange
 from fdasync.errors import BadInput
 from fdasync_http.config import ConnectionLimits, HttpConfig
 
@@ -32,7 +33,7 @@ class _Limit(NamedTuple):
 
     option: str
     field: str
-    kind: click.IntRange | click.FloatRange
+    kind: click.IntRange | NumberRange
     words: str
     unit: int = 1
 
@@ -42,7 +43,7 @@ class _Limit(NamedTuple):
         return self.option.removeprefix("--").replace("-", "_")
 
 
-_COUNT, _SECONDS = click.IntRange(1, 1_000_000), click.FloatRange(0.1, 1e6)
+_COUNT, _SECONDS = click.IntRange(1, 1_000_000), NumberRange(0.1, 1e6)
 _LIMITS = (
     _Limit("--max-live", "max_live", _COUNT, "Requests that generate at a time; above it 429."),
     _Limit(

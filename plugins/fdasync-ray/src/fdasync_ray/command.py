@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from fdasync.cli.common.numbers import NumberRange
 from fdasync.cli.common.options import engine_config, engine_options
 from fdasync.errors import ConfigError
 
@@ -43,13 +44,13 @@ def ray() -> None:
     "--cpus",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     help="Ray CPUs of an instance, and its threads where it computes on CPUs.",
 )
 @click.option(
     "--ray-gpus",
     "ray_gpus",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     help="Ray GPUs of an instance.  [default: --tp, on GPU clusters]",
 )
 @click.option("--transport", default="auto", show_default=True, metavar="NAME", help="As of `fdasync serve`.")
@@ -57,11 +58,11 @@ def ray() -> None:
     "--room-s",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(0, 1e6),
+    type=NumberRange(0, 1e6),
     help="Longest wait for room in the cluster.",
 )
 @click.option(
-    "--drain-s", default=600.0, show_default=True, type=click.FloatRange(0, 1e9), help="Longest wait for requests."
+    "--drain-s", default=600.0, show_default=True, type=NumberRange(0, 1e9), help="Longest wait for requests."
 )
 @engine_options
 def up(**options: Any) -> None:
