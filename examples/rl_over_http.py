@@ -113,8 +113,10 @@ class Remote:
         sampling = {field: getattr(params, field) for field in ("n", "temperature", "max_tokens", "logprobs", "seed")}
         body = {"token_ids": prompt, "sampling": sampling, "request_id": name, "priority": priority, "routing": True}
         answer = await self._post("/v1/rollout", {**body, "deadline_s": CALL_S})
-        samples = tuple([sample_of(file) for file in (files_of(answer) if params.n > 1 else [answer])])
-        return Result(request_id=name, prompt_token_ids=prompt, samples=samples)
+        samples = [sample_of(file) for file in (files_of(answer) if params.n > 1 else [answer])]
+        # files come in the order in which samples end; a trainer's sums depend on the order of its batch
+        samples.sort(key=lambda sample: sample.index)
+        return Result(request_id=name, prompt_token_ids=prompt, samples=tuple(samples))
 
     async def update(self, model: Any, version: int) -> None:
         part = self._sender.tell(model)
