@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RAY := $(VENV)/.ray
+TRL := $(VENV)/.trl
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
 INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
@@ -21,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
-	@echo "make test-all  the same with the long tests, those on Ray, and coverage"
+	@echo "make test-all  the same with the long tests, those on Ray and TRL, and coverage"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
@@ -47,6 +48,11 @@ $(RAY): $(STAMP)
 	$(INSTALL) -c constraints.txt -e 'plugins/fdasync-ray[ray]'
 	@touch $@
 
+# likewise, 250 MB
+$(TRL): $(STAMP)
+	$(INSTALL) -c constraints.txt -e 'plugins/fdasync-transformers[trl]'
+	@touch $@
+
 # DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store
 demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
@@ -63,7 +69,7 @@ test-ray: $(RAY)
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
-test-all: $(RAY)
+test-all: $(RAY) $(TRL)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q
