@@ -287,6 +287,8 @@ class Table:
         """The runner's decode set (`RunStep`), to know how many tokens the step samples."""
         self.decoding = [key for key in self.decoding if key not in step.leaves]
         assert set(step.skips) <= set(self.decoding)
+        computed = {*self.decoding, *(chunk.key for chunk in step.chunks)} - set(step.skips)
+        assert {take.key for take in step.snapshots} <= computed, "a snapshot of what the step does not compute"
         lasts = [chunk.key for chunk in step.chunks if chunk.last]
         self._counts[step.step_id] = len(self.decoding) - len(step.skips) + len(lasts)
         self.decoding += lasts

@@ -163,6 +163,16 @@ def test_a_preempted_sequence_goes_on_from_its_last_full_block():
     assert table.is_empty()
 
 
+def test_one_that_is_preempted_in_the_very_plan_takes_none():
+    table = recurrent(
+        num_blocks=7, max_running=3, pipeline_depth=2, decode_reserve_blocks=0, num_host_blocks=16, num_host_snapshots=4
+    )
+    # the table checks that a step takes snapshots of what it computes
+    table.run(table.request(1, range(6), 12), table.request(2, range(50, 57), 12), table.request(3, range(90, 99), 12))
+    assert table.stats.preemptions > 0
+    assert table.is_empty()
+
+
 def test_new_weights_and_a_reset_leave_no_snapshot():
     for change in (lambda table: table.weights(1), lambda table: table.reset()):
         table = recurrent()
