@@ -5,10 +5,12 @@ state as it was behind the last token of a block: an optional attachment of that
 A sequence can go on from a block only if that block has a snapshot. Snapshots sit in places of their own on the device
 and on the host, with budgets and an order of eviction of their own (docs/design.md, section 11).
 
-A place on the device has one writer at a time, and is given to nobody else before the steps that name it are done.
+A place on the device has one writer at a time. The pool gives a place to another snapshot only when every step that
+names it is done.
 
-This module knows no sequence, no identity and no bytes. The prefix index owns the pool; the scheduler's planners take
-places from it. Runners tell their specs; the engine and the runners make the memory.
+This module knows no sequence, no identity and no bytes. The scheduler makes the pool, the pool of blocks tells it of
+blocks that go, and the scheduler's planners take places from it. Runners tell their specs; the engine and the runners
+make the memory.
 """
 
 from __future__ import annotations
@@ -244,10 +246,11 @@ class SnapshotPool:
         victim = lossy = None
         for snapshot in self._live:
             if snapshot.place >= 0 and not self._in_use(snapshot):
+                lossy = lossy or snapshot
                 if snapshot.on_host:
                     victim = snapshot
+                if victim or not self.num_host_places:
                     break
-                lossy = lossy or snapshot
         victim = victim or lossy
         if victim is None:
             return False

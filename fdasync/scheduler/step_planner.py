@@ -321,7 +321,7 @@ class StepPlanner:
         """Take over blocks that others computed while its own were on their way; False while a leader computes the next
         block in this very step."""
         if self._snapshots is not None:
-            # what others computed meanwhile is of no use without a snapshot, and it has one already
+            # blocks that others computed meanwhile are of use only with a later snapshot, which is rare
             return True
         size = self._config.block_tokens
         limit = seq.hit_limit(size)

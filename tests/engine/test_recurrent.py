@@ -53,18 +53,21 @@ async def test_answers_do_not_depend_on_what_is_cached(depth, host_blocks):
 
 async def test_a_worker_keeps_states_and_snapshots():
     async with synthetic_engine(config({"num_blocks": 20}, process="worker", host_blocks=40)) as engine:
+        # one after the other, so that what is on the host does not depend on how fast the worker is
+        for first in (0, 20, 40, 0):
+            await ask(engine, list(range(first, first + 41)), 4)
+        assert engine.stats().scheduler.hit_tokens_host == 40
         await conversations(engine, seed=3)
-        stats = engine.stats().scheduler
-        assert stats.preemptions > 0
-        assert stats.hit_tokens_host > 0
 
 
 async def test_ranks_write_each_snapshot_once():
     model = {"num_blocks": 20, "kv_shares": 2}
     wide = config(model, process="worker", tensor_parallel=2, host_blocks=40)
     async with synthetic_engine(wide) as engine:
+        for first in (0, 20, 40, 0):
+            await ask(engine, list(range(first, first + 41)), 4)
+        assert engine.stats().scheduler.hit_tokens_host == 40
         await conversations(engine, seed=4, count=8)
-        assert engine.stats().scheduler.swapped_out_blocks > 0
 
 
 async def test_an_engine_that_slept_goes_on_from_the_host():

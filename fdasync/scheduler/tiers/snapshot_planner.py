@@ -4,12 +4,13 @@ A sequence of a recurrent model can go on only from the end of a block that has 
 of no use to it. Snapshots cost as much as the KV of thousands of tokens, so they are taken where another sequence is
 likely to start:
 
-- at the last full block of a prompt: the other samples of a group, and a request that is sent again;
+- at the last full block of a prompt: the other samples of a group, and a request that is sent again. They compute the
+  last token themselves, so of a prompt of whole blocks they start one block earlier, and its next turn at its end;
 - where a prompt leaves the blocks that another one left behind: it is a branch of a conversation, or a shared preface;
 - every `state_every_tokens`;
 - at the last full block of an answer, so that the next turn of a conversation, and a preempted sequence, go on from
-  there. Nobody knows beforehand which block is the last one, so a decoding sequence takes one at the end of each block,
-  and gives back the one before unless that is one of the others or somebody started from it.
+  there. An answer may end at any token, so a decoding sequence takes a snapshot at the end of each block and gives back
+  the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
 
 This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
 """
@@ -92,12 +93,12 @@ class SnapshotPlanner:
         size, length = self._size, len(seq.tokens)
         last = (length - 1) // size * size
         for position in range(start // size * size + size, stop + 1, size):
-            if position in (last, seq.branch_at) or position % self._every == 0:
+            if position in (last, length, seq.branch_at) or position % self._every == 0:
                 self._take(seq, position, step_id)
 
     def decodes(self, seq: Sequence, position: int, step_id: int) -> None:
         """Step `step_id` forwards the token before `position` of a decoding sequence."""
-        if position % self._size or not seq.indexed:
+        if position % self._size or not (self._index.enabled and seq.indexed):
             return
         before = seq.rolling
         if before is not None and not before.uses:
@@ -134,11 +135,12 @@ class SnapshotPlanner:
         return takes
 
     def sealed(self, block: Block, key: bytes | None) -> None:
-        """A decoded block was sealed: its snapshot goes to the computation that has its identity."""
+        """A decoded block was sealed: its snapshot goes to the computation that has its identity. Without an identity
+        (None) no sequence can ever start from the snapshot."""
         snapshot = block.snapshot
-        if snapshot is None or block.key is not None or key is None:
+        if snapshot is None or block.key is not None:
             return
-        other = self._index.get(key)
+        other = None if key is None else self._index.get(key)
         if other is not None and other.snapshot is None:
             self.pool.move(snapshot, other)
         else:

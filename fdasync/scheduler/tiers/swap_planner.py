@@ -11,7 +11,7 @@ This module knows requests only as sequences that wait for copies, and no bytes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
@@ -175,7 +175,7 @@ class SwapPlanner:
             self._copies[number].waiting.append(seq)
 
     def load_snapshot(self, seq: Sequence, snapshot: Snapshot) -> None:
-        """Let `seq` wait until the snapshot is on the device, where it has a place; copy it there if nobody does."""
+        """Let `seq` wait until the snapshot is in its place on the device; begin the copy unless it is under way."""
         if snapshot.on_device:
             return
         if snapshot.arriving < 0:
@@ -367,6 +367,10 @@ class SwapPlanner:
     def check(self) -> None:
         """Raise InvariantBroken unless blocks in copies know it, and the sequences that wait for copies."""
         arriving: dict[int, int] = {}
+        moves = Counter([id(one) for copy in self._copies.values() for one in copy.snapshots])
+        for snapshot in self._index.pool.snapshots.live() if self._index.pool.snapshots else ():
+            if snapshot.moves != moves[id(snapshot)]:
+                raise InvariantBroken(f"{snapshot} has {snapshot.moves} copies, {moves[id(snapshot)]} know it")
         waits: dict[int, int] = {}
         for number, copy in self._copies.items():
             for block in copy.blocks:

@@ -33,9 +33,23 @@ def test_the_last_full_block_of_a_prompt_has_one_and_the_next_sample_starts_ther
     assert table.stats.resumed_snapshots == 1
 
 
-def test_a_prompt_of_whole_blocks_has_it_one_block_before_its_end():
+def test_a_prompt_of_whole_blocks_has_one_for_itself_and_one_for_its_next_turn():
     table = recurrent()
-    assert takes(table.turn(table.request(1, range(16), 1))) == [(1, 12)]
+    assert takes(table.turn(table.request(1, range(16), 2))) == [(1, 12), (1, 16)]
+    table.run()
+    (start,) = table.turn(table.request(2, range(16), 1)).step.starts
+    assert start.num_cached == 12
+    table.run()
+    (start,) = table.turn(table.request(3, [*range(16), 500, 501], 1)).step.starts
+    assert start.num_cached == 16
+    table.run()
+    assert table.is_empty()
+
+
+def test_without_a_prefix_cache_none_is_taken():
+    table = recurrent(prefix_cache=False)
+    table.run(table.request(1, range(9), 12))
+    assert table.stats.taken_snapshots == 0
 
 
 def test_the_others_of_a_group_wait_for_the_step_that_takes_it():
@@ -114,9 +128,8 @@ def test_one_that_somebody_started_from_does_not_give_way():
     (start,) = table.turn(table.done()).step.starts
     assert (start.key, start.num_cached) == (2, 8)
     table.run()
-    held = table.stats.num_snapshots - table.stats.free_snapshots
-    # prompts of 1 and 2, the one at 8, and the last full block
-    assert held == 3 + (held > 3)
+    # at 4 of the prompt, at 8, where the second one started, and at 20, the last full block
+    assert table.stats.num_snapshots - table.stats.free_snapshots == 3
     (start,) = table.turn(table.request(3, [*tokens[:9], 78], 1)).step.starts
     assert start.num_cached == 8
 
@@ -186,10 +199,13 @@ def test_new_weights_and_a_reset_leave_no_snapshot():
 
 def test_a_reset_gives_back_the_snapshots_of_those_that_go_on():
     table = recurrent()
-    table.turn(table.request(1, range(9), 8))
+    table.turn(table.request(1, range(11), 8))
     table.turn(table.done())
-    assert table.stats.free_snapshots == 7
+    # one at 8; the step in flight takes another one
+    assert table.stats.free_snapshots == 6
+    assert table.flying[0].snapshots[0].position == 12
     table.turn(table.reset())
+    table.turn(table.done())
     assert table.stats.free_snapshots == 8
     table.run()
     assert table.is_empty()
