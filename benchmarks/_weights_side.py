@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("role", choices=("trainer", "receiver"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("device")
+    parser.add_argument("bucket_nbytes", type=int)
     chosen = parser.parse_args()
     os.environ.update({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     torch.set_num_threads(1)
@@ -93,7 +94,9 @@ def main() -> None:
     raw_sender: WeightsSender | None = None
     if chosen.role == "trainer":
         tensors = {name: torch.full_like(one, 0.01, device=device) for name, one in shapes.items()}
-        sender = WeightsSender(world_size=2, name="engine", backend=backend, timeout_s=TIMEOUT_S)
+        sender = WeightsSender(
+            world_size=2, name="engine", backend=backend, timeout_s=TIMEOUT_S, bucket_nbytes=chosen.bucket_nbytes
+        )
         raw_sender = WeightsSender(world_size=2, name="raw", backend=backend, timeout_s=TIMEOUT_S)
         groups = [msgspec.to_builtins(one.group) for one in (sender, raw_sender)]
         say(engine=groups[0], raw=groups[1], nbytes=nbytes)

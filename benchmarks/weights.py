@@ -57,9 +57,9 @@ class Side:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, role: str, folder: Path, device: str) -> AsyncIterator[Side]:
+    async def running(cls, role: str, folder: Path, device: str, bucket_nbytes: int) -> AsyncIterator[Side]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks._weights_side", role, str(folder), device,
+            sys.executable, "-m", "benchmarks._weights_side", role, str(folder), device, str(bucket_nbytes),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
@@ -93,7 +93,7 @@ def write_config(folder: Path, *, small: bool) -> None:
 
 def config_of(folder: Path, device: str) -> EngineConfig:
     own: dict[str, Any] = {"weights": "random", "dtype": "bfloat16", "device": device}
-    own |= {"num_threads": 1} if device == "cpu" else {"cuda_graphs": False}
+    own |= {"num_threads": 1} if device == "cpu" else {}
     return EngineConfig(
         model=str(folder), runner_config=own, num_blocks=256, max_context_tokens=1024, max_running=REQUESTS,
         max_step_tokens=64, process="worker", update_deadline_s=CALL_S, start_deadline_s=CALL_S,
@@ -149,8 +149,8 @@ async def measure(chosen: argparse.Namespace, folder: Path, report: Report) -> N
     part = GroupTensors(group="engine", tensors=metas_of(tensors), bucket_nbytes=bucket)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Engine(config_of(folder, devices[1])))
-        trainer = await stack.enter_async_context(Side.running("trainer", folder, devices[0]))
-        receiver = await stack.enter_async_context(Side.running("receiver", folder, devices[1]))
+        trainer = await stack.enter_async_context(Side.running("trainer", folder, devices[0], bucket))
+        receiver = await stack.enter_async_context(Side.running("receiver", folder, devices[1], bucket))
         group = msgspec.convert(trainer.hello["engine"], WeightsGroup)
         await asyncio.gather(trainer.do("join"), engine.join_weights_group(group))
         await asyncio.gather(trainer.do("join raw"), receiver.do("join raw", group={**trainer.hello["raw"], "rank": 1}))

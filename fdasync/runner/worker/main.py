@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import FdasyncError, InvariantBroken, RunnerError
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.runner.base import CopyOutput, Runner, StepOutput
+    from fdasync.runner.base import CopyOutput, Runner, StepOutput, TensorMeta
 
 
 class _RunnerService(Service):
@@ -65,6 +67,8 @@ class _RunnerService(Service):
         self._runner: Runner | None = None
         self._receiver: TensorReceiver | None = None
         self._exchange: Exchange | None = None
+        # of the last `ReceiveTensors` that had some
+        self._described: tuple[TensorMeta, ...] = ()
 
     def perform(self, message: Request | RunStep | SwapOut | SwapIn, fds: list[int]) -> Awaitable[object]:
         if isinstance(message, (RunStep, SwapOut, SwapIn)) and not self._in_line:
@@ -170,7 +174,7 @@ class _RunnerService(Service):
         elif isinstance(message, FingerprintWeights):
             return await runner.fingerprint_weights(message.with_tensors)
         elif isinstance(message, JoinGroup | LeaveGroup | ReceiveTensors | EndReceived):
-            await _of_group(runner, message)
+            await self._of_group(runner, message)
         elif isinstance(message, BeginTensors):
             self._forget_tensors()
             receiver = TensorReceiver(runner, fds, message.chunk_nbytes)
@@ -212,16 +216,17 @@ class _RunnerService(Service):
         if self._exchange is not None:
             self._exchange.close()
 
-
-async def _of_group(runner: Runner, message: JoinGroup | LeaveGroup | ReceiveTensors | EndReceived) -> None:
-    if isinstance(message, JoinGroup):
-        await runner.join_group(message.group, message.interface)
-    elif isinstance(message, LeaveGroup):
-        await runner.leave_group(message.name)
-    elif isinstance(message, ReceiveTensors):
-        await runner.receive_tensors(message.source, message.limit_s, first=message.first, last=message.last)
-    else:
-        await runner.end_received()
+    async def _of_group(self, runner: Runner, message: JoinGroup | LeaveGroup | ReceiveTensors | EndReceived) -> None:
+        if isinstance(message, JoinGroup):
+            await runner.join_group(message.group, message.interface)
+        elif isinstance(message, LeaveGroup):
+            await runner.leave_group(message.name)
+        elif isinstance(message, ReceiveTensors):
+            self._described = message.source.tensors or self._described
+            source = msgspec.structs.replace(message.source, tensors=self._described)
+            await runner.receive_tensors(source, message.limit_s, first=message.first, last=message.last)
+        else:
+            await runner.end_received()
 
 
 def main() -> None:

@@ -170,7 +170,12 @@ class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag="leave_group"
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, array_like=True, tag="receive_tensors"):
-    """As `Runner.receive_tensors`."""
+    """As `Runner.receive_tensors`.
+
+    Attributes:
+        source: of its tensors none where they are those of the message before: thousands of descriptions take longer
+            than their bytes between GPUs.
+    """
 
     source: GroupTensors
     limit_s: float

@@ -93,6 +93,8 @@ class WorkerRunner(Runner):
         self._child: RpcClient | None = None
         self._transfer = TensorTransfer([self.ask_now], chunk_nbytes)
         self._meeting: tuple[Meeting, float] | None = None
+        # of the last `ReceiveTensors` that was answered
+        self._described: tuple[TensorMeta, ...] = ()
         self.environment: Mapping[str, str] = {}
 
     @property
@@ -219,7 +221,12 @@ class WorkerRunner(Runner):
         await self._ask(LeaveGroup(name), _NOTHING)
 
     async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
-        await self._ask(ReceiveTensors(source, limit_s, first, last), _NOTHING)
+        # a call that is cut short may not have been sent
+        described, self._described = self._described, ()
+        tensors = source.tensors
+        told = source if tensors is not described else msgspec.structs.replace(source, tensors=())
+        await self._ask(ReceiveTensors(told, limit_s, first, last), _NOTHING)
+        self._described = tensors
 
     async def end_received(self) -> None:
         await self._ask(EndReceived(), _NOTHING)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
+from fdasync_transformers.weights.deltas.tensors import own_tensors
 from fdasync_transformers.weights.groups.framing import ALIGN_NBYTES, buckets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +39,18 @@ def test_a_bucket_takes_its_next_neighbour_if_that_fits(sizes: list[int], limit:
 
 def test_without_buckets_each_comes_alone() -> None:
     assert [bucket.parts for bucket in buckets([4, 0, 4], 0)] == [((0, 0),), ((1, 0),), ((2, 0),)]
+
+
+def test_a_bucket_is_given_before_the_tensors_behind_it_are_looked_at() -> None:
+    read: list[int] = []
+    made = buckets((read.append(nbytes) or nbytes for nbytes in [16] * 100), 64)
+    assert next(made).nbytes == 64
+    assert len(read) == 5
+
+
+def test_of_tensors_that_share_memory_only_equal_ones_are_tied() -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    state = {"whole": whole, "half": whole[:1], "tied": whole.view(2, 3), "half again": whole[:1], "turned": whole.T}
+    assert [name for name, _ in own_tensors({**state, "none": whole[:0], "nothing": whole[:0]})] == [
+        "whole", "half", "turned", "none", "nothing",
+    ]  # fmt: skip

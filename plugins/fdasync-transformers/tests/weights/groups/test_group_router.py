@@ -52,6 +52,10 @@ async def test_all_instances_get_the_weights_of_one_broadcast(tmp_path: Path) ->
         async with sender_of(router, 4) as sender:
             await send(sender, router, new, "one", expected=fingerprint(new).weights_id)
             assert labels(router) == {"one"}
+            # tensors that workers know are not described to them again, and others are
+            await send(sender, router, parts_of(new, 2)[0])
+            for label in ("once more", "and again"):
+                await send(sender, router, new, label, expected=fingerprint(new).weights_id)
             assert [await tokens(router) for _ in range(4)] == [right] * 4
             # in parts
             await router.begin_weight_update()

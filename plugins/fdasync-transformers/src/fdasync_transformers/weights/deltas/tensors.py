@@ -35,15 +35,27 @@ def own_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterato
     """The tensors of a model, or of a state dict, by name; a tied one once. Raises WeightsRejected for one without
     data."""
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...], torch.device]] = set()
+    # by address; numbers and no tuples, which the garbage collector would walk over by the thousand
+    firsts: dict[int, torch.Tensor] = {}
+    others: list[torch.Tensor] = []
     for name, tensor in state.items():
         if tensor.is_meta or tensor.layout != torch.strided:
             raise WeightsRejected(f"{name} holds no plain data")
-        where = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.device)
-        if tensor.numel() and where in seen:
-            continue
-        seen.add(where)
+        first = firsts.setdefault(tensor.data_ptr(), tensor) if tensor.numel() else tensor
+        if first is not tensor:
+            if any(_are_tied(tensor, other) for other in (first, *others)):
+                continue
+            others.append(tensor)
         yield name, tensor
+
+
+def _are_tied(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+    )
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator
 
 #: of the first byte of each tensor in a bucket: enough for any dtype
 ALIGN_NBYTES = 16
@@ -29,26 +29,23 @@ class Bucket(NamedTuple):
     whole: bool = True
 
 
-def buckets(sizes: Sequence[int], bucket_nbytes: int) -> list[Bucket]:
-    """The broadcasts, in order, of tensors of so many bytes each; see `GroupTensors.bucket_nbytes`."""
-    made: list[Bucket] = []
+def buckets(sizes: Iterable[int], bucket_nbytes: int) -> Iterator[Bucket]:
+    """The broadcasts, in order, of tensors of so many bytes each; see `GroupTensors.bucket_nbytes`. Each is given as
+    soon as no more tensors fit into it."""
     most = bucket_nbytes // ALIGN_NBYTES * ALIGN_NBYTES
     parts: list[tuple[int, int]] = []
     filled = 0
     for number, nbytes in enumerate(sizes):
         at = (filled + ALIGN_NBYTES - 1) // ALIGN_NBYTES * ALIGN_NBYTES
         if parts and (at + nbytes > most or not most):
-            made.append(Bucket(tuple(parts), filled))
+            yield Bucket(tuple(parts), filled)
             parts, at, filled = [], 0, 0
         if most and nbytes > most:
             # nothing is left in `parts`: it did not fit behind them
-            made += [
-                Bucket(((number, 0),), min(most, nbytes - first), first, whole=False)
-                for first in range(0, nbytes, most)
-            ]
+            for first in range(0, nbytes, most):
+                yield Bucket(((number, 0),), min(most, nbytes - first), first, whole=False)
             continue
         parts.append((number, at))
         filled = at + nbytes
     if parts:
-        made.append(Bucket(tuple(parts), filled))
-    return made
+        yield Bucket(tuple(parts), filled)

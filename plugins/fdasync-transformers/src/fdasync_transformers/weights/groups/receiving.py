@@ -57,7 +57,7 @@ class ReceivePlan:
 
     def __init__(self, incoming: Sequence[Incoming], bucket_nbytes: int, device: torch.device) -> None:
         self.incoming = tuple(incoming)
-        made = buckets([tensor.nbytes for tensor in incoming], bucket_nbytes)
+        made = buckets((tensor.nbytes for tensor in incoming), bucket_nbytes)
         self.broadcasts = [self._plan(bucket, device) for bucket in made]
 
     def _plan(self, bucket: Bucket, device: torch.device) -> _Planned:

@@ -19,7 +19,9 @@ from fdasync_transformers.weights.groups.framing import buckets
 from fdasync_transformers.weights.groups.group import JoinedGroup, new_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from fdasync_transformers.weights.groups.framing import Bucket
 
 #: of CPUs: what comes alone is received in place, and longer broadcasts of gloo leave the caches
 BUCKET_NBYTES = 1 << 20
@@ -112,19 +114,18 @@ class WeightsSender:
         group = self._joined
         if group is None:
             raise BadInput("group", f"rank 0 of {self.group.name!r} has not joined", hint="call join() first")
-        tensors = [tensor for _, tensor in own_tensors(source)]
+        # read as they are sent: thousands of tensors take as long to look at as their bytes do between GPUs
+        tensors: list[torch.Tensor] = []
         made = xxhash.xxh3_128() if self._checksum else None
-        for bucket in buckets([tensor.nbytes for tensor in tensors], self._bucket_nbytes):
+        for bucket in buckets(_sizes(source, tensors), self._bucket_nbytes):
             if group.is_full:
                 group.wait()
-            parts = [_bytes_of(tensors[number], group.device) for number, _ in bucket.parts]
-            if not bucket.whole:
-                parts = [parts[0][bucket.first : bucket.first + bucket.nbytes]]
+            parts = [_on_device(tensors[number], group.device) for number, _ in bucket.parts]
             if made is not None:
                 for part in parts:
-                    data: Any = part.cpu().numpy()
+                    data: Any = _bytes_of(part)[bucket.first : bucket.first + bucket.nbytes].cpu().numpy()
                     made.update(data)
-            group.begin(parts[0] if len(parts) == 1 else _joined(bucket.nbytes, bucket.parts, parts))
+            group.begin(_joined(bucket, parts))
         if made is not None:
             if group.is_full:
                 group.wait()
@@ -139,14 +140,31 @@ class WeightsSender:
             self._joined = None
 
 
-def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _sizes(source: torch.nn.Module | Mapping[str, torch.Tensor], read: list[torch.Tensor]) -> Iterator[int]:
+    """Bytes of each tensor of the source, which is appended to `read` before."""
+    for _, tensor in own_tensors(source):
+        read.append(tensor)
+        yield tensor.nbytes
+
+
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor's elements, flat."""
     held = tensor.detach()
-    return (held if held.device == device else held.to(device)).reshape(-1).view(torch.uint8)
+    return (held if held.device == device else held.to(device)).reshape(-1)
 
 
-def _joined(nbytes: int, parts: tuple[tuple[int, int], ...], data: list[torch.Tensor]) -> torch.Tensor:
-    if nbytes == sum(map(len, data)):
-        return torch.cat(data)
-    made = torch.zeros(nbytes, dtype=torch.uint8, device=data[0].device)
-    torch._foreach_copy_([made[at : at + len(one)] for (_, at), one in zip(parts, data, strict=True)], data)
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _joined(bucket: Bucket, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of a bucket. One tensor alone is not copied."""
+    if len(parts) == 1:
+        return _bytes_of(parts[0])[bucket.first : bucket.first + bucket.nbytes]
+    dtype = parts[0].dtype
+    if all(part.dtype == dtype for part in parts) and bucket.nbytes == sum(part.nbytes for part in parts):
+        return _bytes_of(torch.cat(parts))
+    made = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=parts[0].device)
+    data = [_bytes_of(part) for part in parts]
+    torch._foreach_copy_([made[at : at + len(one)] for (_, at), one in zip(bucket.parts, data, strict=True)], data)
     return made
