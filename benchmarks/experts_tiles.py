@@ -1,10 +1,12 @@
 """Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts/tiles.py`.
 
-    python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--json FILE]
+    python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--stored fp8|mxfp4] [--json FILE]
 
 For each number of tokens every candidate of both products runs in a CUDA graph that rotates over eight layers' weights,
 so that no cache flatters it; medians. Every candidate must give the very bits of the first one: a difference is an
-error. Candidates are compiled by several processes first. Needs a CUDA GPU with 20 GiB.
+error. With `--stored` weights stay in that form, the bits are those of the plain weights that they say, and `plain_us`
+is the time of the table's tiles for these. Candidates are compiled by several processes first. Needs a CUDA GPU with
+40 GiB.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,7 @@ import triton
 from benchmarks._gpu_decode import copy_bytes_per_s
 from benchmarks._gpu_experts import EXPERTS
 from fdasync.gpu.kernels.experts.chain import experts
+from fdasync.gpu.kernels.experts.stored import StoredWeights
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
 if TYPE_CHECKING:
@@ -58,6 +62,11 @@ _DECODE: tuple[_Cut, ...] = (
 _MIDDLE: tuple[_Cut, ...] = ((64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3))
 _MANY: tuple[_Cut, ...] = ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4), (256, 64, 8, 3))
 _MOST: tuple[_Cut, ...] = ((64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 4))
+
+
+_STORED_FEW: tuple[_Cut, ...] = ((32, 128, 4, 3), (32, 128, 4, 4), (32, 64, 4, 4), (32, 128, 8, 3))
+_STORED_UP: tuple[_Cut, ...] = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 8, 3))
+_STORED_DOWN: tuple[_Cut, ...] = (*_STORED_UP, (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4))
 
 
 def shape_of(name: str) -> tuple[int, int, int, int]:
@@ -102,15 +111,37 @@ def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, boo
     return found
 
 
-class Layers:
-    """Weights of some layers, and rows that are routed uniformly."""
+def stored_candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
+    """As `candidates`, of weights that stay as they were stored; paired ones are of the first product alone."""
+    each = tokens * top_k / num_experts
+    ups = [Tile(*cut, swap=True, paired=True) for cut in _STORED_FEW] + [Tile(*cut, swap=True) for cut in _STORED_UP]
+    downs = [Tile(*cut, swap=True) for cut in _STORED_DOWN[len(_STORED_UP) :]]
+    rows = [(8, True)] if tokens * top_k <= 64 else []
+    if tokens * top_k > 32:
+        found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64) if each <= 96 else (64, 128)
+        rows += [(row, False) for row in found]
+    return [(row, single, tile) for row, single in rows for tile in ups + downs]
 
-    def __init__(self, shape: str, tokens: int, layers: int = _LAYERS) -> None:
+
+class Layers:
+    """Weights of some layers, and rows that are routed uniformly. `form`: in which weights stay; None: plain."""
+
+    def __init__(self, shape: str, tokens: int, layers: int = _LAYERS, form: str | None = None) -> None:
         self.shape = shape_of(shape)
         num_experts, _, width, inner = self.shape
         make = torch.Generator("cuda").manual_seed(1)
-        self.up = [_draw((num_experts, 2 * inner, width), make) for _ in range(layers)]
-        self.down = [_draw((num_experts, width, inner), make) for _ in range(layers)]
+        self.up: list[Any] = []
+        self.down: list[Any] = []
+        self.plain_up: list[Any] = []
+        self.plain_down: list[Any] = []
+        for _ in range(layers):
+            for held, plain, size in (
+                (self.up, self.plain_up, (num_experts, 2 * inner, width)),
+                (self.down, self.plain_down, (num_experts, width, inner)),
+            ):
+                kept = _draw(size, make) if form is None else _draw_stored(form, size, make)
+                held.append(kept)
+                plain.append(kept if form is None else torch.stack([kept.dequantised(e) for e in range(num_experts)]))
         self.route(tokens)
 
     def route(self, tokens: int) -> None:
@@ -126,9 +157,27 @@ class Layers:
     def run(self, layer: int, tiles: Tiles | None) -> torch.Tensor:
         return experts(self.x, self.ids[layer], self.weights[layer], self.up[layer], self.down[layer], tiles=tiles)
 
+    def run_plain(self, layer: int) -> torch.Tensor:
+        """By the table's tiles."""
+        return experts(self.x, self.ids[layer], self.weights[layer], self.plain_up[layer], self.plain_down[layer])
+
 
 def _draw(shape: tuple[int, ...], make: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=make, device="cuda", dtype=torch.float32).mul_(0.02).to(_DTYPE)
+
+
+def _draw_stored(form: str, shape: tuple[int, int, int], make: torch.Generator) -> StoredWeights:
+    """Random values whose bytes are any but NaN, of about the size of a model's weights."""
+    num_experts, rows, inner = shape
+    if form == "fp8":
+        values = (
+            torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16).mul_(64).to(torch.float8_e4m3fn)
+        )
+        scales = torch.rand((num_experts, -(-rows // 128), -(-inner // 128)), generator=make, device="cuda")
+        return StoredWeights("fp8", values, scales * 2e-4 + 2e-4)
+    packed = torch.randint(0, 256, (num_experts, rows, inner // 2), generator=make, device="cuda", dtype=torch.uint8)
+    powers = torch.randint(119, 123, (num_experts, rows, inner // 32), generator=make, device="cuda", dtype=torch.uint8)
+    return StoredWeights("mxfp4", packed, powers)
 
 
 def graph_us(run: Callable[[int], Any], layers: int, repeat: int = 7) -> float:
@@ -158,32 +207,35 @@ def _tiles(rows: int, single: bool, up: Tile, down: Tile, tokens: int) -> Tiles:
     return Tiles(rows, up, down, single=single, chunk=chunk, apart=tokens > 512)
 
 
-def _compile(shape: str, jobs: list[tuple[int, int, bool, Tile]]) -> None:
+def _compile(shape: str, jobs: list[tuple[int, int, bool, Tile]], form: str | None) -> None:
     """Compile candidates: a process of several; the kernels come back by the cache on disk."""
     layers: Layers | None = None
     for tokens, rows, single, tile in jobs:
         if layers is None:
-            layers = Layers(shape, tokens, 1)
+            layers = Layers(shape, tokens, 1, form)
         elif len(layers.x) != tokens:
             layers.route(tokens)
         try:
-            layers.run(0, _tiles(rows, single, tile, tile, tokens))
+            layers.run(
+                0, _tiles(rows, single, tile, replace(tile, paired=False, columns=max(tile.columns, 64)), tokens)
+            )
         except Exception as error:  # too large for the device: it is not timed either
             print(f"  {tokens} {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
     torch.cuda.synchronize()
 
 
-def tune(layers: Layers, tokens: int) -> dict[str, Any]:
+def tune(layers: Layers, tokens: int, form: str | None = None) -> dict[str, Any]:
     """Times all candidates of each product in a chain whose other product is fixed, then the best two together."""
     layers.route(tokens)
     num_experts, top_k, _, _ = layers.shape
-    wanted = layers.run(0, None)
-    fixed = Tile(64, 64, 4, 3)
+    wanted = layers.run_plain(0)
+    fixed = Tile(64, 64, 4, 3, swap=form is not None)
     # by (rows, single): microseconds and tile of either product
     took: dict[tuple[int, bool], tuple[list[tuple[float, Tile]], list[tuple[float, Tile]]]] = {}
-    for rows, single, tile in candidates(tokens, top_k, num_experts):
+    for rows, single, tile in (stored_candidates if form else candidates)(tokens, top_k, num_experts):
         sides = took.setdefault((rows, single), ([], []))
-        for side, pair in enumerate(((tile, fixed), (fixed, tile))):
+        # stored weights of the second product are never paired
+        for side, pair in enumerate(((tile, fixed), (fixed, tile))[: 1 if form and tile.paired else 2]):
             tiles = _tiles(rows, single, *pair, tokens)
             try:
                 same = torch.equal(layers.run(0, tiles), wanted)
@@ -203,14 +255,22 @@ def tune(layers: Layers, tokens: int) -> dict[str, Any]:
         best.append((graph_us(partial(layers.run, tiles=tiles), len(layers.up)), tiles))
     best_us, tiles = min(best, key=lambda one: one[0])
     table_us = graph_us(partial(layers.run, tiles=None), len(layers.up))
-    return {"tokens": tokens, "best_us": best_us, "tiles": repr(tiles), "table_us": table_us, "tops": tops}
+    plain_us = graph_us(layers.run_plain, len(layers.up))
+    return {
+        "tokens": tokens,
+        "plain_us": plain_us,
+        "best_us": best_us,
+        "tiles": repr(tiles),
+        "table_us": table_us,
+        "tops": tops,
+    }
 
 
-def compile_all(shape: str, jobs: list[tuple[int, int, bool, Tile]]) -> None:
+def compile_all(shape: str, jobs: list[tuple[int, int, bool, Tile]], form: str | None = None) -> None:
     """Compile candidates in several processes. Raises SystemExit if one is not done in time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_compile, args=(shape, jobs[i::workers])) for i in range(workers)]
+    children = [context.Process(target=_compile, args=(shape, jobs[i::workers], form)) for i in range(workers)]
     for child in children:
         child.start()
     until = time.monotonic() + _COMPILE_S
@@ -228,26 +288,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(EXPERTS), default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,4,8,32,64,128,256,512,1024,2048,8192")
+    parser.add_argument("--stored", choices=("fp8", "mxfp4"), help="weights stay in this form")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("experts_tiles needs a CUDA GPU, and torch sees none")
     counts = [int(count) for count in args.tokens.split(",")]
     num_experts, top_k, width, inner = shape_of(args.shape)
-    jobs = [(tokens, *each) for tokens in counts for each in candidates(tokens, top_k, num_experts)]
-    compile_all(args.shape, jobs)
+    listed = stored_candidates if args.stored else candidates
+    jobs = [(tokens, *each) for tokens in counts for each in listed(tokens, top_k, num_experts)]
+    compile_all(args.shape, jobs, args.stored)
     rate = copy_bytes_per_s(torch.device("cuda"), 4 << 30)
     print(f"{args.shape}: copy {rate / 1e9:.0f} GB/s", flush=True)
-    layers = Layers(args.shape, counts[0])
+    layers = Layers(args.shape, counts[0], form=args.stored)
+    nbytes_each = sum(weights[0].nbytes for weights in (layers.up, layers.down)) / num_experts
     results = []
     for tokens in counts:
-        found = tune(layers, tokens)
-        nbytes = layers.distinct * 3 * width * inner * 2
+        found = tune(layers, tokens, args.stored)
+        nbytes = layers.distinct * nbytes_each
         floor_us = max(nbytes / rate, tokens * top_k * 6 * width * inner / _PRODUCTS_PER_S) * 1e6
         results.append({**found, "distinct": layers.distinct, "floor_us": floor_us})
         share = floor_us / found["best_us"]
         print(f"{tokens} tokens, {layers.distinct:.1f} experts: floor {floor_us:.1f} us, best {found['best_us']:.1f}")
-        print(f"  ({share:.2f}), table {found['table_us']:.1f}: {found['tiles']}")
+        print(f"  ({share:.2f}), plain {found['plain_us']:.1f}, table {found['table_us']:.1f}: {found['tiles']}")
         for name, tops in found["tops"].items():
             print(f"  {name}: {tops}", flush=True)
     if args.json:

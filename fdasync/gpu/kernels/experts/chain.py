@@ -26,7 +26,9 @@ from fdasync.gpu.kernels.experts.activation import Activation
 from fdasync.gpu.kernels.experts.grouping import group
 from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up
 from fdasync.gpu.kernels.experts.many import down_many, gate_up_many
-from fdasync.gpu.kernels.experts.tiles import choose_tiles
+from fdasync.gpu.kernels.experts.stored import StoredWeights
+from fdasync.gpu.kernels.experts.stored_kernels import stored_down, stored_gate_up
+from fdasync.gpu.kernels.experts.tiles import choose_stored_tiles, choose_tiles
 from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync.gpu.kernels.overlap import overlap
 
@@ -40,8 +42,8 @@ def experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: torch.Tensor | StoredWeights,
+    down: torch.Tensor | StoredWeights,
     *,
     activation: Activation = _SILU,
     gated: bool = True,
@@ -67,8 +69,9 @@ def experts(
             other ranks) add nothing. Read.
         weights: [T, k], contiguous, any float dtype: the routing weights. Read.
         up: [E, 2I, H], gate rows and then up rows; [E, I, H] without a gate; last two swapped if `transposed`. The
-            dtype of `hidden`.
-        down: [E, H, I]; last two swapped if `transposed`.
+            dtype of `hidden`. Or weights as they were stored, with `hidden` in bfloat16 and not `transposed`: the
+            result has the bits that their dequantised values give.
+        down: [E, H, I]; last two swapped if `transposed`. Of the kind of `up`.
         activation: of gate and up.
         gated: whether `up` holds gates.
         up_bias: [E, 2I] or [E, I]; down_bias: [E, H]. Both or none.
@@ -97,11 +100,8 @@ def experts(
     if not tokens:
         return found[0] if parts else torch.empty_like(hidden, dtype=summed)
     if tiles is None:
-        cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
-        tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
-        if _crosses(tiles, inner, slices):
-            tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **{**cut, "bulk": False})
-    elif _crosses(tiles, inner, slices):
+        tiles = _chosen(hidden, top_k, up, down, inner, slices, transposed, interleaved)
+    if _crosses(tiles, inner, slices, stored=isinstance(up, StoredWeights)):
         raise BadInput("tiles", f"take {tiles.down.depth} at once of slices of {inner // slices}")
     held = torch.empty((pairs, inner), dtype=hidden.dtype, device=hidden.device)
     order, table, capacity = (ids, ids, pairs) if tiles.single else group(ids, live, num_experts, tiles)
@@ -113,7 +113,15 @@ def experts(
         "WIDEN": hidden.device.type == "cpu", "BIASED": up_bias is not None, "BM": tiles.rows,
         **overlap(hidden.device),
     }  # fmt: skip
-    if tiles.up.many:
+    if isinstance(up, StoredWeights):
+        stored_gate_up[(capacity * triton.cdiv(inner, tiles.up.columns),)](
+            hidden, up.values, up.scales, up.scales if up_bias is None else up_bias, held, order, table, ids, alive,
+            activation.alpha, activation.limit, hidden.stride(0), 0 if up_bias is None else up_bias.stride(0),
+            K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated,
+            INTERLEAVED=interleaved, FOUR=up.form == "mxfp4", COLUMNS=triton.cdiv(inner, tiles.up.columns),
+            PAIRED=tiles.up.paired and gated, **_launch_stored(tiles.up), **shared,
+        )  # fmt: skip
+    elif tiles.up.many:
         gate_up_many(
             hidden, up, up_bias, held, order, table,
             top_k=top_k, gated=gated, activation=activation, rows=tiles.rows, tile=tiles.up,
@@ -127,7 +135,14 @@ def experts(
             INTERLEAVED=interleaved, COLUMNS=triton.cdiv(inner, tiles.up.columns),
             PAIRED=tiles.up.paired and gated, **_launch(tiles.up), **shared,
         )  # fmt: skip
-    if tiles.down.many:
+    if isinstance(down, StoredWeights):
+        stored_down[(capacity * triton.cdiv(width, tiles.down.columns), slices)](
+            held, down.values, down.scales, down.scales if down_bias is None else down_bias, weights, found, order,
+            table, ids, alive, 0 if down_bias is None else down_bias.stride(0), found.stride(0),
+            K=inner // slices, N=width, SLICES=slices, FOUR=down.form == "mxfp4",
+            COLUMNS=triton.cdiv(width, tiles.down.columns), **_launch_stored(tiles.down), **shared,
+        )  # fmt: skip
+    elif tiles.down.many:
         down_many(held, down, down_bias, weights, found, order, table, rows=tiles.rows, tile=tiles.down)
     else:
         experts_down[(capacity * triton.cdiv(width, tiles.down.columns), slices)](
@@ -146,6 +161,27 @@ def experts(
         num_warps=2 if tokens <= 64 else 4, **overlap(hidden.device),
     )  # fmt: skip
     return out
+
+
+def _chosen(
+    hidden: torch.Tensor,
+    top_k: int,
+    up: torch.Tensor | StoredWeights,
+    down: torch.Tensor | StoredWeights,
+    inner: int,
+    slices: int,
+    transposed: bool,
+    interleaved: bool,
+) -> Tiles:
+    """The tables' tiles."""
+    tokens, num_experts = len(hidden), down.shape[0]
+    if isinstance(up, StoredWeights) or isinstance(down, StoredWeights):
+        return choose_stored_tiles(tokens, top_k, num_experts, inner // slices if slices > 1 else 0)
+    cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
+    tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
+    if _crosses(tiles, inner, slices):
+        tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **{**cut, "bulk": False})
+    return tiles
 
 
 def fits_bulk(up: torch.Tensor, down: torch.Tensor, transposed: bool, interleaved: bool) -> bool:
@@ -178,9 +214,13 @@ def _launch(tile: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _crosses(tiles: Tiles, inner: int, slices: int) -> bool:
-    """Whether the bulk copy engine would read on into the next slice."""
-    return slices > 1 and tiles.down.tma and inner // slices % tiles.down.depth > 0
+def _launch_stored(tile: Tile) -> dict[str, Any]:
+    return {"BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _crosses(tiles: Tiles, inner: int, slices: int, *, stored: bool = False) -> bool:
+    """Whether weights would be read on into the next slice."""
+    return slices > 1 and (tiles.down.tma or stored) and inner // slices % tiles.down.depth > 0
 
 
 def _check_slices(slices: int, inner: int, *, biased: bool, parts: bool) -> None:
@@ -194,8 +234,8 @@ def _check(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: torch.Tensor | StoredWeights,
+    down: torch.Tensor | StoredWeights,
     gated: bool,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
@@ -210,15 +250,18 @@ def _check(
         raise BadInput("ids", f"{ids.dtype} {tuple(ids.shape)} where contiguous integers [{tokens}, k] were expected")
     if weights.shape != ids.shape or not weights.is_contiguous() or not weights.is_floating_point():
         raise BadInput("weights", f"{weights.dtype} {tuple(weights.shape)} beside ids {tuple(ids.shape)}")
-    if down.dim() != 3 or not 1 <= len(down) <= MOST_EXPERTS:
+    if len(down.shape) != 3 or not 1 <= down.shape[0] <= MOST_EXPERTS:
         raise BadInput("down", f"shape {tuple(down.shape)} where [experts, H, I] was expected", limit=MOST_EXPERTS)
-    num_experts = len(down)
+    num_experts = down.shape[0]
     out_width, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
     rows = 2 * inner if gated else inner
     wanted = (num_experts, width, rows) if transposed else (num_experts, rows, width)
     if out_width != width or tuple(up.shape) != wanted:
         raise BadInput("up", f"shape {tuple(up.shape)} beside down {tuple(down.shape)} and rows of {width}")
-    if not up.is_contiguous() or not down.is_contiguous() or {up.dtype, down.dtype} != {hidden.dtype}:
+    if isinstance(up, StoredWeights) or isinstance(down, StoredWeights):
+        if type(up) is not type(down) or transposed or hidden.dtype is not torch.bfloat16:
+            raise BadInput("up", "weights as they were stored are so for both products, not transposed, for bfloat16")
+    elif not up.is_contiguous() or not down.is_contiguous() or {up.dtype, down.dtype} != {hidden.dtype}:
         raise BadInput("up", f"weights must be contiguous {hidden.dtype}")
     if (up_bias is None) != (down_bias is None):
         raise BadInput("up_bias", "there is one bias of two")

@@ -16,7 +16,7 @@ from fdasync.gpu.kernels.rounding import rounded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile; -1: nothing to do. SINGLE: the tile is one pair."""
     if SINGLE:
         found = tl.load(ids + tile)
@@ -30,7 +30,7 @@ def _expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASK
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
     row = tl.arange(0, BM)
     if SINGLE:
@@ -72,10 +72,10 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
     wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
-    e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
+    e = expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
         return
-    place, pair, real = _rows_of(tiles, order, tile, BM, SINGLE)
+    place, pair, real = rows_of(tiles, order, tile, BM, SINGLE)
     token = (pair // TOPK).to(tl.int64)
     first = tl.program_id(0) % COLUMNS * BN
     column = first + tl.arange(0, BN)
@@ -152,10 +152,10 @@ def experts_down(  # type: ignore[no-untyped-def]
     With SLICES it takes one of so many parts of the inner dimension, of K places each; parts are `out_slice` apart."""
     wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
-    e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
+    e = expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
         return
-    place, pair, real = _rows_of(tiles, order, tile, BM, SINGLE)
+    place, pair, real = rows_of(tiles, order, tile, BM, SINGLE)
     first = tl.program_id(0) % COLUMNS * BN
     column = first + tl.arange(0, BN)
     begin = tl.program_id(1) * K

@@ -1,0 +1,86 @@
+"""Experts' weights that stay as they were stored: FP8 with a scale for each block, MXFP4 with exponents of groups.
+
+Kernels read them so, and make of each weight what `dequantised` makes of it, in registers: results have the bits of
+plain bfloat16 weights, from half or a quarter of the bytes. Knows no files and no models. Made by plugins; read by
+`chain.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from fdasync.errors import BadInput
+
+#: rows and inner places that share a scale of FP8
+BLOCK: Final = 128
+#: inner places that share an exponent of MXFP4
+GROUP: Final = 32
+# of an exponent, as it is stored
+_BIAS = 127
+#: larger ones are none of a weight: the kernels' exponents of float32 end there
+MOST_EXPONENT: Final = 240
+# values of four bits, by their number
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Matrices [E, N, K] of all experts of a layer, the inner dimension last.
+
+    Attributes:
+        form: "fp8": a value times the scale of its block of 128 x 128, rounded to bfloat16; "mxfp4": a value of four
+            bits times two to the exponent of its 32 inner places, which bfloat16 has exactly.
+        values: fp8: float8_e4m3fn [E, N, K]. mxfp4: uint8 [E, N, K / 2], the lower half of a byte first. Contiguous.
+        scales: fp8: float32 [E, N / 128, K / 128], rounded up. mxfp4: uint8 [E, N, K / 32], the exponents plus 127, up
+            to 240. Contiguous.
+
+    Raises BadInput for shapes and dtypes that do not belong together, and for strides.
+    """
+
+    form: Literal["fp8", "mxfp4"]
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        fp8 = self.form == "fp8"
+        kinds = (torch.float8_e4m3fn, torch.float32) if fp8 else (torch.uint8, torch.uint8)
+        if self.values.dim() != 3 or not self.values.is_contiguous() or not self.scales.is_contiguous():
+            raise BadInput("values", f"shape {tuple(self.values.shape)} where contiguous [experts, N, K] was expected")
+        if (self.values.dtype, self.scales.dtype) != kinds:
+            raise BadInput("values", f"{self.values.dtype} with {self.scales.dtype} where {kinds} were expected")
+        experts, rows, inner = self.shape
+        if inner % (16 if fp8 else GROUP):
+            raise BadInput("values", f"rows of {inner}", limit=f"multiples of {16 if fp8 else GROUP}")
+        wanted = (experts, -(-rows // BLOCK), -(-inner // BLOCK)) if fp8 else (experts, rows, inner // GROUP)
+        if tuple(self.scales.shape) != wanted:
+            raise BadInput("scales", f"shape {tuple(self.scales.shape)} where {wanted} was expected")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """E, N and K."""
+        experts, rows, stored = self.values.shape
+        return experts, rows, stored if self.form == "fp8" else 2 * stored
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def dequantised(self, expert: int) -> torch.Tensor:
+        """The matrix [N, K] of one expert, bfloat16, new."""
+        values, scales = self.values[expert], self.scales[expert]
+        _, rows, inner = self.shape
+        if self.form == "fp8":
+            grid = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :inner]
+            return (values.float() * grid).to(torch.bfloat16)
+        table = torch.tensor(_E2M1, dtype=torch.float32, device=values.device)
+        pairs = torch.stack((table[(values & 15).long()], table[(values >> 4).long()]), dim=-1)
+        grid = torch.exp2(scales.float() - _BIAS).repeat_interleave(GROUP, 1)
+        return (pairs.reshape(rows, inner) * grid).to(torch.bfloat16)
