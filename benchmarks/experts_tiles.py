@@ -116,7 +116,7 @@ def stored_candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[i
     each = tokens * top_k / num_experts
     ups = [Tile(*cut, swap=True, paired=True) for cut in _STORED_FEW] + [Tile(*cut, swap=True) for cut in _STORED_UP]
     downs = [Tile(*cut, swap=True) for cut in _STORED_DOWN[len(_STORED_UP) :]]
-    rows = [(8, True)] if tokens * top_k <= 64 else []
+    rows = [(16, True)] if tokens * top_k <= 64 else []
     if tokens * top_k > 32:
         found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64) if each <= 96 else (64, 128)
         rows += [(row, False) for row in found]

@@ -1,10 +1,10 @@
 """Both products of experts whose weights stay as they were stored (`stored.py`).
 
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
-roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product
-and fill its 64 rows: with fewer the compiler orders the inner places of one instruction by the narrower type. So there
-are no other tiles here. Knows no shapes to check. Launched by `chain.py`. Runs on CUDA, or on the CPU under Triton's
-interpreter (tests).
+roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product,
+fill its 64 rows, and stand beside 16 pairs or more: otherwise the compiler takes another instruction, and orders the
+inner places of one by the narrower type. So there are no other tiles here. Knows no shapes to check. Launched by
+`chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
