@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +63,12 @@ _MANY: tuple[_Cut, ...] = ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64
 _MOST: tuple[_Cut, ...] = ((64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 4))
 
 
-_STORED_FEW: tuple[_Cut, ...] = ((32, 128, 4, 3), (32, 128, 4, 4), (32, 64, 4, 4), (32, 128, 8, 3))
-_STORED_UP: tuple[_Cut, ...] = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 8, 3))
-_STORED_DOWN: tuple[_Cut, ...] = (*_STORED_UP, (128, 64, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4))
+_STORED_UP: tuple[_Cut, ...] = (
+    (32, 128, 4, 3), (32, 128, 4, 4), (32, 64, 4, 4), (32, 64, 4, 6), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 8, 4),
+)  # fmt: skip
+_STORED_DOWN: tuple[_Cut, ...] = (
+    (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4),
+)  # fmt: skip
 
 
 def shape_of(name: str) -> tuple[int, int, int, int]:
@@ -112,15 +114,15 @@ def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, boo
 
 
 def stored_candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
-    """As `candidates`, of weights that stay as they were stored; paired ones are of the first product alone."""
+    """As `candidates`, of weights that stay as they were stored; paired ones are of the first product."""
     each = tokens * top_k / num_experts
-    ups = [Tile(*cut, swap=True, paired=True) for cut in _STORED_FEW] + [Tile(*cut, swap=True) for cut in _STORED_UP]
-    downs = [Tile(*cut, swap=True) for cut in _STORED_DOWN[len(_STORED_UP) :]]
+    tiles = [Tile(*cut, swap=True, paired=True) for cut in _STORED_UP]
+    tiles += [Tile(*cut, swap=True) for cut in _STORED_DOWN]
     rows = [(16, True)] if tokens * top_k <= 64 else []
     if tokens * top_k > 32:
         found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64) if each <= 96 else (64, 128)
         rows += [(row, False) for row in found]
-    return [(row, single, tile) for row, single in rows for tile in ups + downs]
+    return [(row, single, tile) for row, single in rows for tile in tiles]
 
 
 class Layers:
@@ -202,6 +204,19 @@ def graph_us(run: Callable[[int], Any], layers: int, repeat: int = 7) -> float:
     return statistics.median(took)
 
 
+def _fixed(form: str | None) -> tuple[Tile, Tile]:
+    """What stands beside a candidate for the other product."""
+    if form is None:
+        return Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
+    return Tile(32, 64, 4, 4, swap=True, paired=True), Tile(64, 64, 4, 4, swap=True)
+
+
+def _pairs(tile: Tile, fixed: tuple[Tile, Tile], form: str | None) -> list[tuple[Tile, Tile]]:
+    """With a candidate for either product; stored weights' have one of them."""
+    pairs = [(tile, fixed[1]), (fixed[0], tile)]
+    return pairs if form is None else [pairs[0 if tile.paired else 1]]
+
+
 def _tiles(rows: int, single: bool, up: Tile, down: Tile, tokens: int) -> Tiles:
     chunk = 512 if tokens <= 64 else 1024 if tokens <= 256 else 4096
     return Tiles(rows, up, down, single=single, chunk=chunk, apart=tokens > 512)
@@ -216,9 +231,9 @@ def _compile(shape: str, jobs: list[tuple[int, int, bool, Tile]], form: str | No
         elif len(layers.x) != tokens:
             layers.route(tokens)
         try:
-            layers.run(
-                0, _tiles(rows, single, tile, replace(tile, paired=False, columns=max(tile.columns, 64)), tokens)
-            )
+            fixed = _fixed(form)
+            for pair in _pairs(tile, fixed, form):
+                layers.run(0, _tiles(rows, single, *pair, tokens))
         except Exception as error:  # too large for the device: it is not timed either
             print(f"  {tokens} {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
     torch.cuda.synchronize()
@@ -229,13 +244,13 @@ def tune(layers: Layers, tokens: int, form: str | None = None) -> dict[str, Any]
     layers.route(tokens)
     num_experts, top_k, _, _ = layers.shape
     wanted = layers.run_plain(0)
-    fixed = Tile(64, 64, 4, 3, swap=form is not None)
+    fixed = _fixed(form)
     # by (rows, single): microseconds and tile of either product
     took: dict[tuple[int, bool], tuple[list[tuple[float, Tile]], list[tuple[float, Tile]]]] = {}
     for rows, single, tile in (stored_candidates if form else candidates)(tokens, top_k, num_experts):
         sides = took.setdefault((rows, single), ([], []))
-        # stored weights of the second product are never paired
-        for side, pair in enumerate(((tile, fixed), (fixed, tile))[: 1 if form and tile.paired else 2]):
+        for pair in _pairs(tile, fixed, form):
+            side = 0 if pair[0] is tile else 1
             tiles = _tiles(rows, single, *pair, tokens)
             try:
                 same = torch.equal(layers.run(0, tiles), wanted)

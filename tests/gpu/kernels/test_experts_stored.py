@@ -15,7 +15,7 @@ from fdasync.gpu.kernels.experts.tiles import Tiles, all_stored_tiles
 
 E, K = 5, 3
 # widths of rows and between the products: within blocks and groups, and past them
-WIDTHS = {"even": (256, 128), "uneven": (160, 96)}
+WIDTHS = {"even": (256, 128), "uneven": (192, 64)}
 FORMS = ("fp8", "mxfp4")
 
 
@@ -27,8 +27,9 @@ def stored(form: str, shape: tuple[int, int, int], draw: torch.Generator, device
         values = torch.where(bits & 127 == 127, bits & 128, bits).view(torch.float8_e4m3fn)
         scales = torch.rand((experts_, -(-rows // 128), -(-inner // 128)), generator=draw) * 0.002 + 0.0001
     else:
-        values = torch.randint(0, 256, (experts_, rows, inner // 2), generator=draw, dtype=torch.uint8)
+        blocks = torch.randint(0, 256, (experts_, rows, inner // 32, 16), generator=draw, dtype=torch.uint8)
         scales = torch.randint(118, 126, (experts_, rows, inner // 32), generator=draw, dtype=torch.uint8)
+        return StoredWeights.of_mxfp4(blocks.to(device), scales.to(device))
     return StoredWeights(form, values.to(device), scales.to(device))  # type: ignore[arg-type]
 
 
@@ -111,21 +112,25 @@ def test_every_tile_gives_the_same(device, form):
 def test_slices_are_added_as_those_of_plain_weights(device, form):
     kept, dequantised = case(device, form, 12, 128, 256)
     compare(run(kept, slices=2), run(dequantised, slices=2))
-    narrow, _ = case(device, form, 12, 128, 192)
-    with pytest.raises(BadInput, match="slices of 96"):
+    narrow, _ = case(device, form, 12, 128, 64)
+    with pytest.raises(BadInput, match="slices of 32"):
         run(narrow, slices=2)
 
 
 def test_values_are_what_their_bits_say():
-    bits = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-    found = StoredWeights("mxfp4", bits, torch.full((1, 16, 1), 128, dtype=torch.uint8)).dequantised(0)
-    # 0x21: 1, in the lower half, is a half; 2 is one; the exponent is 1
-    assert found[2, 2:4].tolist() == [1.0, 2.0]
-    # 0xF7: 7 is six, 15 is minus six
-    assert found[15, 14:16].tolist() == [12.0, -12.0]
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
+    exponents = torch.tensor([127, 128], dtype=torch.uint8).repeat(1, 8, 1)
+    found = StoredWeights.of_mxfp4(blocks, exponents).dequantised(0)
+    # bytes in order, of each the lower half first: 0x01, 0x02 are a half, zero, one, zero
+    assert found[0, 2:6].tolist() == [0.5, 0.0, 1.0, 0.0]
+    # 0xF7: 7 is six, 15 is minus six; 0xF8 is minus zero; the second group's exponent is one
+    assert found[7, 46:48].tolist() == [12.0, -12.0]
+    assert found[7, 48:50].tolist() == [-0.0, -12.0]
     values = torch.ones((1, 129, 144)).to(torch.float8_e4m3fn)
     grid = StoredWeights("fp8", values, torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])).dequantised(0)
     assert [grid[at].item() for at in ((0, 0), (127, 127), (0, 128), (128, 0), (128, 143))] == [1, 1, 2, 3, 4]
+    with pytest.raises(BadInput, match="129 is too large"):
+        StoredWeights.of_mxfp4(blocks, exponents + 1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_values_are_what_their_bits_say():
         ("fp8", torch.zeros((1, 4, 16)), torch.ones((1, 1, 1)), "float8"),
         ("fp8", torch.zeros((1, 4, 24)).to(torch.float8_e4m3fn), torch.ones((1, 1, 1)), "multiples of 16"),
         ("fp8", torch.zeros((1, 129, 16)).to(torch.float8_e4m3fn), torch.ones((1, 1, 1)), "scales"),
-        ("mxfp4", torch.zeros((1, 4, 8), dtype=torch.uint8), torch.ones((1, 4, 1), dtype=torch.uint8), "multiples"),
+        ("mxfp4", torch.zeros((1, 4, 16), dtype=torch.uint8), torch.ones((1, 4, 1), dtype=torch.uint8), "multiples"),
         ("mxfp4", torch.zeros((4, 16), dtype=torch.uint8), torch.ones((4, 1), dtype=torch.uint8), "experts, N, K"),
     ],
 )  # fmt: skip
@@ -158,4 +163,8 @@ def test_tiles_fill_the_left_side_of_the_product():
         for tile in (tiles.up, tiles.down):
             assert tile.swap
             assert 128 % tile.depth == 0
-            assert tile.columns * (2 if tile.paired else 1) >= 64
+            assert tile.depth >= 64
+        # rows of gate and up fill them together; experts without gates have half as many
+        assert tiles.up.paired
+        assert tiles.up.columns >= 32
+        assert tiles.down.columns >= 64

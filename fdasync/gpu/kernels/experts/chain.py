@@ -100,7 +100,7 @@ def experts(
     if not tokens:
         return found[0] if parts else torch.empty_like(hidden, dtype=summed)
     if tiles is None:
-        tiles = _chosen(hidden, top_k, up, down, inner, slices, transposed, interleaved)
+        tiles = _chosen(hidden, top_k, up, down, inner, slices, gated, transposed, interleaved)
     if _crosses(tiles, inner, slices, stored=isinstance(up, StoredWeights)):
         raise BadInput("tiles", f"take {tiles.down.depth} at once of slices of {inner // slices}")
     held = torch.empty((pairs, inner), dtype=hidden.dtype, device=hidden.device)
@@ -119,7 +119,7 @@ def experts(
             activation.alpha, activation.limit, hidden.stride(0), 0 if up_bias is None else up_bias.stride(0),
             K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated,
             INTERLEAVED=interleaved, FOUR=up.form == "mxfp4", COLUMNS=triton.cdiv(inner, tiles.up.columns),
-            PAIRED=tiles.up.paired and gated, **_launch_stored(tiles.up), **shared,
+            **_launch_stored(tiles.up), **shared,
         )  # fmt: skip
     elif tiles.up.many:
         gate_up_many(
@@ -170,13 +170,14 @@ def _chosen(
     down: torch.Tensor | StoredWeights,
     inner: int,
     slices: int,
+    gated: bool,
     transposed: bool,
     interleaved: bool,
 ) -> Tiles:
     """The tables' tiles."""
     tokens, num_experts = len(hidden), down.shape[0]
     if isinstance(up, StoredWeights) or isinstance(down, StoredWeights):
-        return choose_stored_tiles(tokens, top_k, num_experts, inner // slices if slices > 1 else 0)
+        return choose_stored_tiles(tokens, top_k, num_experts, inner // slices if slices > 1 else 0, gated=gated)
     cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
     tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
     if _crosses(tiles, inner, slices):

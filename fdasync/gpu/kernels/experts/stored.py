@@ -20,8 +20,10 @@ BLOCK: Final = 128
 GROUP: Final = 32
 # of an exponent, as it is stored
 _BIAS = 127
-#: larger ones are none of a weight: the kernels' exponents of float32 end there
-MOST_EXPONENT: Final = 240
+# inner places of which the first half are the lower halves of bytes
+_PAIR = 2 * GROUP
+#: a larger one is none of a model's weights, and the kernels' powers of two end there
+MOST_EXPONENT: Final = 128
 # values of four bits, by their number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -33,9 +35,11 @@ class StoredWeights:
     Attributes:
         form: "fp8": a value times the scale of its block of 128 x 128, rounded to bfloat16; "mxfp4": a value of four
             bits times two to the exponent of its 32 inner places, which bfloat16 has exactly.
-        values: fp8: float8_e4m3fn [E, N, K]. mxfp4: uint8 [E, N, K / 2], the lower half of a byte first. Contiguous.
-        scales: fp8: float32 [E, N / 128, K / 128], rounded up. mxfp4: uint8 [E, N, K / 32], the exponents plus 127, up
-            to 240. Contiguous.
+        values: fp8: float8_e4m3fn [E, N, K]. mxfp4: uint8 [E, N, K / 2], as `of_mxfp4` packs them: of 64 inner places
+            byte j has place j in its lower half and place 32 + j in its upper half. So a kernel makes two neighbouring
+            groups of a load, each in order and with one exponent. Contiguous.
+        scales: fp8: float32 [E, N / 128, K / 128], rounded up. mxfp4: uint8 [E, N, K / 32], the exponents plus 127.
+            Contiguous.
 
     Raises BadInput for shapes and dtypes that do not belong together, and for strides.
     """
@@ -52,11 +56,25 @@ class StoredWeights:
         if (self.values.dtype, self.scales.dtype) != kinds:
             raise BadInput("values", f"{self.values.dtype} with {self.scales.dtype} where {kinds} were expected")
         experts, rows, inner = self.shape
-        if inner % (16 if fp8 else GROUP):
-            raise BadInput("values", f"rows of {inner}", limit=f"multiples of {16 if fp8 else GROUP}")
+        if inner % (16 if fp8 else _PAIR):
+            raise BadInput("values", f"rows of {inner}", limit=f"multiples of {16 if fp8 else _PAIR}")
         wanted = (experts, -(-rows // BLOCK), -(-inner // BLOCK)) if fp8 else (experts, rows, inner // GROUP)
         if tuple(self.scales.shape) != wanted:
             raise BadInput("scales", f"shape {tuple(self.scales.shape)} where {wanted} was expected")
+
+    @classmethod
+    def of_mxfp4(cls, blocks: torch.Tensor, exponents: torch.Tensor) -> StoredWeights:
+        """Of values as checkpoints have them: uint8 [E, N, K / 32, 16], of two neighbours the first in the lower half
+        of a byte, and exponents [E, N, K / 32]. Raises BadInput, for an exponent above 128 too: it waits for the
+        device."""
+        if blocks.dim() != 4 or blocks.dtype is not torch.uint8 or blocks.shape[2] % 2 or blocks.shape[3] != GROUP // 2:
+            raise BadInput("blocks", f"{blocks.dtype} {tuple(blocks.shape)}", limit="uint8 [E, N, an even number, 16]")
+        if exponents.numel() and int(exponents.max()) > MOST_EXPONENT:
+            raise BadInput("exponents", f"{int(exponents.max())} is too large", limit=MOST_EXPONENT)
+        experts, rows, groups, _ = blocks.shape
+        apart = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(experts, rows, groups // 2, 2, GROUP)
+        packed = apart[..., 0, :] | (apart[..., 1, :] << 4)
+        return cls("mxfp4", packed.view(experts, rows, groups * GROUP // 2).contiguous(), exponents)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,6 +99,7 @@ class StoredWeights:
             grid = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :inner]
             return (values.float() * grid).to(torch.bfloat16)
         table = torch.tensor(_E2M1, dtype=torch.float32, device=values.device)
-        pairs = torch.stack((table[(values & 15).long()], table[(values >> 4).long()]), dim=-1)
+        pairs = values.view(rows, inner // _PAIR, GROUP).long()
+        places = torch.stack((table[pairs & 15], table[pairs >> 4]), dim=2)
         grid = torch.exp2(scales.float() - _BIAS).repeat_interleave(GROUP, 1)
-        return (pairs.reshape(rows, inner) * grid).to(torch.bfloat16)
+        return (places.reshape(rows, inner) * grid).to(torch.bfloat16)

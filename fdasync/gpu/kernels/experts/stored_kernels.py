@@ -3,8 +3,8 @@
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
 roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product,
 fill its 64 rows, and stand beside 16 pairs or more: otherwise the compiler takes another instruction, and orders the
-inner places of one by the narrower type. So there are no other tiles here. Knows no shapes to check. Launched by
-`chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+inner places of one by the narrower type. So there are no other tiles here, and rows of gate and up are one operand.
+Knows no shapes to check. Launched by `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -20,52 +20,118 @@ from fdasync.gpu.kernels.rounding import rounded
 
 _BLOCK = tl.constexpr(128)
 _GROUP = tl.constexpr(32)
+# Of four bytes ($8) the lower halves ($0, $1) and the upper ones ($2, $3) as bfloat16, times powers of two ($4 and $5,
+# $6 and $7). A value's three low bits go to the lowest places of the exponent and the highest of the mantissa, where
+# they say 2^-126 of what they mean, zero and a half included.
+_UNPACK = tl.constexpr("""
+{
+.reg .b32 p<2>, a<4>, b<4>, none;
+mov.b32 none, 0x80008000;
+prmt.b32 p0, $8, 0, 0x4140;
+prmt.b32 p1, $8, 0, 0x4342;
+shl.b32 a0, p0, 12;
+shl.b32 a1, p1, 12;
+shl.b32 a2, p0, 8;
+shl.b32 a3, p1, 8;
+shl.b32 b0, p0, 6;
+shl.b32 b1, p1, 6;
+shl.b32 b2, p0, 2;
+shl.b32 b3, p1, 2;
+and.b32 b0, b0, 0x01C001C0;
+and.b32 b1, b1, 0x01C001C0;
+and.b32 b2, b2, 0x01C001C0;
+and.b32 b3, b3, 0x01C001C0;
+lop3.b32 a0, a0, 0x80008000, b0, 0xEA;
+lop3.b32 a1, a1, 0x80008000, b1, 0xEA;
+lop3.b32 a2, a2, 0x80008000, b2, 0xEA;
+lop3.b32 a3, a3, 0x80008000, b3, 0xEA;
+fma.rn.bf16x2 $0, a0, $4, none;
+fma.rn.bf16x2 $1, a1, $5, none;
+fma.rn.bf16x2 $2, a2, $6, none;
+fma.rn.bf16x2 $3, a3, $7, none;
+}
+""")
+
+
+@triton.jit
+def _half(bits, power):  # type: ignore[no-untyped-def]
+    """As `_UNPACK`, of values in the low half of a byte: for the interpreter, which knows no assembly."""
+    value = (((bits & 8) << 12) | ((bits & 7) << 6)) << 16
+    return (value.to(tl.float32, bitcast=True) * power.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _power(exponent):  # type: ignore[no-untyped-def]
+    """bfloat16: 2^126 times the power of two that a stored exponent says."""
+    return ((exponent.to(tl.int32) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _four_bits(packed, scale, ROWS: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bfloat16 [ROWS, BK] of packed values [ROWS, BK / 2] and exponents [ROWS, BK / 32].
-
-    The three low bits of a value are the two lowest of float16's exponent and the highest of its mantissa, 2^14 too
-    small, zero and a half included.
-    """
-    pair = tl.join(packed & 15, packed >> 4).reshape(ROWS, BK // _GROUP, _GROUP).to(tl.int16)
-    half = ((pair & 8) << 12) | ((pair & 7) << 9)
-    power = ((scale.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32) * power[:, :, None]
-    return value.reshape(ROWS, BK).to(tl.bfloat16)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
-    w, scales, e, row, rows, start,
-    N: tl.constexpr, K: tl.constexpr, FOUR: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """bfloat16 [ROWS, BK] of expert `e`: of rows `row` of N, which are real below `rows`, from inner place `start` on.
-    Zeros past the ends. EVEN: nothing is past them."""
-    wide = e.to(tl.int64) * N + row
-    real = row < rows
-    if FOUR:
-        byte = start // 2 + tl.arange(0, BK // 2)
-        group = start // _GROUP + tl.arange(0, BK // _GROUP)
-        at = w + wide[:, None] * (K // 2) + byte[None, :]
-        at_scale = scales + wide[:, None] * (K // _GROUP) + group[None, :]
-        if EVEN:
-            return _four_bits(tl.load(at), tl.load(at_scale), ROWS, BK)
-        packed = tl.load(at, mask=real[:, None] & (byte < K // 2)[None, :], other=0)
-        scale = tl.load(at_scale, mask=real[:, None] & (group < K // _GROUP)[None, :], other=0)
-        return _four_bits(packed, scale, ROWS, BK)
+def _four_bits(packed, low, high, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two groups, bfloat16 [ROWS, 32] each, of packed values [ROWS, 32] and their exponents [ROWS]."""
+    if WIDEN:
+        bits = packed.to(tl.int32)
+        return _half(bits & 15, _power(low)), _half(bits >> 4, _power(high))
     else:
-        k = start + tl.arange(0, BK)
-        at = w + wide[:, None] * K + k[None, :]
-        block = (e.to(tl.int64) * ((N + _BLOCK - 1) // _BLOCK) + row // _BLOCK) * ((K + _BLOCK - 1) // _BLOCK)
-        at_scale = scales + block + start // _BLOCK
-        if EVEN:
-            value = tl.load(at).to(tl.float32) * tl.load(at_scale)[:, None]
-        else:
-            value = tl.load(at, mask=real[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            value *= tl.load(at_scale, mask=real, other=0.0)[:, None]
-        return rounded(value, tl.bfloat16).to(tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            asm=_UNPACK, constraints="=r,=r,=r,=r,r,r,r,r,r", args=[_power(low), _power(high), packed],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
+    x_at, seen, w, scales, e, row, begin,
+    N: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FOUR: tl.constexpr, EVEN_N: tl.constexpr,
+    MASKED: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, BM]: rows `row` of the matrix [N, INNER] of expert `e`, at the K inner places from `begin` on, by
+    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`."""
+    sums = tl.zeros((ROWS, BM), tl.float32)
+    # past its end the matrix's first row is read: what comes of it is not stored
+    place = row if EVEN_N else tl.where(row < N, row, 0)
+    own = e.to(tl.int64) * N + place
+    EVEN_K: tl.constexpr = K % BK == 0
+    if FOUR:
+        byte = tl.arange(0, _GROUP)
+        at = w + own[:, None] * (INNER // 2) + begin // 2 + byte[None, :]
+        at_scale = scales + own * (INNER // _GROUP) + begin // _GROUP
+        for start in range(0, K, BK):
+            for part in tl.static_range(0, BK, 2 * _GROUP):
+                if EVEN_K or start + part < K:
+                    k = start + part
+                    low, high = _four_bits(
+                        tl.load(at + k // 2),
+                        tl.load(at_scale + k // _GROUP),
+                        tl.load(at_scale + k // _GROUP + 1),
+                        WIDEN,
+                    )
+                    x_low = x_at + k + byte[:, None]
+                    if MASKED:
+                        sums = times(low, tl.load(x_low, mask=seen, other=0.0), sums, WIDEN)
+                        sums = times(high, tl.load(x_low + _GROUP, mask=seen, other=0.0), sums, WIDEN)
+                    else:
+                        sums = times(low, tl.load(x_low), sums, WIDEN)
+                        sums = times(high, tl.load(x_low + _GROUP), sums, WIDEN)
+    else:
+        depth = tl.arange(0, BK)
+        at = w + own[:, None] * INNER + begin + depth[None, :]
+        block = (e.to(tl.int64) * ((N + _BLOCK - 1) // _BLOCK) + place // _BLOCK) * ((INNER + _BLOCK - 1) // _BLOCK)
+        for start in range(0, K, BK):
+            inside = start + depth < K
+            if EVEN_K:
+                value = tl.load(at + start).to(tl.float32)
+            else:
+                value = tl.load(at + start, mask=inside[None, :], other=0.0).to(tl.float32)
+            value *= tl.load(scales + block + (begin + start) // _BLOCK)[:, None]
+            weights = rounded(value, tl.bfloat16).to(tl.bfloat16)
+            if EVEN_K and not MASKED:
+                rows = tl.load(x_at + start + depth[:, None])
+            else:
+                wanted = inside[:, None] & seen if MASKED else inside[:, None]
+                rows = tl.load(x_at + start + depth[:, None], mask=wanted, other=0.0)
+            sums = times(weights, rows, sums, WIDEN)
+    return sums
 
 
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
@@ -74,8 +140,7 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
     FOUR: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
     wait_for_inputs(OVERLAP, SINGLE)
@@ -86,49 +151,36 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
     place, pair, real = rows_of(tiles, order, tile, BM, SINGLE)
     token = (pair // TOPK).to(tl.int64)
     first = tl.program_id(0) % COLUMNS * BN
-    column = first + tl.arange(0, BN)
     HALVES: tl.constexpr = 2 if GATED else 1
-    EVEN: tl.constexpr = N % BN == 0 and K % BK == 0
-    EVEN_K: tl.constexpr = K % BK == 0
-    gate_row = column * 2 if INTERLEAVED else column
-    up_row = column * 2 + 1 if INTERLEAVED else N + column
     # rows of gate and up of one product, one below the other
-    each = tl.arange(0, 2 * BN)
-    both_row = first * 2 + each if INTERLEAVED else tl.where(each < BN, first + each, N - BN + first + each)
-    gate = tl.zeros((BN, BM), tl.float32)
-    up = gate
-    both = tl.zeros((2 * BN, BM), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        at = x + token[None, :] * x_row + k[:, None]
-        # of a single pair's tile one row is read, and not as often as there are rows
-        wanted = (k < K)[:, None] & real[None, :] if SINGLE else (k < K)[:, None]
-        rows = tl.load(at) if EVEN_K and not SINGLE else tl.load(at, mask=wanted, other=0.0)
-        if PAIRED:
-            halves = _weights(w, scales, e, both_row, 2 * N, start, 2 * N, K, FOUR, EVEN, 2 * BN, BK)
-            both = times(halves, rows, both, WIDEN)
-        else:
-            # rows of the gate past its end are masked by the gate's end, those of the up half by the whole
-            last = 2 * N if INTERLEAVED else N
-            gates = _weights(w, scales, e, gate_row, last, start, HALVES * N, K, FOUR, EVEN, BN, BK)
-            gate = times(gates, rows, gate, WIDEN)
-            if GATED:
-                ups = _weights(w, scales, e, up_row, 2 * N, start, 2 * N, K, FOUR, EVEN, BN, BK)
-                up = times(ups, rows, up, WIDEN)
-    if PAIRED:
-        if INTERLEAVED:
-            gate, up = tl.split(tl.permute(tl.reshape(both, (BN, 2, BM)), (0, 2, 1)))
-        else:
-            gate, up = tl.split(tl.permute(tl.reshape(both, (2, BN, BM)), (1, 2, 0)))
+    each = tl.arange(0, HALVES * BN)
+    row = (
+        first * HALVES + each if INTERLEAVED or not GATED else tl.where(each < BN, first + each, N - BN + first + each)
+    )
+    # of a single pair's tile one row is read, and not as often as there are rows
+    sums = _product(
+        x + token[None, :] * x_row, real[None, :], w, scales, e, row, 0,
+        HALVES * N, K, K, FOUR, N % BN == 0, SINGLE, WIDEN, HALVES * BN, BM, BK,
+    )  # fmt: skip
+    if not GATED:
+        gate = sums
+        up = sums
+    elif INTERLEAVED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (BN, 2, BM)), (0, 2, 1)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BN, BM)), (1, 2, 0)))
     if SINGLE:
         let_next_come(OVERLAP)
     gate = tl.trans(gate)
     up = tl.trans(up)
+    column = first + tl.arange(0, BN)
     inside = column < N
     if BIASED:
         biases = bias + e.to(tl.int64) * bias_expert
+        gate_row = column * 2 if INTERLEAVED else column
         gate = plus_bias(gate, tl.load(biases + gate_row, mask=inside, other=0.0)[None, :])
         if GATED:
+            up_row = gate_row + 1 if INTERLEAVED else N + column
             up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
     value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
     at = out + place[:, None].to(tl.int64) * N + column[None, :]
@@ -149,20 +201,12 @@ def stored_down(  # type: ignore[no-untyped-def]
     if e < 0:
         return
     place, pair, real = rows_of(tiles, order, tile, BM, SINGLE)
-    first = tl.program_id(0) % COLUMNS * BN
-    column = first + tl.arange(0, BN)
+    column = tl.program_id(0) % COLUMNS * BN + tl.arange(0, BN)
     begin = tl.program_id(1) * K
-    ROW: tl.constexpr = K * SLICES
-    EVEN: tl.constexpr = N % BN == 0 and K % BK == 0
-    EVEN_K: tl.constexpr = K % BK == 0
-    sums = tl.zeros((BN, BM), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        at = x + begin + place[None, :].to(tl.int64) * ROW + k[:, None]
-        wanted = (k < K)[:, None] & real[None, :] if SINGLE else (k < K)[:, None]
-        rows = tl.load(at) if EVEN_K and not SINGLE else tl.load(at, mask=wanted, other=0.0)
-        downs = _weights(w, scales, e, column, N, begin + start, N, ROW, FOUR, EVEN, BN, BK)
-        sums = times(downs, rows, sums, WIDEN)
+    sums = _product(
+        x + begin + place[None, :].to(tl.int64) * (K * SLICES), real[None, :], w, scales, e, column, begin,
+        N, K, K * SLICES, FOUR, N % BN == 0, SINGLE, WIDEN, BN, BM, BK,
+    )  # fmt: skip
     if SINGLE:
         let_next_come(OVERLAP)
     sums = tl.trans(sums)

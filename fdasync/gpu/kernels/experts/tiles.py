@@ -86,12 +86,15 @@ _FLOAT32_SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
 # Of weights that stay as they were stored: the left side of the product, whose 64 rows they fill beside 16 pairs or
 # more. A step of the loop is within a block that shares a scale. By the most pairs of an expert on average.
 _STORED: tuple[tuple[float, Tiles], ...] = (
-    (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))),
-    (24.0, Tiles(32, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True), chunk=1024)),
-    (56.0, Tiles(64, Tile(64, 64, 4, 3, swap=True), Tile(128, 64, 4, 3, swap=True), chunk=4096)),
-    (float("inf"), Tiles(128, Tile(64, 64, 8, 3, swap=True), Tile(128, 64, 8, 3, swap=True), apart=True)),
+    (12.0, Tiles(16, Tile(32, 128, 4, 3, swap=True, paired=True), Tile(128, 128, 4, 3, swap=True))),
+    (24.0, Tiles(32, Tile(32, 128, 4, 3, swap=True, paired=True), Tile(64, 128, 4, 3, swap=True), chunk=1024)),
+    (56.0, Tiles(64, Tile(32, 128, 4, 3, swap=True, paired=True), Tile(128, 64, 4, 3, swap=True), chunk=4096)),
+    (
+        float("inf"),
+        Tiles(128, Tile(64, 64, 8, 3, swap=True, paired=True), Tile(128, 64, 8, 3, swap=True), apart=True),
+    ),
 )
-_STORED_SINGLE = Tiles(16, Tile(32, 128, 4, 4, swap=True, paired=True), Tile(64, 128, 4, 4, swap=True), single=True)
+_STORED_SINGLE = Tiles(16, Tile(32, 128, 4, 4, swap=True, paired=True), Tile(128, 128, 8, 3, swap=True), single=True)
 
 
 def choose_tiles(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, *, large: bool, bulk: bool) -> Tiles:
@@ -113,10 +116,13 @@ def choose_tiles(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, 
     return _TABLE[regime][1] if bulk else _without_bulk(_TABLE[regime][1])
 
 
-def choose_stored_tiles(tokens: int, top_k: int, num_experts: int, slice_depth: int = 0) -> Tiles:
+def choose_stored_tiles(
+    tokens: int, top_k: int, num_experts: int, slice_depth: int = 0, *, gated: bool = True
+) -> Tiles:
     """The tiles of a step of weights that stay as they were stored.
 
     Args:
+        gated: the first product has rows of gates; without them a program takes twice the columns.
         slice_depth: inner places of a slice of the second product, which its steps divide; 0: it has no slices.
     """
     pairs = tokens * top_k
@@ -125,6 +131,8 @@ def choose_stored_tiles(tokens: int, top_k: int, num_experts: int, slice_depth: 
         tiles = next(tiles for most, tiles in _STORED if pairs <= most * num_experts)
     if slice_depth % tiles.down.depth:
         tiles = replace(tiles, down=replace(tiles.down, depth=64))
+    if not gated:
+        tiles = replace(tiles, up=replace(tiles.up, columns=2 * tiles.up.columns, paired=False))
     return tiles
 
 
