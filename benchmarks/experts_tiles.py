@@ -120,7 +120,7 @@ def stored_candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[i
     tiles += [Tile(*cut, swap=True) for cut in _STORED_DOWN]
     rows = [(16, True)] if tokens * top_k <= 64 else []
     if tokens * top_k > 32:
-        found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64) if each <= 96 else (64, 128)
+        found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64)
         rows += [(row, False) for row in found]
     return [(row, single, tile) for row, single in rows for tile in tiles]
 

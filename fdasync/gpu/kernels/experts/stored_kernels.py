@@ -2,7 +2,7 @@
 
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
 roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product,
-fill its 64 rows, and stand beside 16 pairs or more: otherwise the compiler takes another instruction, and orders the
+fill its 64 rows, and stand beside 16 to 64 pairs: otherwise the compiler may take another instruction, and order the
 inner places of one by the narrower type. So there are no other tiles here, and rows of gate and up are one operand.
 Knows no shapes to check. Launched by `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
