@@ -1,4 +1,5 @@
-"""Answers of one family's engines, held against the library's own model: by `verify`, and by its `generate`.
+"""Answers of one family's engines, held against the library's own model: by `verify`, and by its `generate` (of
+nemotron_h with the bound of its plain pass: `model/recurrent/time_steps.py` of the plugin).
 
 `verify` finds MoE layers as the runner does, and so would miss a layer that both overlook: layers are also counted
 here, by the names of the weights. Knows results of engines, and no engine. Used by `_families_play.py`.
@@ -10,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_transformers.model.recurrent.time_steps import bounded_time_steps
 from fdasync_transformers.verification.scores import TOLERANCE, token_distance
 
 from benchmarks._gpu_judge import Answer, Findings, Judge
@@ -57,7 +59,7 @@ class FamilyJudge(Judge):
     def _generate(self, prompt: tuple[int, ...], count: int) -> list[int]:
         if len(self._generated.get(prompt, ())) < count:
             options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            with torch.no_grad():
+            with torch.no_grad(), bounded_time_steps(self._reference):
                 tokens = self._reference.generate(torch.tensor([prompt]), max_new_tokens=count, **options)
             self._generated[prompt] = tokens[0, len(prompt) :].tolist()
         return self._generated[prompt]

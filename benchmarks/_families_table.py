@@ -20,14 +20,9 @@ _HEAD = (
 )
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each, in the catalogue's order."""
-    places = {name: place for place, name in enumerate(FAMILIES)}
-    return "\n".join((*_HEAD, *[_row(one) for one in sorted(outcomes, key=lambda one: places[one.name])]))
-
-
 def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Put the table between the markers of a page; a file that does not exist is made of the table alone.
+    """Put rows into the table between the markers of a page, in the catalogue's order; rows of other entries stay. A
+    file that does not exist is made of the table alone.
 
     Raises SystemExit for a page without both markers.
     """
@@ -36,7 +31,10 @@ def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{path} lacks {BEGIN} or {END}")
-    path.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{after}")
+    rows = {line.split("|")[1].strip(): line for line in rest.partition(END)[0].splitlines() if line.startswith("|")}
+    rows |= {one.name: _row(one) for one in outcomes}
+    table = "\n".join((*_HEAD, *[rows[name] for name in FAMILIES if name in rows]))
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def named(page: str) -> list[str]:
@@ -51,7 +49,7 @@ def _row(one: Outcome) -> str:
     if one.failed:
         result = "failed: " + "; ".join(f"{cell}: {problem}" for cell, problem in one.failed.items())
     elif one.served:
-        result = "served"
+        result = f"served; refused so far: {', '.join(one.skipped)}" if one.skipped else "served"
     else:
         result = f"refused: {one.reason}"
     tokens = sum(counts.get(f"{kind}_tokens", 0) for kind in ("exact", "tied", "wrong"))

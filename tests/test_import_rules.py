@@ -158,7 +158,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
         ),
         "fdasync_transformers.model": (
-            *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.runner.shares",
+            *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.cache.snapshots",
+            "fdasync.runner.shares",
         ),
         "fdasync_transformers.sampling": (
             "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",

@@ -71,6 +71,8 @@ def _facts(report: ModelReport) -> Table:
         table.add_row("ranks", f"{report.tensor_parallel}; memory is that of one of them")
     if report.kv_token_nbytes:
         table.add_row("KV", f"{report.kv_token_nbytes:,} bytes a token")
+    if report.state_nbytes:
+        table.add_row("recurrent state", f"{report.state_nbytes:,} bytes a sequence, and as much in each snapshot")
     if report.aux_token_nbytes:
         table.add_row("routing", f"{report.aux_token_nbytes:,} bytes a token, in host memory")
     if report.max_context_tokens:
@@ -81,7 +83,7 @@ def _facts(report: ModelReport) -> Table:
 
 
 def _memory(report: ModelReport, max_running: int) -> Table:
-    """Weights and KV by context and concurrency; what a step computes with comes on top."""
+    """Weights, KV and state by context and concurrency; what a step computes with comes on top, and so do snapshots."""
     table = Table(title="device memory: weights, and KV of so many sequences at once")
     table.add_column("context")
     counts = sorted({min(count, max_running) for count in (*_CONCURRENCIES, max_running)})
@@ -89,7 +91,8 @@ def _memory(report: ModelReport, max_running: int) -> Table:
         table.add_column(f"{count}", justify="right")
     longest = report.max_context_tokens
     for context in sorted({context for context in _CONTEXTS if context < longest} | {longest}):
-        cells = [report.weights_nbytes + count * context * report.kv_token_nbytes for count in counts]
+        each = context * report.kv_token_nbytes + report.state_nbytes
+        cells = [report.weights_nbytes + count * each for count in counts]
         table.add_row(f"{context:,}", *(_cell(nbytes, report.device_nbytes) for nbytes in cells))
     return table
 

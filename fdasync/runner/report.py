@@ -25,6 +25,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
         stored_nbytes: of the files that hold its tensors.
         weights_nbytes: of the weights in memory; with several ranks, of the rank that holds most.
         kv_token_nbytes: KV of one token over all layers, likewise; 0: not known.
+        state_nbytes: recurrent state of one sequence; 0: the model has none.
         aux_token_nbytes: routing (and other data) of one token, in host memory.
         max_context_tokens: most tokens of one sequence; 0: not known.
         num_hidden_layers, moe_layers, num_experts, top_k: of the model; 0 of a dense one.
@@ -45,6 +46,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     stored_nbytes: int = 0
     weights_nbytes: int = 0
     kv_token_nbytes: int = 0
+    state_nbytes: int = 0
     aux_token_nbytes: int = 0
     max_context_tokens: int = 0
     num_hidden_layers: int = 0

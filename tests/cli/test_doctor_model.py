@@ -65,6 +65,15 @@ def test_a_served_model_ends_with_0_and_shows_its_memory(monkeypatch: pytest.Mon
     assert " 256 " not in said.split("device memory")[1].split("\n")[2]
 
 
+def test_recurrent_state_counts_for_each_sequence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = msgspec.structs.replace(SERVED, state_nbytes=78_000_000)
+    code, said = doctor(monkeypatch, tmp_path, report, "--max-running", "64")
+    assert code == 0
+    assert "78,000,000 bytes a sequence" in said
+    each = 4096 * SERVED.kv_token_nbytes + report.state_nbytes
+    assert f"{(SERVED.weights_nbytes + 64 * each) / 1e9:,.1f} GB" in said
+
+
 def test_a_refused_model_ends_with_1_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused = ModelReport(model="DIR", family="zaya", served=False, reason="keeps recurrent state")
     code, said = doctor(monkeypatch, tmp_path, refused)

@@ -38,7 +38,7 @@ from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
-from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync_transformers.execution.memory_profile import choose_num_blocks, choose_num_snapshots, prefill_tokens_per_s
 from fdasync_transformers.execution.model_memory import DeviceMemory, HostMemory
 from fdasync_transformers.execution.shown_pool import ShownPool
 from fdasync_transformers.execution.step import StepModel
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.model_memory import ModelMemory
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.model.recurrent.states import StateLayout
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.weights.update import Incoming
 
@@ -220,7 +221,8 @@ class TransformersRunner(Runner):
         if self._grammars is not None and not limits.rank:
             path = checkpoint.folder / "tokenizer.json"
             self._checks = GrammarProcess(path, int(model.config.vocab_size), loading.eos_ids(checkpoint))
-        self._capacity = self._describe(checkpoint, opened, num_blocks, specs, tuple(notes))
+        num_snapshots = choose_num_snapshots(opened.step_model, limits, num_blocks, opened.block_tokens)
+        self._capacity = self._describe(checkpoint, opened, num_blocks, num_snapshots, specs, tuple(notes))
         return self._capacity
 
     async def bind(
@@ -234,8 +236,6 @@ class TransformersRunner(Runner):
 
         Raises ConfigError when the pool does not fit, or no graph can hold what the model does.
         """
-        # models with recurrent state are refused when they are opened
-        del snapshots
         step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
@@ -248,7 +248,9 @@ class TransformersRunner(Runner):
             services = make_services(device)
         try:
             with _current(device):
-                self._executor = executor = self._bind(step_model, capacity, services, num_blocks, arena, host)
+                self._executor = executor = self._bind(
+                    step_model, capacity, services, num_blocks, arena, host, snapshots
+                )
                 if isinstance(executor, DeviceExecutor):
                     self._warm(executor)
         except BaseException as error:
@@ -287,6 +289,7 @@ class TransformersRunner(Runner):
         num_blocks: int,
         arena: AuxArena | None,
         host: HostArena | None,
+        snapshots: HostArena | None,
     ) -> Executor:
         device, limits = step_model.model.device, self.limits
         shown = self._shown = ShownPool(device) if limits.shows_blocks else None
@@ -297,8 +300,13 @@ class TransformersRunner(Runner):
             pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device, allocate)
         except (RuntimeError, MemoryError, OSError, RunnerError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
+        try:
+            step_model.states = step_model.make_states(limits.max_running, capacity.num_snapshots)
+        except (RuntimeError, MemoryError) as error:
+            problem = f"{capacity.num_snapshots} snapshots cannot be allocated: {error}"
+            raise ConfigError("num_snapshots", problem) from error
         if self._memory is not None:
-            self._memory.bind(pool)
+            self._memory.bind(pool, step_model.states)
         self._aux = step_model.aux = make_aux(
             step_model.model,
             self._moe,
@@ -314,6 +322,7 @@ class TransformersRunner(Runner):
             table=table,
             arena=arena,
             host=host,
+            snapshots=snapshots,
             aux=self._aux,
             matchers=LaneMatchers(self._grammars, table),
             vocab_size=capacity.vocab_size,
@@ -515,13 +524,13 @@ class TransformersRunner(Runner):
             if memory is not None and not dead:
                 memory.close()
 
-    def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
+    def _make_step_model(self, model: PreTrainedModel, layout: KVLayout, state: StateLayout | None) -> StepModel:
         """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
         fixed = self.limits.numerics == "fixed"
         if not uses_kernels(self.config, model.device):
             if model.device.type == "cuda":
                 raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
-            return StepModel(model, layout, fixed=fixed)
+            return StepModel(model, layout, fixed=fixed, state=state)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
         limits = self.limits
@@ -541,11 +550,13 @@ class TransformersRunner(Runner):
         checkpoint: loading.Checkpoint,
         opened: Opened,
         num_blocks: int,
+        num_snapshots: int,
         specs: tuple[AuxSpec, ...],
         notes: tuple[str, ...],
     ) -> Capacity:
         model, layout, moe = opened.step_model.model, opened.step_model.layout, self._moe
         max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
+        recurrent = opened.step_model.recurrent
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
@@ -563,6 +574,8 @@ class TransformersRunner(Runner):
             kv_dtype=str(layout.dtype).removeprefix("torch."),
             dtype=str(model.dtype).removeprefix("torch."),
             aux_specs=specs,
+            state_specs=() if recurrent is None else recurrent.layout.specs,
+            num_snapshots=num_snapshots,
             moe_layer_ids=() if moe is None else moe.ids,
             num_hidden_layers=len(decoder_layers(model)),
             num_experts=0 if moe is None else moe.num_experts,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from common_families import RECURRENT, SERVED
+from common_families import SERVED
 from fdasync_transformers.capture import routing as capture
 from fdasync_transformers.model import attention, families, probe
 from fdasync_transformers.model.kv import KVPool, Reach
@@ -172,6 +172,17 @@ async def test_longrope_of_phimoe_ends_where_cached_keys_would_change(tmp_path: 
     await driver.close()
 
 
+async def test_layers_of_experts_alone_keep_nothing(tmp_path: Path) -> None:
+    model = make_tiny_checkpoint(tmp_path, "nemotron_h", layers_block_type=["attention", "moe"] * 2)
+    driver = await Driver.open(tmp_path)
+    assert driver.capacity.kv_layout == "shares-first:2x(2,8,8)"
+    assert driver.capacity.state_specs == ()
+    sequences = [driver.sequence(prompt, 5, arrival) for arrival, prompt in enumerate(prompts(9, 14))]
+    await driver.run(sequences, chunks=2)
+    assert [seq.tokens for seq in sequences] == [generated(model, seq.prompt, 5) for seq in sequences]
+    await driver.close()
+
+
 # -- what is refused ----------------------------------------------------------------------------
 
 
@@ -179,12 +190,6 @@ async def refused(folder: Path, **limits: Any) -> str:
     with pytest.raises(UnsupportedModel) as caught:
         await Driver.open(folder, **limits)
     return caught.value.reason
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-async def test_recurrent_models_are_refused(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path, family)
-    assert "recurrent state" in await refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

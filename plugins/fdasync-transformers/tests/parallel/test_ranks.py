@@ -40,7 +40,9 @@ FAMILIES = (
 OTHERS = tuple(
     name
     for name, entry in CATALOGUE.items()
-    if name not in FAMILIES and not entry.refused and name not in ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
+    if name not in FAMILIES
+    and not (entry.refused or entry.recurrent)
+    and name not in ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
 )
 
 

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
     from fdasync.runner.report import ModelReport
 
-SOME = ("qwen3_moe", "longcat_flash", "phimoe", "llama4", "gemma4_text", "dbrx", "hunyuan_v1_moe", "qwen3_moe_fp8")
+SOME = (
+    "qwen3_moe",
+    "longcat_flash",
+    "phimoe",
+    "llama4",
+    "gemma4_text",
+    "dbrx",
+    "hunyuan_v1_moe",
+    "qwen3_moe_fp8",
+    "nemotron_h",
+)
 
 
 def report_of(folder: Path, *, routing: Any = "auto", **runner: Any) -> ModelReport:
@@ -40,6 +50,7 @@ async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> 
     driver = await Driver.open(tmp_path, num_blocks=8)
     capacity, model = driver.capacity, driver.runner._step_model.model
     assert report.kv_token_nbytes == capacity.block_nbytes // capacity.block_tokens
+    assert report.state_nbytes == capacity.snapshot_nbytes
     assert report.aux_token_nbytes == capacity.aux_specs[0].token_nbytes
     assert report.max_context_tokens == capacity.max_context_tokens
     assert (report.moe_layers, report.num_experts) == (len(capacity.moe_layer_ids), capacity.num_experts)

@@ -45,13 +45,6 @@ async def test_a_model_without_attention_of_the_librarys_interface(
     assert "of its 4 layers none attend through the library's" in await refused(tmp_path, self_check=self_check)
 
 
-async def test_layers_of_experts_alone_keep_no_state(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "nemotron_h", layers_block_type=["attention", "moe"] * 2)
-    reason = await refused(tmp_path)
-    assert "of its 4 layers layers [0, 2] attend" in reason
-    assert "state" not in reason
-
-
 async def test_a_mask_that_hangs_on_values_is_told_of_a_dense_model_too(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "doge", is_moe=False)
     assert "a dynamic mask, which picks keys by their values (model.layers.0.self_attn)" in await refused(tmp_path)

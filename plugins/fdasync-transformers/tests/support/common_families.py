@@ -23,5 +23,4 @@ SERVED = (
     "longcat_flash",
     "qwen3_dense",
 )
-RECURRENT = ("qwen3_next", "jamba")
-COMMON = (*SERVED, *RECURRENT)
+COMMON = (*SERVED, "qwen3_next", "jamba")

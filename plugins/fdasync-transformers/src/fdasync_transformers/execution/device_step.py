@@ -26,7 +26,7 @@ from fdasync_transformers.model.attention import LatentCatcher, StepContext
 from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.kv import KVLayout, KVPool
+    from fdasync_transformers.model.recurrent.pieces import Take
 
 
 #: how a step's tokens attend. "both": sequences that decode by the kernel for one query, others in tiles. "decodes":
@@ -93,8 +94,17 @@ class DeviceStepModel(StepModel):
         states = None if self.mtp is None else self.mtp.new_states(len(table.length), device)
         return DeviceLanes(table, device, states)
 
-    def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
+    def run(
+        self,
+        batch: Batch,
+        table: InputBatch,
+        pool: KVPool,
+        rows: NDArray[np.int64],
+        takes: Sequence[Take] = (),
+    ) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
+        if takes:
+            raise InvariantBroken(f"step {batch.step_id} takes snapshots of recurrent state, on a device")
         device = self.model.device
         lanes = self.lanes_of(table)
         lanes.mirror(table)

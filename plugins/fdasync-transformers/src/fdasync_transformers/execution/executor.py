@@ -37,6 +37,7 @@ class Bound:
         table: tokens, blocks and slots of each lane.
         arena: of the rows; None: there are no aux data.
         host: the host tier, or None.
+        snapshots: places of snapshots on the host, or None.
         aux: the producers of the rows, or None.
         matchers: of the grammars of its sequences.
         vocab_size: logits past it belong to no token.
@@ -55,6 +56,7 @@ class Bound:
     matchers: LaneMatchers
     vocab_size: int
     logits_dtype: str
+    snapshots: HostArena | None = None
     part: HostPart | None = None
     collectives: Collectives | None = None
     speculation: int = 0

@@ -23,6 +23,7 @@ from fdasync.runner.drafts import own_drafts_of
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.host_runs import DraftedSteps, StepRuns, forwarded
+from fdasync_transformers.model.recurrent.pieces import Take
 from fdasync_transformers.mtp.drafter import MtpDrafter
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.in_step import share_step
@@ -57,6 +58,10 @@ class HostExecutor(Executor):
         self._drafts = DraftedSteps(bound.table, bound.speculation, bound.pipeline_depth, bound.vocab_size)
         self._compares = bound.collectives is not None and model.head.is_apart
         self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
+        states = model.states
+        self._snapshots = None
+        if states is not None and bound.snapshots is not None:
+            self._snapshots = BlockRows(states.places, bound.snapshots)
         self._failure = ""
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
@@ -93,6 +98,7 @@ class HostExecutor(Executor):
             if offset:
                 # another instance computed the first tokens of this block, and the block was copied whole
                 bound.pool.clear_past(start.blocks[column], offset)
+        takes = self._begin_states(step)
         runs = StepRuns(batch, bound.table)
         if not len(batch.positions):
             return self._taken(batch, runs, StepOutput(step.step_id, ()))
@@ -102,7 +108,7 @@ class HostExecutor(Executor):
         plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
         with self._keeping(plan):
-            logits = self._model.run(part, bound.table, bound.pool, runs.rows)
+            logits = self._model.run(part, bound.table, bound.pool, runs.rows, takes)
             hidden = self._compared()
             if plan is not None:
                 scores = self._score(plan)
@@ -120,6 +126,14 @@ class HostExecutor(Executor):
             kept = values if stands.all() else {name: rows[stands] for name, rows in values.items()}
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         return msgspec.structs.replace(output, scores=scores) if scores else output
+
+    def _begin_states(self, step: RunStep) -> list[Take]:
+        """Load the recurrent state of sequences that start behind cached tokens; returns the step's snapshots."""
+        table, states = self._bound.table, self._model.states
+        if states is not None:
+            for start in step.starts:
+                states.begin(table.lane_of(start.key), start.snapshot, start.num_cached)
+        return [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
 
     def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
@@ -241,13 +255,23 @@ class HostExecutor(Executor):
         if blocks is None:
             raise InvariantBroken("a copy, and there is no host tier")
         rows_before = arena.written_nbytes if arena is not None else 0
-        if isinstance(copy, SwapOut):
+        if copy.snapshots:
+            moved = self._move_snapshots(copy)
+        elif isinstance(copy, SwapOut):
             moved = blocks.out(copy.device, copy.host)
         else:
             moved = blocks.back(copy.host, copy.device)
             table.place(copy.device, copy.slots, copy.generations)
         rows = arena.written_nbytes - rows_before if arena is not None else 0
         return CopyOutput(copy.copy_id, moved, rows)
+
+    def _move_snapshots(self, copy: SwapOut | SwapIn) -> int:
+        rows = self._snapshots
+        if rows is None or copy.device:
+            raise InvariantBroken(f"copy {copy.copy_id} has snapshots, and blocks too or no places on the host")
+        if isinstance(copy, SwapOut):
+            return rows.out(copy.snapshots, copy.snapshots_host)
+        return rows.back(copy.snapshots_host, copy.snapshots)
 
 
 def _total_of(collectives: Collectives | None) -> Callable[[torch.Tensor], torch.Tensor] | None:

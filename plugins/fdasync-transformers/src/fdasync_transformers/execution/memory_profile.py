@@ -34,6 +34,9 @@ _CONTEXT_NBYTES = 1 << 30
 # of a row's two jobs: 8,192 ids between the bounds of a cut, the peaks of 2^18 ids' chunks, 20 chunks of alternatives
 _SAMPLER_ROW_NBYTES = 256 << 10
 
+# of the memory of blocks, what snapshots of recurrent state take, and those of a small memory
+_SNAPSHOT_SHARE, _LEAST_SNAPSHOTS = 0.5, 16
+
 # enough to measure the cost of a token, and few enough for a quick start
 _SPEED_TOKENS = 256
 
@@ -65,11 +68,28 @@ def choose_num_blocks(
     block_nbytes = block_tokens * step_model.layout.held_token_nbytes
     if nbytes is None:
         nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs, held)
-    if nbytes < block_nbytes:
-        raise ConfigError(
-            "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
-        )
-    return min(useful, nbytes // block_nbytes)
+    beside = 0
+    if step_model.recurrent is not None:
+        # a live state for each lane, and snapshots
+        state = step_model.recurrent.layout.nbytes
+        beside = limits.max_running * state
+        kept = max(int((nbytes - beside) * _SNAPSHOT_SHARE), _LEAST_SNAPSHOTS * state)
+        beside += kept if limits.num_snapshots is None else limits.num_snapshots * state
+    if nbytes - beside < block_nbytes:
+        states = f" beside {beside} bytes of recurrent state" if beside else ""
+        problem = f"{nbytes} bytes hold no block of {block_nbytes}{states}"
+        raise ConfigError("kv_cache_nbytes", problem, hint="give more, or a smaller model")
+    return min(useful, (nbytes - beside) // block_nbytes)
+
+
+def choose_num_snapshots(step_model: StepModel, limits: RunnerLimits, num_blocks: int, block_tokens: int) -> int:
+    """Places of snapshots: asked for, or as many as take the bytes of the blocks, at most one for each block."""
+    if step_model.recurrent is None:
+        return 0
+    if limits.num_snapshots is not None:
+        return limits.num_snapshots
+    nbytes = num_blocks * block_tokens * step_model.layout.held_token_nbytes
+    return min(num_blocks, max(_LEAST_SNAPSHOTS, nbytes // step_model.recurrent.layout.nbytes))
 
 
 def _free_nbytes(
@@ -157,6 +177,7 @@ def _fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int)
     needed = [-(-count // block_tokens) for count in counts]
     pool = KVPool(step_model.layout, sum(needed), block_tokens, step_model.model.device)
     table = InputBatch(len(counts), max(counts), block_tokens, sum(needed))
+    step_model.states = step_model.make_states(len(counts))
     starts = []
     for key, count in enumerate(counts):
         blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))

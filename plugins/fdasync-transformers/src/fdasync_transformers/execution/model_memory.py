@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from fdasync.request import MemoryPart
     from fdasync_transformers.model.kv import KVPool
+    from fdasync_transformers.model.recurrent.states import States
 
 # addresses of tensors are multiples of it, as torch's own are; weights that lie behind each other can be merged
 _ALIGN_NBYTES = 512
@@ -45,6 +46,7 @@ class ModelMemory(ABC):
         self.released: set[MemoryPart] = set()
         self._model: PreTrainedModel | None = None
         self._pool: KVPool | None = None
+        self._states: States | None = None
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -61,9 +63,9 @@ class ModelMemory(ABC):
         """What makes the memory of the blocks, as `KVPool` takes it; None: torch does."""
         return None
 
-    def bind(self, pool: KVPool) -> None:
-        """Take in the blocks, which lie in memory of `allocator`."""
-        self._pool = pool
+    def bind(self, pool: KVPool, states: States | None = None) -> None:
+        """Take in the blocks, which lie in memory of `allocator`, and the recurrent state: it goes with them."""
+        self._pool, self._states = pool, states
 
     def release(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
         """As `Runner.release_memory`; no work of the device is in flight."""
@@ -95,7 +97,7 @@ class ModelMemory(ABC):
 
     def forget(self) -> None:
         """Hold the model and its blocks no more: nothing is released or taken back from now on. Idempotent."""
-        self._model = self._pool = None
+        self._model = self._pool = self._states = None
         self._kept = []
 
     def close(self) -> None:
@@ -144,6 +146,8 @@ class HostMemory(ModelMemory):
     def _release_blocks(self) -> None:
         if self._pool is not None:
             self._give(self._pool.blocks.untyped_storage())
+        if self._states is not None:
+            self._give(self._states.memory.untyped_storage())
 
     def _regain_blocks(self) -> None:
         """As `_regain_weights`."""

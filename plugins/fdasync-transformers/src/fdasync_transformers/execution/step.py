@@ -6,23 +6,28 @@ step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the s
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fdasync.errors import InvariantBroken
 from fdasync_transformers.fixed.attention import KEYS, FixedPaging
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.kv import fresh_tails
 from fdasync_transformers.model.ragged import RaggedPlan
+from fdasync_transformers.model.recurrent.pieces import cut
+from fdasync_transformers.model.recurrent.states import States
+from fdasync_transformers.model.recurrent.steps import RecurrentSteps
 from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.model.kv import KVLayout, KVPool
+    from fdasync_transformers.model.recurrent.pieces import Take
+    from fdasync_transformers.model.recurrent.states import StateLayout
 
 # without cuDNN's: it plans anew whenever a length changes, at every prefill, for most of a millisecond of CPU
 _ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -44,16 +51,22 @@ class StepModel:
         aux: producers of the steps' rows, or None; may be replaced between steps.
         head: the logits of further rows of a step, where prompts are scored.
         fixed: whether bits of a token's numbers depend on its prefix and the weights alone.
+        recurrent: the steps of its recurrent layers; None: it has none.
+        states: the recurrent state that steps go on from, by lane; set before the first step where there is any.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
     """
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, *, fixed: bool = False) -> None:
-        """`fixed`: with fixed numerics."""
+    def __init__(
+        self, model: PreTrainedModel, layout: KVLayout, *, fixed: bool = False, state: StateLayout | None = None
+    ) -> None:
+        """`fixed`: with fixed numerics; `state`: of a sequence, where the model has recurrent layers."""
         register()
         model.set_attn_implementation(NAME)
         self.model = model
         self.layout = layout
         self.aux: AuxData | None = None
+        self.recurrent = None if state is None else RecurrentSteps(model, state)
+        self.states: States | None = None
         self.interpreted = False
         self.fixed = fixed
         self._numerics = FixedNumerics() if fixed else None
@@ -78,8 +91,15 @@ class StepModel:
             with torch.no_grad(), self._numerics:
                 yield
 
-    def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Forward the batch's tokens (at least one), read from `table.tokens`.
+    def run(
+        self,
+        batch: Batch,
+        table: InputBatch,
+        pool: KVPool,
+        rows: NDArray[np.int64],
+        takes: Sequence[Take] = (),
+    ) -> torch.Tensor:
+        """Forward the batch's tokens (at least one), read from `table.tokens`; take snapshots of recurrent state.
 
         Returns logits [len(rows), V] of `rows` of the step, in the model's dtype on its device; computes no other
         logits. Writes the tokens' KV to the pool and their rows to `aux`. Done on return on a CPU, queued on a GPU.
@@ -95,7 +115,7 @@ class StepModel:
         positions = context.positions
         if self.aux is not None:
             self.aux.begin(positions)
-        with sdpa_kernel(_ATTENTION_BACKENDS), self.inference():
+        with sdpa_kernel(_ATTENTION_BACKENDS), self.inference(), self._mixing(batch, takes):
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
                 position_ids=positions[None],
@@ -106,6 +126,21 @@ class StepModel:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def make_states(self, num_lanes: int, num_places: int = 0) -> States | None:
+        """Fresh memory of recurrent state; None: the model has none."""
+        if self.recurrent is None:
+            return None
+        return States(self.recurrent.layout, num_lanes, num_places, self.model.device)
+
+    def _mixing(self, batch: Batch, takes: Sequence[Take]) -> AbstractContextManager[None]:
+        if self.recurrent is None:
+            if takes:
+                raise InvariantBroken(f"step {batch.step_id} takes snapshots of a model without recurrent state")
+            return nullcontext()
+        if self.states is None:
+            raise InvariantBroken("a step of a model with recurrent state, which has no memory")
+        return self.recurrent.step(cut(batch, takes), self.states)
 
     def context(
         self,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, DynamicCache, masking_utils
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from fdasync.errors import UnsupportedModel
@@ -89,7 +90,8 @@ def attention_layers(
     name = str(model.config.model_type)
     depth = len(decoder_layers(model))
     # some families have two attentions in each layer
-    if not log.layers or len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
+    all_attend = len(log.layers) % depth == 0 and sorted(log.layers) == list(range(len(log.layers)))
+    if not log.layers or not (all_attend or set(range(depth)) - set(log.layers) <= _without_kv(model)):
         which = f"layers {sorted(log.layers)}" if log.layers else "none"
         raise UnsupportedModel(
             name, f"of its {depth} layers {which} attend through the library's attention interface, and all must"
@@ -124,6 +126,12 @@ def run(model: PreTrainedModel) -> ProbeLog:
     finally:
         model.set_attn_implementation(before)
     return log
+
+
+def _without_kv(model: PreTrainedModel) -> set[int]:
+    """Layers that have no KV, as the library's cache has it: they keep recurrent state, or none at all."""
+    cache: Any = DynamicCache(config=model.config)
+    return {number for number, layer in enumerate(cache.layers) if not isinstance(layer, CacheLayerMixin)}
 
 
 def _probe_attention(

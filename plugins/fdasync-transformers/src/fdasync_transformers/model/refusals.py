@@ -11,6 +11,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import UnsupportedModel
+from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "lightning_attention")
-# the library's cache keeps state of these two kinds beside KV; a module that has such state updates it in its forward
-_STATE_CALLS = (".update_conv_state(", ".update_recurrent_state(")
+# the library's scan of Mamba 1
+_SCAN = "mamba_selective_scan"
 # the library's names of modules that choose which keys a query sees, or shorten them
 _SPARSE = {
     "indexer": "sparse attention with an indexer",
@@ -31,7 +32,14 @@ _SPARSE = {
 def refuse_unservable(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with every reason, for a model whose flattened batches would be silently wrong."""
     config: PreTrainedConfig = model.config
-    reasons = [*_recurrent(model), *_sparse(model), *_masked(model), *_hashed(model), *_ropes(config)]
+    reasons = [
+        *_hidden_state(model),
+        *_forgetful(model),
+        *_sparse(model),
+        *_masked(model),
+        *_hashed(model),
+        *_ropes(config),
+    ]
     if reasons:
         raise UnsupportedModel(str(config.model_type), "; ".join(reasons))
 
@@ -43,27 +51,35 @@ def refuse_recurrent(model: PreTrainedModel) -> None:
 
 
 def _recurrent(model: torch.nn.Module) -> Iterator[str]:
-    config: Any = model.config
-    types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
-    kinds = sorted({str(kind) for kind in types if kind in _RECURRENT_LAYER_TYPES})
+    kinds = _recurrent_types(model)
     if kinds:
         yield f"layers of type {', '.join(kinds)} keep recurrent state instead of KV"
-        return
-    classes: dict[type, str] = {}
-    for path, module in model.named_modules():
-        classes.setdefault(type(module), path)
-    for kind, path in classes.items():
-        if any(call in _source(kind) for call in _STATE_CALLS):
-            yield f"{path} ({kind.__name__}) keeps recurrent state beside KV"
+    elif mixers := find_mixers(model):
+        yield f"{mixers[0].name} ({type(mixers[0].module).__name__}) keeps recurrent state beside KV"
+
+
+def _hidden_state(model: torch.nn.Module) -> Iterator[str]:
+    kinds = _recurrent_types(model)
+    if kinds and not find_mixers(model):
+        yield f"layers of type {', '.join(kinds)} keep recurrent state, and not in the library's cache"
+
+
+def _forgetful(model: torch.nn.Module) -> Iterator[str]:
+    for mixer in find_mixers(model):
+        kind = type(mixer.module)
+        forward: Any = inspect.unwrap(kind.forward)
+        scan = forward.__globals__.get(_SCAN)
+        if scan is None or f"{_SCAN}(" not in source_of(kind):
+            continue
+        if not any("initial" in name for name in inspect.signature(inspect.unwrap(scan)).parameters):
+            yield f"{mixer.name} ({kind.__name__}) cannot go on from a recurrent state: the library's scan takes none"
             return
 
 
-def _source(kind: type) -> str:
-    forward: Any = getattr(kind, "forward", None)
-    try:
-        return inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):
-        return ""  # built in, or without a file
+def _recurrent_types(model: torch.nn.Module) -> list[str]:
+    config: Any = model.config
+    types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
+    return sorted({str(kind) for kind in types if kind in _RECURRENT_LAYER_TYPES})
 
 
 def _sparse(model: torch.nn.Module) -> Iterator[str]:

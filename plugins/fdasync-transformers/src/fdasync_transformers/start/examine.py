@@ -18,12 +18,15 @@ from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
+from fdasync_transformers.model.recurrent.mixers import find_mixers
+from fdasync_transformers.model.recurrent.probe import find_state
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
-from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
+from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
+from fdasync_transformers.start.recurrent import refuse_undone
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 
@@ -63,6 +66,8 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
             "num_hidden_layers": len(families.decoder_layers(model)),
         }
         refuse_unservable(model)
+        if find_mixers(model):
+            refuse_undone(checkpoint.model_type, config, limits, device)
         facts["max_context_tokens"] = max_context_of(model, limits)
         if config.weights != "random":
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
@@ -101,11 +106,15 @@ def _shapes(
         experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
         with without_experts(model):
             layers = probe.attention_layers(model, latent=config.latent_mla, query_scales={}, reaches=False)
+            state = find_state(model)
         layout = KVLayout(layers, model.dtype)
         if head_of(model) is not None:
             layout = mtp_layout(model, config, limits, device)(layers)
             notes.append(mtp_note(model, layout))
     found: dict[str, Any] = {"kv_token_nbytes": layout.token_nbytes}
+    if state is not None:
+        notes.append(state_note(state))
+        found["state_nbytes"] = state.nbytes
     if mends.max_context_tokens is not None:
         found["max_context_tokens"] = min(max_context_of(model, limits), mends.max_context_tokens)
     if experts is not None:

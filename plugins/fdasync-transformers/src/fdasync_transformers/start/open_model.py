@@ -18,6 +18,8 @@ from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
+from fdasync_transformers.model.recurrent.mixers import find_mixers
+from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
@@ -25,6 +27,7 @@ from fdasync_transformers.parallel.sums import Sums
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
+from fdasync_transformers.start.recurrent import refuse_undone
 from fdasync_transformers.start.runner_config import uses_kernels
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
@@ -42,11 +45,12 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.model.recurrent.states import StateLayout
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights.names import Names
 
-    MakeStepModel = Callable[[PreTrainedModel, KVLayout], StepModel]
+    MakeStepModel = Callable[[PreTrainedModel, KVLayout, StateLayout | None], StepModel]
     MakeLayout = Callable[[Sequence[LayerSpec]], KVLayout]
 
 # tokens of the self-check beyond the largest size that it crosses
@@ -99,6 +103,8 @@ def open_model(
     model = loading.build(checkpoint, config.dtype, mtp_layers)
     kind = checkpoint.model_type
     refuse_unservable(model)
+    if find_mixers(model):
+        refuse_undone(kind, config, limits, device)
     check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
@@ -134,7 +140,15 @@ def open_model(
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
     set_plain_experts(model, config, experts, limits)
+    with library_code(kind, "the probe of its recurrent layers"):
+        state = find_state(model)
+        refuse_forgetful(model)
+    if state is not None:
+        notes.append(state_note(state))
     max_context = max_context_of(model, limits)
+
+    def make_with_state(model: PreTrainedModel, layout: KVLayout) -> StepModel:
+        return make_step_model(model, layout, state)
 
     def settle() -> tuple[families.Mends, FusedRouters | None]:
         with library_code(kind, "mending it"):
@@ -145,16 +159,21 @@ def open_model(
         return mends, fused.routers
 
     mends, routers, layout, checked = _settle(
-        model, kind, config, limits, experts, max_context, make_step_model, make_layout, settle
+        model, kind, config, limits, experts, max_context, make_with_state, make_layout, settle
     )
     max_context = min(max_context, mends.max_context_tokens or max_context)
-    step_model = make_step_model(model, layout)
+    step_model = make_with_state(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     if mtp_layers:
         notes.append(mtp_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
+
+
+def state_note(state: StateLayout) -> str:
+    """What a sequence's recurrent state takes, for people."""
+    return f"recurrent state of {state.nbytes:,} bytes a sequence, and as much in each snapshot"
 
 
 def _layout_of(model: PreTrainedModel) -> MakeLayout:
@@ -168,7 +187,7 @@ def _settle(
     limits: RunnerLimits,
     experts: MoELayers | None,
     max_context: int,
-    make_step_model: MakeStepModel,
+    make_step_model: Callable[[PreTrainedModel, KVLayout], StepModel],
     make_layout: MakeLayout,
     settle: Callable[[], tuple[families.Mends, FusedRouters | None]],
 ) -> tuple[families.Mends, FusedRouters | None, KVLayout, tuple[str, ...]]:

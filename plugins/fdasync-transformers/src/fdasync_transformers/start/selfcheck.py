@@ -160,6 +160,7 @@ def paged_passes(
     # no step may read what an earlier owner of a block left in it
     pool.blocks.fill_(float("nan"))
     table = InputBatch(len(needed), max(needed) * block_tokens, block_tokens, len(order))
+    step_model.states = step_model.make_states(len(needed))
     logits: list[list[torch.Tensor]] = [[] for _ in needed]
     routing: list[list[NDArray[np.generic]]] = [[] for _ in needed]
     done = [0] * len(needed)

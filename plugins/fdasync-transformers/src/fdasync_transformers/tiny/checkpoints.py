@@ -25,8 +25,8 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, PAD_ID, writ
 if TYPE_CHECKING:
     import os
 
-# parameters of recurrences, whose range matters
-_KEPT = ("A_log", "dt_bias", ".D")
+# of recurrences: parameters whose range matters, and minimax's decays, which are functions of each other
+_KEPT = ("A_log", "dt_bias", ".D", "slope_rate", "query_decay", "key_decay", "diagonal_decay")
 _SMALL_SHARD = "40KB"
 
 

@@ -56,6 +56,7 @@ class TinyFamily(msgspec.Struct, frozen=True):
         quantised: how its weights are stored, as `quantised.quantise` takes it; "" for plain.
         renamed: keys of config.json that are changed after the checkpoint was saved.
         dense: it has no experts.
+        recurrent: its layers keep recurrent state, with which some ways of serving are refused so far.
     """
 
     hits: str
@@ -70,10 +71,12 @@ class TinyFamily(msgspec.Struct, frozen=True):
     quantised: str = ""
     renamed: dict[str, Any] = {}
     dense: bool = False
+    recurrent: bool = False
 
 
 # words of true reasons
-_RECURRENT = ("recurrent",)
+_FORGETFUL = ("go on from a recurrent state",)
+_BIASED = ("position_bias",)
 _INDEXED = ("indexer",)
 _NO_IDS = ("no ids",)
 
@@ -98,7 +101,7 @@ _TEXT: dict[str, TinyFamily] = {
         {**NO_QUERY_RANK, **EXPERTS, **LINEAR, **DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
          "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 4, "topk_group": 2,
          "first_k_dense_replace": 1, "model_max_length": 256},
-        _RECURRENT,
+        recurrent=True,
     ),
     "beam": TinyFamily("windows, groups", {**EXPERTS, **WINDOWS, **DENSE_FIRST, **GROUPS, "head_dim": 8}),
     "cohere2_moe": TinyFamily(
@@ -192,7 +195,7 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "granitemoehybrid": TinyFamily(
         "mamba layers", {**LOCAL, **LINEAR, **MAMBA, "shared_intermediate_size": 16, "mamba_chunk_size": 16},
-        _RECURRENT,
+        recurrent=True,
     ),
     "granitemoeshared": TinyFamily(
         "shared experts",
@@ -210,17 +213,18 @@ _TEXT: dict[str, TinyFamily] = {
         _INDEXED,
     ),
     "inkling_text": TinyFamily(
-        "biases by position, convolutions with state", {**INKLING, **DENSE_FIRST}, ("position bias", "recurrent")
+        "biases by position, convolutions with state", {**INKLING, **DENSE_FIRST}, _BIASED, recurrent=True
     ),
     "inkling2_text": TinyFamily(
         "biases by position, convolutions with state", {**INKLING, "n_layers_per_attn_res_block": 2},
-        ("position bias", "recurrent"),
+        _BIASED, recurrent=True,
     ),
     "jamba": TinyFamily(
         "mamba layers, MoE in every second",
         {"num_experts": 8, "num_experts_per_tok": 2, "use_mamba_kernels": False, "attn_layer_period": 2,
          "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-        _RECURRENT,
+        _FORGETFUL,
+        recurrent=True,
     ),
     "jetmoe": TinyFamily(
         "attention of experts too", {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8}, ("experts",)
@@ -239,7 +243,7 @@ _TEXT: dict[str, TinyFamily] = {
         "linear attention beside latents",
         {**NO_QUERY_RANK, **EXPERTS, **LINEAR, **DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
          "num_experts_per_token": 3, "num_shared_experts": 1, "model_max_length": 256},
-        _RECURRENT,
+        recurrent=True,
     ),
     "kolibri1": TinyFamily(
         "windows", {**LOCAL, **WINDOWS, "head_dim": 8, "moe_intermediate_size": 16,
@@ -252,7 +256,7 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "lfm2_moe": TinyFamily(
         "convolutions with state", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
-        _RECURRENT,
+        recurrent=True,
     ),
     "llama4_text": TinyFamily(
         "chunked attention, query temperature by position, dense experts without ids", LLAMA4,
@@ -271,7 +275,7 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "minimax": TinyFamily(
         "lightning attention", {**LOCAL, "head_dim": 8, "block_size": 16,
-                                "layer_types": ["linear_attention", "full_attention"] * 2}, _RECURRENT,
+                                "layer_types": ["linear_attention", "full_attention"] * 2}, recurrent=True,
     ),
     "minimax_m2": TinyFamily("a bias as the router's argument, a part rotated", {**LOCAL, "head_dim": 16,
                                                                                  "rotary_dim": 8}),
@@ -285,9 +289,9 @@ _TEXT: dict[str, TinyFamily] = {
     "nemotron_h": TinyFamily(
         "mamba, experts and attention in layers of their own",
         {**SHARED, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 8,
-         "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16,
+         "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
          "use_mamba_kernels": False, "moe_shared_expert_intermediate_size": 16},
-        _RECURRENT,
+        recurrent=True,
         omit=("num_hidden_layers",),
     ),
     "olmoe": TinyFamily("clipped projections", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0}),
@@ -300,22 +304,23 @@ _TEXT: dict[str, TinyFamily] = {
         "shared experts with a gate",
         {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
     ),
-    "qwen3_5_moe_text": TinyFamily("gated delta nets", QWEN3_NEXT, _RECURRENT),
+    "qwen3_5_moe_text": TinyFamily("gated delta nets", QWEN3_NEXT, recurrent=True),
     "qwen3_moe": TinyFamily(
         "a dense layer among MoE layers", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
     ),
-    "qwen3_next": TinyFamily("gated delta nets", QWEN3_NEXT, _RECURRENT),
+    "qwen3_next": TinyFamily("gated delta nets", QWEN3_NEXT, recurrent=True),
     "qwen4_exp_text": TinyFamily(
         "gated delta nets, positions picked by an indexer",
         {**QWEN4, "layer_types": ["linear_attention", "full_attention"] * 2},
-        ("recurrent", "indexer"),
+        _INDEXED, recurrent=True,
     ),
     "solar_open": TinyFamily("groups", {**SHARED, **GROUPS, "head_dim": 8}),
     "zaya": TinyFamily(
         "convolutions with state",
         {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8,
          "router_hidden_size": 8, "layer_types": ["hybrid"] * 4},
-        _RECURRENT,
+        replay_refused=("selection was seen 0 times",),
+        recurrent=True,
     ),
 }  # fmt: skip
 
@@ -395,7 +400,7 @@ _WRAPPERS: dict[str, TinyFamily] = {
                  "projector_hidden_size": 32},
     ),
     "qwen3_5_moe": TinyFamily(
-        "the text half of a multimodal checkpoint", QWEN3_NEXT, _RECURRENT, family="qwen3_5_moe_text",
+        "the text half of a multimodal checkpoint", QWEN3_NEXT, recurrent=True, family="qwen3_5_moe_text",
         vision={**QWEN_VISION, "num_position_embeddings": 16}, wrapper=IMAGE_IDS,
     ),
     "qwen3_vl_moe": TinyFamily(

@@ -1,0 +1,73 @@
+"""Finds the modules of a model that keep recurrent state in the library's cache: *mixers*.
+
+A mixer reads its sequence's state from the cache that it is handed, and leaves the new state there. It takes hidden
+states [sequences, tokens, width] of sequences that are equally long. Needs no weights: models may be on the meta
+device. Knows no steps. Called by `probe.py`, `steps.py` and `model/refusals.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# by these a module leaves state in the library's cache: convolution, recurrence, and minimax's
+_STATE_CALLS = (".update_conv_state(", ".update_recurrent_state(", ".set_linear_cache(")
+_CACHE_NAMES = ("cache_params", "past_key_values")
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One module that keeps state.
+
+    Attributes:
+        name: of the module in its model.
+        module: the library's.
+        layer: hidden-layer number.
+        hidden, cache: names of the arguments that take hidden states and cache.
+        others: names of further arguments that have no default.
+    """
+
+    name: str
+    module: torch.nn.Module
+    layer: int
+    hidden: str
+    cache: str
+    others: tuple[str, ...]
+
+
+def find_mixers(model: torch.nn.Module) -> tuple[Mixer, ...]:
+    """Every mixer of a model, in the order of its modules."""
+    found = []
+    stateful: dict[type, bool] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind not in stateful:
+            stateful[kind] = any(call in source_of(kind) for call in _STATE_CALLS)
+        if stateful[kind]:
+            found.append(_mixer_of(name, module))
+    return tuple(found)
+
+
+def _mixer_of(name: str, module: Any) -> Mixer:
+    # of the class: the module's own may be wrapped already
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    cache = next(one.name for one in parameters if one.name in _CACHE_NAMES)
+    others = [
+        one.name
+        for one in parameters[1:]
+        if one.name != cache and one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty
+    ]
+    return Mixer(name, module, int(module.layer_idx), parameters[0].name, cache, tuple(others))
+
+
+def source_of(kind: type) -> str:
+    """The text of a module class's forward; "" where there is none."""
+    forward: Any = getattr(kind, "forward", None)
+    try:
+        return inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return ""  # built in, or without a file

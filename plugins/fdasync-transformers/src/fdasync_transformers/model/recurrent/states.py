@@ -1,0 +1,96 @@
+"""The memory of recurrent state: one live state by lane, and places of snapshots, both of the same bytes.
+
+A state is the parts of `StateLayout.specs`, one after the other, as `fdasync.cache.snapshots` lays out a snapshot: so a
+snapshot is one run of bytes, in a place here or on the host. Knows no modules and no steps. Made by `runner.py`, and by
+what plays steps at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Kind = Literal["convolution", "recurrent"]
+
+
+class Part(NamedTuple):
+    """One tensor of a mixer's state.
+
+    Attributes:
+        kind: which of the library's cache.
+        number: of the state in the layer's cache.
+        spec, row: where it lies: the spec, and the layer's place in it.
+    """
+
+    kind: Kind
+    number: int
+    spec: int
+    row: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The state of one sequence of a model.
+
+    Attributes:
+        specs: in the order of their bytes.
+        parts: by a mixer's name.
+    """
+
+    specs: tuple[StateSpec, ...]
+    parts: Mapping[str, tuple[Part, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a live state, and of a snapshot."""
+        return snapshot_nbytes(self.specs)
+
+
+class States:
+    """See the module. Zeroed.
+
+    Attributes:
+        memory: uint8 [lanes + places, nbytes], all there is.
+        places: uint8 [places, nbytes], a view of it.
+        live: by spec, [lanes, layers, *shape], views of it.
+        kept: by spec, [places, layers, *shape], likewise.
+    """
+
+    def __init__(self, layout: StateLayout, num_lanes: int, num_places: int, device: torch.device) -> None:
+        self.memory = torch.zeros(num_lanes + num_places, layout.nbytes, dtype=torch.uint8, device=device)
+        self._lanes, self.places = self.memory[:num_lanes], self.memory[num_lanes:]
+        self.live = _views(self._lanes, layout.specs)
+        self.kept = _views(self.places, layout.specs)
+
+    def begin(self, lane: int, place: int, num_cached: int) -> None:
+        """A sequence starts in a lane: behind cached tokens from a snapshot, else (-1) from nothing.
+
+        Raises InvariantBroken.
+        """
+        if (place < 0) != (num_cached == 0) or place >= len(self.places):
+            raise InvariantBroken(f"a sequence starts behind {num_cached} tokens, from snapshot {place}")
+        if place >= 0:
+            self._lanes[lane] = self.places[place]
+
+    def take(self, part: Part, lane: int, place: int) -> None:
+        """Copy a part of a lane's state to a place of snapshots."""
+        self.kept[part.spec][place, part.row] = self.live[part.spec][lane, part.row]
+
+
+def _views(memory: torch.Tensor, specs: tuple[StateSpec, ...]) -> tuple[torch.Tensor, ...]:
+    views, offset = [], 0
+    for spec in specs:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        shape = (len(spec.layers), *spec.shape)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        views.append(memory[:, offset : offset + nbytes].view(dtype).view(len(memory), *shape))
+        offset += spec.nbytes
+    return tuple(views)

@@ -1,0 +1,40 @@
+"""What models with recurrent layers are not served with yet, and why.
+
+Knows configs; knows no modules. Called by `open_model.py` and `examine.py`, before weights are loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.errors import ConfigError
+from fdasync_transformers.start.runner_config import uses_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.start.runner_config import TransformersConfig
+
+
+def refuse_undone(kind: str, config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+    """Raise ConfigError, naming the field, for what is not done yet for a model with recurrent layers."""
+    for field, why in _undone(config, limits, device):
+        raise ConfigError(field, f"is not for models with recurrent layers so far, such as {kind}: {why}")
+
+
+def _undone(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> Iterator[tuple[str, str]]:
+    if uses_kernels(config, device):
+        yield "runner_config.device", "their steps run on CPUs, without kernels"
+    if limits.tensor_parallel > 1:
+        yield "tensor_parallel", "the heads of a state are not shared out to ranks"
+    if limits.sum_slices > 1:
+        yield "sum_slices", "sums in their recurrence have no slices"
+    if limits.numerics == "fixed":
+        yield "numerics", "a token's state has other bits in a chunk than alone"
+    if config.mtp:
+        yield "runner_config.mtp", "a state cannot go back to the last accepted token"
+    if limits.speculation:
+        yield "speculation", "a state cannot go back to the last accepted token"

@@ -1,0 +1,97 @@
+"""What models with recurrent layers are refused with, and mixers whose forms are not one function."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fdasync_transformers import TransformersConfig
+from fdasync_transformers.model.recurrent import steps
+from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
+from fdasync_transformers.start.recurrent import refuse_undone
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from step_driver import Driver
+
+from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.runner.base import RunnerLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("runner_config.device", {"config": {"kernels": "triton"}}),
+        ("sum_slices", {"sum_slices": 2, "numerics": "fixed"}),
+        ("numerics", {"numerics": "fixed"}),
+        ("speculation", {"speculation": 2}),
+    ],
+)
+async def test_what_is_not_done_is_refused_by_its_field(
+    tmp_path: Path, field: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_tiny_checkpoint(tmp_path, "lfm2_moe")
+    with pytest.raises(ConfigError) as caught:
+        await Driver.open(tmp_path, **values)
+    assert caught.value.field == field
+    assert "recurrent layers so far, such as lfm2_moe" in str(caught.value)
+
+
+def test_multi_token_prediction_is_refused() -> None:
+    limits = RunnerLimits(max_running=1, max_step_tokens=8)
+    with pytest.raises(ConfigError) as caught:
+        refuse_undone("qwen3_next", TransformersConfig(mtp=True), limits, torch.device("cpu"))
+    assert caught.value.field == "runner_config.mtp"
+
+
+async def test_a_scan_without_a_state_is_named(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "jamba")
+    with pytest.raises(UnsupportedModel, match=r"JambaMambaMixer.*the library's scan takes none"):
+        await Driver.open(tmp_path)
+
+
+def test_a_scan_without_a_state_is_found_by_what_it_computes() -> None:
+    with pytest.raises(UnsupportedModel, match=r"several tokens of model.layers.0.mamba"):
+        refuse_forgetful(make_tiny_model("jamba"))
+
+
+def test_the_single_token_form_has_the_bounds_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model("nemotron_h", time_step_min=0.5)
+    refuse_forgetful(model)
+    monkeypatch.setattr(steps, "bounded_time_steps", lambda _: nullcontext())
+    with pytest.raises(UnsupportedModel, match=r"a token of model.layers.0.mixer"):
+        refuse_forgetful(model)
+
+
+def test_states_of_all_kinds_are_found() -> None:
+    found = {}
+    for family in ("qwen3_next", "lfm2_moe", "minimax", "zaya"):
+        layout = find_state(make_tiny_model(family))
+        assert layout is not None
+        found[family] = [(spec.name, spec.shape, spec.layers) for spec in layout.specs]
+    assert found == {
+        "qwen3_next": [("convolution", (64, 4), (0, 1, 2)), ("recurrent", (4, 8, 8), (0, 1, 2))],
+        "lfm2_moe": [("convolution", (32, 3), (0, 2))],
+        "minimax": [("recurrent", (4, 8, 8), (0, 2))],
+        "zaya": [("convolution", (48, 2), (0, 1, 2, 3)), ("recurrent", (8,), (0, 1, 2, 3))],
+    }
+    assert find_state(make_tiny_model("qwen3_moe")) is None
+
+
+async def test_memory_is_parted_among_states_snapshots_and_blocks(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "lfm2_moe")
+    limits: dict[str, Any] = {"num_blocks": None, "max_running": 4, "max_context_tokens": 256}
+    # a state has 768 bytes, a block 4 * 256
+    config = {"kv_cache_nbytes": 4 * 768 + 2 * 40 * 1024, "self_check": False}
+    driver = await Driver.open(tmp_path, config=config, **limits)
+    assert (driver.capacity.snapshot_nbytes, driver.capacity.num_blocks, driver.capacity.num_snapshots) == (768, 40, 40)
+    await driver.close()
+    driver = await Driver.open(tmp_path, config=config, num_snapshots=20, **limits)
+    assert (driver.capacity.num_blocks, driver.capacity.num_snapshots) == (65, 20)
+    await driver.close()
+    with pytest.raises(ConfigError, match=r"beside 15360 bytes of recurrent state"):
+        await Driver.open(tmp_path, config={**config, "kv_cache_nbytes": 16_000}, **limits)

@@ -1,0 +1,84 @@
+"""Engines of models with recurrent layers: chunked prompts, prefix hits, preemption and swaps give the library's tokens
+and rows; sleep keeps nothing that was not on the host."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from fdasync_transformers import Served, verify
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+
+from fdasync import ConfigError, Engine, EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OTHERS = ("lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid", "zaya", "minimax")
+
+
+def config(folder: Path, **values: Any) -> EngineConfig:
+    runner = {"dtype": "float32", "device": "cpu", "num_threads": 1, **values.pop("runner_config", {})}
+    sizes = {"block_tokens": 4, "num_blocks": 20, "max_running": 4, "max_step_tokens": 24, "max_context_tokens": 72}
+    return EngineConfig(
+        model=str(folder), runner_config=runner, tokenizer="none", routing=True, process="inline", **{**sizes, **values}
+    )
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(16, 250, 21).tolist()
+    return [(prefix if number % 3 else []) + rng.integers(16, 250, 5 + number * 3).tolist() for number in range(count)]
+
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]])
+async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    asked = prompts(9)
+    async with Engine(config(tmp_path, host_blocks=64, num_snapshots=10)) as engine:
+        assert engine.capacity.state_specs
+        results = await asyncio.gather(*[engine.complete(prompt, GREEDY) for prompt in asked])
+        # the first ones were evicted to the host, and go on from there
+        results += [await engine.complete([*asked[1], *results[1].samples[0].token_ids, 77, 78], GREEDY)]
+        engine.check()
+        stats = engine.stats().scheduler
+    assert stats.preemptions > 0
+    assert stats.hit_tokens > 20
+    assert stats.hit_tokens_host > 0
+    assert stats.resumed_snapshots > 2
+    report = verify(tmp_path, [Served.from_result(result) for result in results])
+    assert report.ok, report
+    assert (report.tokens_equal, report.tokens_wrong) == (12 * len(results), 0)
+    assert report.rows_exact == report.rows_checked > 0
+
+
+async def test_it_sleeps_and_goes_on(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "lfm2_moe")
+    prompt = prompts(3)[2]
+    async with Engine(config(tmp_path, num_snapshots=4)) as engine:
+        before = await engine.complete(prompt, GREEDY)
+        await engine.sleep()
+        await engine.wake()
+        after = await engine.complete(prompt, GREEDY)
+        assert engine.stats().scheduler.resumed_snapshots == 0
+        again = await engine.complete(prompt, GREEDY)
+        assert engine.stats().scheduler.resumed_snapshots == 1
+        engine.check()
+    tokens = [list(result.samples[0].token_ids) for result in (before, after, again)]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"), [("store", {"store": "memory", "host_blocks": 8}), ("role", {"role": "mixed"})]
+)
+async def test_what_engines_do_not_do_yet_is_refused(tmp_path: Path, field: str, values: dict[str, Any]) -> None:
+    make_tiny_checkpoint(tmp_path, "lfm2_moe")
+    with pytest.raises(ConfigError) as caught:
+        async with Engine(config(tmp_path, **values)):
+            pass
+    assert caught.value.field == f"config.{field}"
