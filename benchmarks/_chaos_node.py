@@ -35,6 +35,8 @@ _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
 WORKER, STORE = "fdasync.runner.worker.main", "fdasync.cache.store.process.main"
 TRANSFER = "fdasync.pd.transfer.process.main"
+#: folder of the runner's entry point, in the fleet's
+PLUGIN = "plugin"
 
 
 class Node:
@@ -52,6 +54,7 @@ class Node:
         ready: its process takes requests.
         process: the current one.
         orphans: pids of the children of its killed processes.
+        leaves: it was asked to end for good.
     """
 
     def __init__(
@@ -112,6 +115,19 @@ class Node:
         return workers + bool(self.config.store)
 
     @property
+    def leaves(self) -> bool:
+        return self._closing
+
+    def rank_pids(self) -> list[int]:
+        """Of the processes that compute, where it is up with all of them; else []."""
+        if self.process is None or not self.ready.is_set():
+            return []
+        if self.config.process != "worker":
+            return [self.process.pid]
+        pids = self.children().get(WORKER, [])
+        return pids if len(pids) == self.config.tensor_parallel else []
+
+    @property
     def is_up(self) -> bool:
         return self.ready.is_set() and not self.faulted
 
@@ -166,12 +182,17 @@ class Node:
             self.process = subprocess.Popen(
                 [*(argv if self.place is None else self.place.host.command(argv)), str(path)],
                 cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), theirs_ready],
-                process_group=0, env={**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"},
+                process_group=0, env=self._environment(),
             )  # fmt: skip
         os.close(theirs_ready)
         ours.setblocking(False)
         self._probe = ours
         return ready
+
+    def _environment(self) -> dict[str, str]:
+        """With the runner's entry point on the path."""
+        path = os.pathsep.join([str(self._folder / PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     async def _until_ready(self, fd: int) -> bool:
         os.set_blocking(fd, False)

@@ -21,30 +21,38 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 
-from benchmarks._chaos_faults import Director, slowest_recovery
-from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes
+from benchmarks._chaos_faults import OF_GROUPS, OF_SLEEPS, Director, slowest_recovery
+from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes, versions_of
 from benchmarks._chaos_hosts import NETWORK, Hosts
 from benchmarks._chaos_late import Late, play_late
 from benchmarks._chaos_load import LONG_S, Ask, Load
 from benchmarks._chaos_node import START_S
+from benchmarks._chaos_notes import Notes
 from benchmarks._chaos_proxy import Proxy
 from benchmarks._report import Report
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.testing.harness.engines import oracle_of
 from fdasync.testing.harness.leaks import Resources
 from tests.system.network.hosts import NETWORKS, why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks._chaos_versions import Versions
 
 PREFILL, DECODE = 2, 3
 # hosts for instances that join, of which one may still be ending
 GUESTS = 3
 CLIENTS = 14
 ROUND_S = 20.0
+# kinds of faults that must have been seen to strike where they were played so often
+MUST_STRIKE, OFTEN = (*OF_GROUPS, *OF_SLEEPS), 3
 
 
 class Game:
@@ -54,10 +62,13 @@ class Game:
         wrong: broken rules, in words.
         rounds: that were played.
         sizes: of the instances.
-        load, director: None until the fleet is up.
+        load, director, notes, versions: None until the fleet is up.
     """
 
-    def __init__(self, folder: Path, transport: str, seed: int, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, folder: Path, transport: str, seed: int, hosts: Hosts | None = None, only: Sequence[str] = ()
+    ) -> None:
+        self._only = only
         self.wrong: list[str] = []
         self.rounds = 0
         self._rng = random.Random(seed)
@@ -65,6 +76,8 @@ class Game:
         self._fleet = Fleet(folder, transport, PREFILL, DECODE, self.sizes, hosts)
         self.load: Load | None = None
         self.director: Director | None = None
+        self.notes: Notes | None = None
+        self.versions: Versions | None = None
 
     async def play(self, seconds: float) -> None:
         """Play rounds for so many seconds."""
@@ -85,11 +98,18 @@ class Game:
                 keys=fleet.keys,
                 seed=1,
             ) as router:
-                self.load = Load(router, oracle_of(fleet.nodes["p0"].config), self._rng, VOCAB)
-                self.director = Director(fleet, router, self._rng, self.wrong)
+                versions = self.versions = versions_of(fleet.nodes["p0"])
+                self.load = Load(router, versions, self._rng, VOCAB)
+                self.notes = Notes(self.wrong, self.load.served_at)
+                self.director = Director(fleet, router, self._rng, versions, self.notes, self._only)
+                # what an instance starts with is no folder's, from now on
+                await self.director.weights.mend("the start")
+                self.director.weights.start()
                 await self._meet()
                 while loop.time() < until and not self.wrong:
                     await self._round(min(ROUND_S, max(until - loop.time(), 5.0)))
+                await self.director.weights.aclose()
+                self.notes.must_have_struck(MUST_STRIKE, OFTEN)
             await fleet.aclose()
             self.wrong += fleet.wrong
             self.wrong += [f"the harness: {line}" for line in Resources.now().left_since(before)]
@@ -124,7 +144,8 @@ class Game:
         await self._meet()
         self.rounds += 1
         outcomes = dict(sorted(self.load.outcomes.items()))
-        print(f"  round {self.rounds}: {outcomes}, faults {self.director.played.total()}", file=sys.stderr, flush=True)
+        assert self.notes is not None
+        print(f"  round {self.rounds}: {outcomes}, faults {len(self.notes.at)}", file=sys.stderr, flush=True)
 
     def _take(self) -> None:
         assert self.load is not None
@@ -134,15 +155,22 @@ class Game:
 
 
 def run(
-    minutes: float, seed: int, transport: str, json_path: str | None, keep: bool, hosts: Hosts | None = None
+    minutes: float,
+    seed: int,
+    transport: str,
+    json_path: str | None,
+    keep: bool,
+    hosts: Hosts | None = None,
+    only: Sequence[str] = (),
 ) -> int:
+    """`only`: kinds of faults; (): all kinds, and messages that come too late."""
     folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
-    game = Game(folder, transport, seed, hosts)
+    game = Game(folder, transport, seed, hosts, only)
     began = time.monotonic()
     wrong: list[str] = []
     late = Late([])
     try:
-        if hosts is None:
+        if hosts is None and not only:
             # its scene holds messages back in a proxy
             late = uvloop.run(play_late(folder, transport, seed))
             wrong += late.wrong
@@ -164,11 +192,12 @@ def run(
             zip(("delay_s", "loss", "rate_mbit"), NETWORKS[NETWORK], strict=True)
         )
     report.conditions["sizes"] = msgspec.structs.asdict(game.sizes)
-    if hosts is None:
+    if hosts is None and not only:
         report.add("late_words_refused", [late.refused])
     report.add("seconds", [time.monotonic() - began])
     report.add("rounds", [game.rounds])
-    if game.load is not None and game.director is not None:
+    if game.load is not None and game.notes is not None and game.versions is not None:
+        notes = game.notes
         outcomes = game.load.outcomes
         asked = outcomes.total()
         for name, count in sorted(outcomes.items()):
@@ -177,14 +206,20 @@ def run(
         served = outcomes["right"] + outcomes["lost"] + outcomes["wrong"]
         report.add("requests", [asked])
         report.add("served_right", [outcomes["right"] / max(served, 1)])
-        recovery_s, after = slowest_recovery(game.director.at, game.load.served_at)
+        recovery_s, after = slowest_recovery(notes.at, game.load.served_at)
         report.add("fault_to_success_s_max", [recovery_s])
         report.conditions |= {
-            "slowest_after": after, "faults": dict(sorted(game.director.played.items())),
-            "timeline": [[round(at - game.director.at[0][0], 1), what] for at, what in game.director.at][-100:],
+            "slowest_after": after, "faults": dict(sorted(notes.played.items())),
+            "struck": dict(sorted(notes.struck.items())),
+            "timeline": [[round(at - notes.at[0][0], 1), what] for at, what in notes.at][-100:],
             "errors": dict(game.load.errors.most_common(20)),
         }  # fmt: skip
-        report.add("faults", [game.director.played.total()])
+        report.add("faults", [len(notes.at)])
+        for name, count in sorted(notes.struck.items()):
+            report.add(f"struck: {name}", [count])
+        report.add("answers_of_mixed_weights", [game.versions.mixed])
+        for name, seconds in sorted(notes.took.items()):
+            report.add(name, seconds)
     report.finish(json_path)
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
@@ -198,6 +233,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults (default: all)")
     parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")
     args = parser.parse_args()
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
@@ -205,10 +241,10 @@ def main() -> None:
         parser.error(reason)
     print(f"seed {seed}, transport {args.transport}", file=sys.stderr, flush=True)
     if not args.hosts:
-        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep))
+        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep, only=args.only))
     with Hosts(PREFILL + DECODE + GUESTS, seed) as hosts:
         hosts.enter()
-        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts)
+        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts, args.only)
     sys.exit(code)
 
 

@@ -1,0 +1,359 @@
+"""New weights under load: updates from folders, and trainers that die or stop in the middle of a broadcast.
+
+A trainer is a process of its own (`_chaos_trainer.py`) that joins a gloo group with every process that computes, and
+broadcasts tensors to them. Where it dies, all instances must say that their weights are broken (`WeightsBroken`) and
+plan no step; an update by another trainer, or from a folder, must mend them. A trainer's tensors come once, so the same
+weights follow from a folder, and instances that start later have them. Used by `_chaos_faults.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from benchmarks._chaos_runner import METAS, PARTS, WARM
+from fdasync.errors import BadInput, FdasyncError, PeerUnreachable, RemoteError, TransientError, WeightsBroken
+from fdasync.pd.router.router import Router
+from fdasync.request import GroupTensors, WeightsGroup
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from random import Random
+
+    from benchmarks._chaos_fleet import Fleet
+    from benchmarks._chaos_node import Node
+    from benchmarks._chaos_notes import Notes
+    from benchmarks._chaos_versions import Versions
+
+DIES, STOPS = "trainer dies", "trainer stops"
+_ROOT = Path(__file__).parent.parent
+# imports of torch by all processes of a fleet on two cores
+_WARM_S = 120.0
+_LINE_S = 60.0
+# of a group, as instances are told: how long the next bytes may take to come
+_GROUP_S = 3.0
+# from the death of a trainer, or the end of the group's limit, until all instances have said so
+_BROKEN_S = 4.0
+_CALM_S = 40.0
+_MEND_S = 40.0
+_TRIES = 3
+# an update may end what ran, and the ends take a while to come
+ABORT_GRACE_S = 3.0
+_BACK_S = 180.0
+
+
+class Trainer:
+    """A process of `_chaos_trainer.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, log: Path) -> AsyncIterator[Trainer]:
+        with log.open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks._chaos_trainer", cwd=_ROOT,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+        try:
+            yield cls(process)
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    async def line(self) -> dict[str, Any]:
+        """What it says next. Raises RemoteError where it had an error, or is gone."""
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), _LINE_S)
+        said = dict(json.loads(line)) if line else {"error": "it is gone"}
+        if "error" in said:
+            raise RemoteError("trainer", "Trainer", said["error"])
+        return said
+
+    async def ask(self, what: str, **more: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what, **more}).encode() + b"\n")
+        return await self.line()
+
+    async def ended(self) -> int:
+        return await asyncio.wait_for(self._process.wait(), _LINE_S)
+
+
+class WeightFaults:
+    """See the module.
+
+    Attributes:
+        turn: held by what changes the whole fleet: one update, trainer or sleep at a time.
+        calm: no new faults, please: a group meets.
+        number: of the weights that the fleet has, or had last.
+    """
+
+    def __init__(self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes) -> None:
+        self.turn = asyncio.Lock()
+        self.calm = False
+        self.number = 1
+        self._fleet = fleet
+        self._router = router
+        self._rng = rng
+        self._versions = versions
+        self._notes = notes
+        self._label = 0
+        self._groups = 0
+        self._seen = 0
+        self._keeper: asyncio.Task[None] | None = None
+
+    # -- from folders -----------------------------------------------------------------------------------
+
+    def new_label(self) -> str:
+        self._label += 1
+        return str(self._label)
+
+    async def from_folder(self, number: int, mode: Literal["abort", "keep"] = "keep") -> None:
+        """One update. Raises what the router raises."""
+        label, folder = self.new_label(), self._fleet.weights(number)
+        self._versions.begins(label, number)
+        window = self._versions.abort_begins() if mode == "abort" else None
+        try:
+            await self._router.update_weights(label, folder, mode)
+        finally:
+            if window is not None:
+                self._versions.abort_ends(window, ABORT_GRACE_S)
+        self.number = number
+        self._versions.agreed(label)
+
+    async def update(self) -> None:
+        """The fault: to other weights, or the same. An instance that fails is dropped, and comes back."""
+        number = self.number if self._rng.random() < 0.3 else self.number + 1
+        try:
+            await self.from_folder(number, self._rng.choice(("keep", "keep", "abort")))
+        except (BadInput, TransientError, RemoteError) as error:
+            # another update is under way, or all instances failed
+            self._notes.played[f"update weights: {type(error).__name__}"] += 1
+            self.number = number
+
+    async def mend(self, kind: str) -> bool:
+        """Update from a folder until it succeeds; False, and a complaint, if it does not in time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _MEND_S
+        problem = ""
+        while loop.time() < until:
+            try:
+                self.number += 1
+                await self.from_folder(self.number)
+            except FdasyncError as error:
+                problem = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(0.3)
+            else:
+                return True
+        self._notes.wrong.append(f"{kind}: no update mended the fleet within {_MEND_S:g} s: {problem}")
+        return False
+
+    # -- trainers ---------------------------------------------------------------------------------------
+
+    async def trainer(self, kind: str) -> None:
+        """A trainer goes away half-way, by SIGKILL or by doing nothing any more; the next update mends the fleet."""
+        by_trainer = self._rng.random() < 0.5
+        log = self._fleet.folder / "trainer.log"
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(Trainer.running(log))
+            second = await stack.enter_async_context(Trainer.running(log)) if by_trainer else None
+            await self._warm()
+            for trainer in (first, second):
+                if trainer is not None:
+                    await trainer.line()
+            group = await self._meet(first)
+            if group is None:
+                return
+            if not await self._break(kind, first, group):
+                # an instance was lost at the same moment, maybe: what the others have is unknown
+                await self.mend(kind)
+                return
+            # requests come, wait, and end by their deadlines meanwhile
+            await asyncio.sleep(self._rng.uniform(0.0, 1.5))
+            began = asyncio.get_running_loop().time()
+            by_group = second is not None and await self._bring(kind, second)
+            if by_group:
+                await self._notes.recovered(kind)
+                await asyncio.sleep(self._rng.uniform(0.0, 1.5))
+            elif not await self.mend(kind):
+                return
+            self._notes.add("mend_s", asyncio.get_running_loop().time() - began)
+            if by_group:
+                await self._follow(kind)
+            await self._notes.recovered(kind)
+
+    async def _warm(self) -> None:
+        """Have every process that computes import torch."""
+        orders = self._fleet.orders
+        (orders / WARM).touch()
+        try:
+            async with asyncio.timeout(_WARM_S):
+                while any(  # noqa: ASYNC110 - another process writes them
+                    not (orders / f"{WARM}-{pid}").exists()
+                    for node in self._fleet.nodes.values()
+                    for pid in node.rank_pids() or (0,)
+                ):
+                    await asyncio.sleep(0.1)
+        finally:
+            (orders / WARM).unlink()
+
+    async def _meet(self, trainer: Trainer) -> WeightsGroup | None:
+        """A group of the trainer and all instances that are up; None: they did not meet."""
+        loop = asyncio.get_running_loop()
+        self.calm = True
+        try:
+            until = loop.time() + _CALM_S
+            while any(not node.is_up for node in self._fleet.nodes.values()) and loop.time() < until:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0.05)
+            for _ in range(_TRIES):
+                self._groups += 1
+                up = {one.address for one in self._router.load().instances if one.is_up}
+                ranks = [node.config.tensor_parallel for node in self._fleet.nodes.values() if node.address in up]
+                opened = await trainer.ask("open", world=1 + sum(ranks), name=f"group-{self._groups}")
+                group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
+                joining = loop.create_task(trainer.ask("join"))
+                try:
+                    await self._router.join_weights_group(group)
+                    await joining
+                except FdasyncError as error:
+                    self._notes.played[f"trainer: did not meet, {type(error).__name__}"] += 1
+                    await asyncio.wait([joining], timeout=_LINE_S)
+                    joining.exception()
+                else:
+                    return group
+            return None
+        finally:
+            self.calm = False
+
+    @staticmethod
+    def _tensors(group: WeightsGroup) -> GroupTensors:
+        return GroupTensors(group=group.name, tensors=METAS, bucket_nbytes=0, checksum=True)
+
+    async def _break(self, kind: str, trainer: Trainer, group: WeightsGroup) -> bool:
+        """Begin an update that the trainer does not end; whether all instances say so."""
+        loop = asyncio.get_running_loop()
+        members = {node: node.starts for node in self._fleet.nodes.values() if node.is_up}
+        # no token may ever have this label: `Versions` is not told
+        update = loop.create_task(self._router.update_weights(self.new_label(), self._tensors(group), "keep"))
+        number = self.number + 1
+        at = loop.time()
+        try:
+            await trainer.ask("send", number=number, until=self._rng.randrange(1, PARTS), dies=kind == DIES)
+            at = loop.time()
+            if kind == DIES:
+                await trainer.ended()
+        except RemoteError:
+            # an instance was lost before it came so far
+            self._notes.played[f"{kind}: not so far"] += 1
+        await asyncio.wait([update])
+        took = loop.time() - at
+        error = update.exception()
+        if error is None:
+            self._notes.wrong.append(f"{kind}: the update succeeded")
+            return False
+        if not isinstance(error, WeightsBroken):
+            self._notes.played[f"{kind}: {type(error).__name__}"] += 1
+            if not isinstance(error, FdasyncError):
+                raise error
+            return False
+        limit_s = _BROKEN_S + (_GROUP_S if kind == STOPS else 0.0)
+        if took > limit_s and all(node.is_up for node in members):
+            self._notes.wrong.append(f"{kind}: instances said so after {took:.1f} s, not {limit_s:g}")
+        self._notes.add("broken_s" if kind == DIES else "broken_by_silence_s", took)
+        broken = 0
+        for node, starts in members.items():
+            probe = await node.probe()
+            if probe is None or node.starts != starts or not node.is_up:
+                continue
+            if not probe.broken or not probe.paused:
+                self._notes.wrong.append(f"{kind}: {node.name} goes on: broken {probe.broken!r}, paused {probe.paused}")
+            broken += bool(probe.broken)
+        self._notes.struck[kind] += bool(broken)
+        return True
+
+    async def _bring(self, kind: str, trainer: Trainer) -> bool:
+        """A whole update by a trainer; False: it did not come about."""
+        group = await self._meet(trainer)
+        if group is None:
+            return False
+        label, self.number = self.new_label(), self.number + 1
+        self._versions.begins(label, self.number)
+        sending = asyncio.get_running_loop().create_task(trainer.ask("send", number=self.number))
+        try:
+            await self._router.update_weights(label, self._tensors(group), "keep")
+        except FdasyncError as error:
+            self._notes.played[f"{kind}: mending by a trainer, {type(error).__name__}"] += 1
+            return False
+        finally:
+            await asyncio.wait([sending], timeout=_LINE_S)
+            sending.exception()
+        self._versions.agreed(label)
+        self._notes.struck["update by a trainer"] += 1
+        with suppress(FdasyncError):
+            await self._router.leave_weights_group(group.name)
+        return True
+
+    async def _follow(self, kind: str) -> None:
+        """The same weights from a folder."""
+        try:
+            await self.from_folder(self.number)
+        except FdasyncError:
+            await self.mend(kind)
+
+    # -- instances that were dropped ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def aclose(self) -> None:
+        assert self._keeper is not None
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+
+    async def _keep(self) -> None:
+        """Add instances again that the router has dropped, as a person would."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                dropped = self._router.commands.dropped
+                for one in dropped[self._seen :]:
+                    self._notes.played["dropped by the router"] += 1
+                    for node in self._fleet.nodes.values():
+                        if node.address == one.address:
+                            tasks.create_task(self._bring_back(node))
+                self._seen = len(dropped)
+                await asyncio.sleep(0.1)
+
+    async def _bring_back(self, node: Node) -> None:
+        fleet = self._fleet
+        try:
+            async with asyncio.timeout(_BACK_S):
+                while fleet.nodes.get(node.name) is node and not node.leaves:
+                    await node.ready.wait()
+                    probe = await node.probe()
+                    if probe is not None and (probe.asleep or probe.dropped):
+                        # it fell asleep with the others, and the router does not know it any more
+                        await self._wake_alone(node)
+                    try:
+                        await self._router.add(node.address)
+                    except PeerUnreachable:
+                        await asyncio.sleep(0.3)
+                    else:
+                        return
+        except TimeoutError:
+            self._notes.wrong.append(f"{node.name} was dropped, and did not come back in {_BACK_S:g} s")
+
+    async def _wake_alone(self, node: Node) -> None:
+        self._notes.played["dropped asleep"] += 1
+        with suppress(FdasyncError):
+            async with Router([node.address], links=self._fleet.links, keys=self._fleet.keys) as aside:
+                await aside.wake()
