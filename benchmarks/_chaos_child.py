@@ -9,6 +9,7 @@ one line, an answer is one line of JSON (`Probe`). Started by `_chaos_node.py`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -96,6 +97,8 @@ def probe(instance: Instance) -> Probe:
         problem = ""
     except FdasyncError as error:
         problem = str(error)
+    # what failed holds connections in cycles until they are collected, which an idle process does not
+    gc.collect()
     prefill_service, decode_service = instance._prefill_service, instance._decode_service
     context, weights = instance._context, instance._weights
     assert context is not None

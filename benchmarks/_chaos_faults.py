@@ -95,6 +95,10 @@ class Director:
         ]
         self._kinds = [one for one in kinds if not only or one[1] in only]
 
+    @property
+    def has_trainers(self) -> bool:
+        return any(kind in OF_GROUPS for _, kind, _ in self._kinds)
+
     async def play(self, seconds: float) -> None:
         """Draw and play faults for so long; returns when all of them are over."""
         loop = asyncio.get_running_loop()

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, FdasyncError, InstanceLost, TransientError
+from fdasync.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EngineClosed,
+    FdasyncError,
+    InstanceLost,
+    TransientError,
+    WeightsBroken,
+)
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -146,6 +154,8 @@ class Load:
                 outcome = self._judge_late(ask, error, loop.time() - began)
             else:
                 outcome = self._blame(ask, f"it never ended, within {ask.deadline_s + GRACE_S:g} s")
+        except WeightsBroken as error:
+            outcome = self._judge_broken(ask, error, deltas, began)
         except (TransientError, EngineClosed) as error:
             outcome = self._judge_error(ask, error, deltas, began)
         except Exception as error:
@@ -199,7 +209,7 @@ class Load:
         if reasons <= {"stop", "length"}:
             return "right"
         if "abort" in reasons:
-            if ask.way == "abort" or self._versions.may_abort(began):
+            if ask.way == "abort" or self._versions.aborts.met(began):
                 return "aborted"
             return self._blame(ask, "it was aborted, and not by its client")
         if seconds < ask.deadline_s - 0.2:
@@ -252,6 +262,12 @@ class Load:
         if isinstance(error, EngineClosed | BadInput):
             return self._blame(ask, f"{error}")
         return "lost"
+
+    def _judge_broken(self, ask: Ask, error: WeightsBroken, deltas: list[Delta], began: float) -> str:
+        """New requests are refused until an update has mended the weights; what was inside waits for that."""
+        if deltas or not self._versions.broken.met(began):
+            return self._blame(ask, f"after {len(deltas)} deltas: {error}")
+        return "refused"
 
     def _blame(self, ask: Ask, problem: str) -> str:
         params = ask.params

@@ -33,8 +33,6 @@ NAME = "chaos"
 #: a broadcast each: long enough to be met half-way
 PARTS, PART_WORDS = 12, 1 << 16
 METAS = tuple(TensorMeta(f"weights.{number}", "int64", (PART_WORDS,)) for number in range(PARTS))
-#: asks every process to import torch; each answers with `warm-PID`
-WARM = "warm"
 # weights that nobody has
 _TORN = 0xDEAD
 _LOOK_S = 0.25
@@ -89,7 +87,7 @@ class ChaosRunner(SyntheticRunner):
     # -- what the harness asks for ----------------------------------------------------------------------
 
     def _look(self) -> None:
-        if self._warming is None and (self._orders / WARM).exists():
+        if self._warming is None and warm_order(self._orders, os.getpid()).exists():
             # beside the loop, which goes on with steps: an import in it would be an overdue one
             self._warming = threading.Thread(target=self._warm, daemon=True)
             self._warming.start()
@@ -100,7 +98,7 @@ class ChaosRunner(SyntheticRunner):
         import fdasync_transformers.weights.groups.group
         import fdasync_transformers.weights.groups.receiving  # noqa: F401 - both are imported for later
 
-        (self._orders / f"{WARM}-{os.getpid()}").touch()
+        warm_order(self._orders, os.getpid()).unlink(missing_ok=True)
 
     async def regain_memory(self, part: MemoryPart) -> None:
         order = wake_order(self._orders, os.getpid())
@@ -153,6 +151,11 @@ class ChaosRunner(SyntheticRunner):
         except FdasyncError:
             await self.leave_group(source.group)
             raise
+
+
+def warm_order(orders: Path, pid: int) -> Path:
+    """Asks the process to import torch; it removes the file when it has."""
+    return orders / f"warm-{pid}"
 
 
 def wake_order(orders: Path, pid: int) -> Path:

@@ -9,10 +9,11 @@ on, and are held against the oracle. Used by `_chaos_faults.py`.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks._chaos_runner import wake_order
-from benchmarks._chaos_weights import ABORT_GRACE_S
+from benchmarks._chaos_weights import GRACE_S
 from fdasync.errors import FdasyncError, WakeFailed, WeightsRejected
 
 if TYPE_CHECKING:
@@ -69,17 +70,14 @@ class SleepFaults:
     ) -> dict[Node, int]:
         """Returns the instances that sleep, with the numbers of their processes."""
         members = {node: node.starts for node in self._fleet.nodes.values() if node.is_up}
-        window = self._versions.abort_begins() if mode == "abort" else None
         whole = False
         try:
-            await self._router.sleep(level, mode, tags=tags)
+            with self._versions.aborts.open(GRACE_S) if mode == "abort" else nullcontext():
+                await self._router.sleep(level, mode, tags=tags)
             whole = True
         except FdasyncError as error:
             # an instance is stopped, or out of reach
             self._notes.played[f"sleep: {type(error).__name__}"] += 1
-        finally:
-            if window is not None:
-                self._versions.abort_ends(window, ABORT_GRACE_S)
         wanted = set(tags or _PARTS)
         asleep: dict[Node, int] = {}
         for node, starts in members.items():

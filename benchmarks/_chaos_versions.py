@@ -11,6 +11,7 @@ what updates (`_chaos_weights.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,6 +44,28 @@ class _Used(msgspec.Struct):
     until: float
 
 
+class Windows:
+    """Times in which something may happen to requests."""
+
+    def __init__(self) -> None:
+        self._windows: list[list[float]] = []
+
+    @contextlib.contextmanager
+    def open(self, grace_s: float) -> Iterator[None]:
+        """From now on to the end of the block, and so long after it: word of it takes a while."""
+        loop = asyncio.get_running_loop()
+        window = [loop.time(), np.inf]
+        self._windows.append(window)
+        try:
+            yield
+        finally:
+            window[1] = loop.time() + grace_s
+
+    def met(self, began: float) -> bool:
+        """Whether one was open since then."""
+        return any(last >= began for _, last in self._windows)
+
+
 class Versions:
     """See the module.
 
@@ -51,6 +74,8 @@ class Versions:
 
     Attributes:
         mixed: answers with weights that changed under them.
+        aborts: when an update or a sleep may have ended what ran.
+        broken: when instances may refuse requests for broken weights.
     """
 
     def __init__(self, config: SyntheticConfig) -> None:
@@ -58,8 +83,7 @@ class Versions:
         self._config = config
         self._oracles: dict[int, Oracle] = {}
         self._used: dict[str, _Used] = {FIRST_LABEL: _Used(0, FIRST_NUMBER, 0.0, np.inf)}
-        # when updates and sleeps ended what ran: from, to
-        self._aborts: list[list[float]] = []
+        self.aborts, self.broken = Windows(), Windows()
 
     def begins(self, label: str, number: int) -> None:
         """An update to this label begins; it may be at some instances from now on."""
@@ -72,20 +96,6 @@ class Versions:
         for used in self._used.values():
             if used.order < order:
                 used.until = min(used.until, now)
-
-    def abort_begins(self) -> list[float]:
-        """What runs may be ended from now on; the caller closes it with `abort_ends`."""
-        window = [asyncio.get_running_loop().time(), np.inf]
-        self._aborts.append(window)
-        return window
-
-    def abort_ends(self, window: list[float], grace_s: float) -> None:
-        window[1] = asyncio.get_running_loop().time() + grace_s
-
-    def may_abort(self, began: float) -> bool:
-        """Whether a request that came then, and has ended now, may have been ended by an update or a sleep."""
-        now = asyncio.get_running_loop().time()
-        return any(first <= now and last >= began for first, last in self._aborts)
 
     # -- answers ----------------------------------------------------------------------------------------
 

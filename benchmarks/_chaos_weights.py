@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from benchmarks._chaos_runner import METAS, PARTS, WARM
+from benchmarks._chaos_runner import METAS, PARTS, warm_order
 from fdasync.errors import BadInput, FdasyncError, PeerUnreachable, RemoteError, TransientError, WeightsBroken
 from fdasync.pd.router.router import Router
 from fdasync.request import GroupTensors, WeightsGroup
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from random import Random
 
     from benchmarks._chaos_fleet import Fleet
@@ -43,8 +42,8 @@ _BROKEN_S = 4.0
 _CALM_S = 40.0
 _MEND_S = 40.0
 _TRIES = 3
-# an update may end what ran, and the ends take a while to come
-ABORT_GRACE_S = 3.0
+# the ends that an update or a sleep makes take a while to come
+GRACE_S = 3.0
 _BACK_S = 180.0
 
 
@@ -55,21 +54,22 @@ class Trainer:
         self._process = process
 
     @classmethod
-    @asynccontextmanager
-    async def running(cls, log: Path) -> AsyncIterator[Trainer]:
+    async def start(cls, log: Path) -> Trainer:
+        """It says that it is ready some seconds later."""
         with log.open("ab") as errors:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks._chaos_trainer", cwd=_ROOT,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
+            return cls(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "benchmarks._chaos_trainer", cwd=_ROOT,
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
+                )
             )  # fmt: skip
-        try:
-            yield cls(process)
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+
+    async def aclose(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     async def line(self) -> dict[str, Any]:
         """What it says next. Raises RemoteError where it had an error, or is gone."""
@@ -110,6 +110,8 @@ class WeightFaults:
         self._label = 0
         self._groups = 0
         self._seen = 0
+        self._warm: set[int] = set()
+        self._idle: list[Trainer] = []
         self._keeper: asyncio.Task[None] | None = None
 
     # -- from folders -----------------------------------------------------------------------------------
@@ -122,12 +124,8 @@ class WeightFaults:
         """One update. Raises what the router raises."""
         label, folder = self.new_label(), self._fleet.weights(number)
         self._versions.begins(label, number)
-        window = self._versions.abort_begins() if mode == "abort" else None
-        try:
+        with self._versions.aborts.open(GRACE_S) if mode == "abort" else nullcontext():
             await self._router.update_weights(label, folder, mode)
-        finally:
-            if window is not None:
-                self._versions.abort_ends(window, ABORT_GRACE_S)
         self.number = number
         self._versions.agreed(label)
 
@@ -163,49 +161,67 @@ class WeightFaults:
     async def trainer(self, kind: str) -> None:
         """A trainer goes away half-way, by SIGKILL or by doing nothing any more; the next update mends the fleet."""
         by_trainer = self._rng.random() < 0.5
-        log = self._fleet.folder / "trainer.log"
-        async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(Trainer.running(log))
-            second = await stack.enter_async_context(Trainer.running(log)) if by_trainer else None
-            await self._warm()
+        first, second = self._idle
+        self._idle = []
+        try:
+            await self._warm_each()
             for trainer in (first, second):
-                if trainer is not None:
-                    await trainer.line()
-            group = await self._meet(first)
-            if group is None:
-                return
+                await trainer.line()
+            await self._play_trainer(kind, first, second if by_trainer else None)
+        finally:
+            await first.aclose()
+            await second.aclose()
+            await self._start_trainers()
+
+    async def _start_trainers(self) -> None:
+        """For the next time: torch takes them seconds."""
+        self._idle = [await Trainer.start(self._fleet.folder / "trainer.log") for _ in range(2)]
+
+    async def _play_trainer(self, kind: str, first: Trainer, second: Trainer | None) -> None:
+        group = await self._meet(first)
+        if group is None:
+            return
+        with self._versions.broken.open(GRACE_S):
             if not await self._break(kind, first, group):
                 # an instance was lost at the same moment, maybe: what the others have is unknown
                 await self.mend(kind)
                 return
-            # requests come, wait, and end by their deadlines meanwhile
+            # those that are inside wait, and others are refused
             await asyncio.sleep(self._rng.uniform(0.0, 1.5))
             began = asyncio.get_running_loop().time()
             by_group = second is not None and await self._bring(kind, second)
-            if by_group:
-                await self._notes.recovered(kind)
-                await asyncio.sleep(self._rng.uniform(0.0, 1.5))
-            elif not await self.mend(kind):
+            if not by_group and not await self.mend(kind):
                 return
             self._notes.add("mend_s", asyncio.get_running_loop().time() - began)
-            if by_group:
-                await self._follow(kind)
+        await self._notes.recovered(kind)
+        if by_group:
+            await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+            await self._follow(kind)
             await self._notes.recovered(kind)
 
-    async def _warm(self) -> None:
-        """Have every process that computes import torch."""
-        orders = self._fleet.orders
-        (orders / WARM).touch()
-        try:
-            async with asyncio.timeout(_WARM_S):
-                while any(  # noqa: ASYNC110 - another process writes them
-                    not (orders / f"{WARM}-{pid}").exists()
-                    for node in self._fleet.nodes.values()
-                    for pid in node.rank_pids() or (0,)
-                ):
-                    await asyncio.sleep(0.1)
-        finally:
-            (orders / WARM).unlink()
+    async def _warm_each(self) -> None:
+        """Have every process that computes import torch, one after the other: more would take the CPUs from the
+        steps."""
+        async with asyncio.timeout(_WARM_S):
+            while cold := [
+                pid for node in self._fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm
+            ]:
+                await self._warm_one(cold[0])
+
+    async def warm_all(self) -> None:
+        """The same while there is no load, all at once; trainers start, too."""
+        if not self._idle:
+            await self._start_trainers()
+        pids = [pid for node in self._fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm]
+        async with asyncio.timeout(_WARM_S):
+            await asyncio.gather(*map(self._warm_one, pids))
+
+    async def _warm_one(self, pid: int) -> None:
+        order = warm_order(self._fleet.orders, pid)
+        order.touch()
+        while _is_cold(order, pid):  # noqa: ASYNC110 - another process removes it
+            await asyncio.sleep(0.05)
+        self._warm.add(pid)
 
     async def _meet(self, trainer: Trainer) -> WeightsGroup | None:
         """A group of the trainer and all instances that are up; None: they did not meet."""
@@ -213,7 +229,7 @@ class WeightFaults:
         self.calm = True
         try:
             until = loop.time() + _CALM_S
-            while any(not node.is_up for node in self._fleet.nodes.values()) and loop.time() < until:  # noqa: ASYNC110 - likewise
+            while loop.time() < until and not all(node.is_up for node in self._fleet.nodes.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             for _ in range(_TRIES):
                 self._groups += 1
@@ -319,6 +335,8 @@ class WeightFaults:
         assert self._keeper is not None
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
+        for trainer in self._idle:
+            await trainer.aclose()
 
     async def _keep(self) -> None:
         """Add instances again that the router has dropped, as a person would."""
@@ -357,3 +375,8 @@ class WeightFaults:
         with suppress(FdasyncError):
             async with Router([node.address], links=self._fleet.links, keys=self._fleet.keys) as aside:
                 await aside.wake()
+
+
+def _is_cold(order: Path, pid: int) -> bool:
+    """The process has not done what the order asks for, and lives."""
+    return order.exists() and Path(f"/proc/{pid}").exists()

@@ -104,6 +104,7 @@ class Game:
                 self.director = Director(fleet, router, self._rng, versions, self.notes, self._only)
                 # what an instance starts with is no folder's, from now on
                 await self.director.weights.mend("the start")
+                await self._warm()
                 self.director.weights.start()
                 await self._meet()
                 while loop.time() < until and not self.wrong:
@@ -131,6 +132,11 @@ class Game:
         await self._fleet.remember()
         self._take()
 
+    async def _warm(self) -> None:
+        assert self.director is not None
+        if self.director.has_trainers:
+            await self.director.weights.warm_all()
+
     async def _round(self, seconds: float) -> None:
         assert self.load is not None
         assert self.director is not None
@@ -139,6 +145,7 @@ class Game:
         await self.load.stop()
         await self._fleet.heal()
         await self._fleet.until_up(START_S)
+        await self._warm()
         # instances that lost each other dial again once a second
         await asyncio.sleep(2.0)
         await self._meet()
