@@ -41,9 +41,11 @@ OF_GROUPS = (DIES, STOPS)
 OF_SLEEPS = (SLEEP, WAKE_FAILS, FOLDER_GONE)
 _UPDATE = "update weights"
 
-# weight, name, and what it does to a node; to the fleet, where the name is one of these, which gives None
-_Kind: TypeAlias = "tuple[int, str, Callable[..., Awaitable[None]]]"
-_WHOLE = (_UPDATE, *OF_GROUPS, *OF_SLEEPS)
+# of a draw, unless one is being played
+_WHOLE_SHARE = 0.25
+
+# weight, name, and what it does to a node
+_Kind: TypeAlias = "tuple[int, str, Callable[[Node], Awaitable[None]]]"
 
 
 class Director:
@@ -88,16 +90,22 @@ class Director:
             (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
             *(self._of_proxies() if fleet.hosts is None else self._of_wires()),
             (2, "join or drain", self._join_or_drain),
-            # of the whole fleet; a group is between processes of one host
-            (2, _UPDATE, lambda _: self.weights.update()),
-            *((3, kind, partial(self._trainer, kind)) for kind in OF_GROUPS if fleet.hosts is None),
-            *((2, kind, partial(self._sleep, kind)) for kind in OF_SLEEPS),
         ]
         self._kinds = [one for one in kinds if not only or one[1] in only]
+        # a group is between processes of one host
+        whole = (_UPDATE, *(OF_GROUPS if fleet.hosts is None else ()), *OF_SLEEPS)
+        self._whole = [kind for kind in whole if not only or kind in only]
+        # of them, those that are to be played before any is played again
+        self._next: list[str] = []
 
     @property
     def has_trainers(self) -> bool:
-        return any(kind in OF_GROUPS for _, kind, _ in self._kinds)
+        return any(kind in self._whole for kind in OF_GROUPS)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a fault of the whole fleet has not been played yet."""
+        return any(not self._notes.played[kind] for kind in self._whole)
 
     async def play(self, seconds: float) -> None:
         """Draw and play faults for so long; returns when all of them are over."""
@@ -114,13 +122,14 @@ class Director:
     def _one(self) -> None:
         rng = self._rng
         # of the whole fleet one at a time, beside those of instances
-        kinds = [one for one in self._kinds if one[1] not in _WHOLE or not self.weights.turn.locked()]
-        if not kinds:
+        if self._whole and not self.weights.turn.locked() and (not self._kinds or rng.random() < _WHOLE_SHARE):
+            self._next = self._next or rng.sample(self._whole, len(self._whole))
+            kind = self._next.pop()
+            self._begin(kind, None, partial(self._play_whole, kind))
             return
-        _, kind, work = rng.choices(kinds, [weight for weight, _, _ in kinds])[0]
-        if kind in _WHOLE:
-            self._begin(kind, None, work)
+        if not self._kinds:
             return
+        _, kind, work = rng.choices(self._kinds, [weight for weight, _, _ in self._kinds])[0]
         order = sorted(self._fleet.nodes)
         rng.shuffle(order)
         for name in order:
@@ -167,11 +176,13 @@ class Director:
 
     # -- the whole fleet ------------------------------------------------------------------------------
 
-    async def _trainer(self, kind: str, _node: None) -> None:
-        await self.weights.trainer(kind)
-
-    async def _sleep(self, kind: str, _node: None) -> None:
-        await self._sleeps.play(kind)
+    async def _play_whole(self, kind: str, _node: None) -> None:
+        if kind == _UPDATE:
+            await self.weights.update()
+        elif kind in OF_GROUPS:
+            await self.weights.trainer(kind)
+        else:
+            await self._sleeps.play(kind)
 
     # -- processes ------------------------------------------------------------------------------------
 

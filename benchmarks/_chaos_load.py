@@ -112,8 +112,9 @@ class Load:
 
     async def _client(self) -> None:
         while self._going:
-            await self.one(self.draw())
-            await asyncio.sleep(self._rng.expovariate(20.0))
+            outcome = await self.one(self.draw())
+            # a client that was refused comes back later
+            await asyncio.sleep(self._rng.expovariate(2.0 if outcome == "refused" else 20.0))
 
     def draw(self) -> Ask:
         rng = self._rng

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 U64 = np.uint64
 #: what instances start with
 FIRST_LABEL, FIRST_NUMBER = "0", 1
-# updates during one answer that are told apart
-_MOST_HISTORIES = 4000
 
 
 class _Used(msgspec.Struct):
@@ -178,39 +176,41 @@ class Versions:
         tokens = [*prompt, *sample.token_ids]
         _check_shape(sample, prompt, params, start, names, self.oracle(known[0]))
         found = self._rows_of(sample)
-        histories: list[NDArray[np.int64]] = []
+        sums = {number: self.oracle(number).digests(tokens, number) for number in known}
+        # a history of KV is known by its digest up to the last position
+        histories = np.zeros(0, U64)
         for index, number in enumerate(numbers):
-            position = len(prompt) - 1 + index
+            at = len(prompt) - 1 + index
+            own = sums[number]
             # what ran on, or was computed again
-            going = [np.append(one, number) for one in histories]
-            matching = self._matching([*going, np.full(position + 1, number)], sample, params, tokens, position, found)
-            if not matching or not index:
-                # computed again while an update came
+            going = np.append(histories + np.diff(own[max(at - 1, 0) : at + 1]), own[at])
+            matching = self._matching(going, number, sample, params, tokens, at, found)
+            if not len(matching) or not index:
+                # an update came while it was computed, for the first time or again
                 earlier = known[: known.index(number) + 1]
-                torn = [one for older in earlier for one in _thresholds(older, number, position + 1)]
-                matching += self._matching(torn, sample, params, tokens, position, found)
-            assert matching, f"no history of its KV gives token {index} of {sample.token_ids}, or its rows"
-            histories = matching[:_MOST_HISTORIES]
-        self._check_prompt_rows(found, prompt if numbers else tokens, len(prompt) - bool(numbers), known, start)
+                torn = np.concatenate([_torn(sums[older], own, at) for older in earlier])
+                matching = np.append(matching, self._matching(torn, number, sample, params, tokens, at, found))
+            assert len(matching), f"no history of its KV gives token {index} of {sample.token_ids}, or its rows"
+            histories = np.unique(matching)
+        pairs = [(sums[older], sums[newer]) for at, newer in enumerate(known) for older in known[: at + 1]]
+        for at in range(start, len(prompt) - bool(numbers)):
+            digests = np.concatenate([_torn(older, newer, at) for older, newer in pairs])
+            fits = self._row_fits(digests, at - start, found).any()
+            assert fits, f"no history of its KV gives the rows of position {at}"
 
     def _matching(
-        self, histories: list[NDArray[np.int64]], sample: Sample, params: SamplingParams, tokens: list[int],
+        self, digests: NDArray[U64], number: int, sample: Sample, params: SamplingParams, tokens: list[int],
         position: int, found: dict[str, NDArray[np.generic]],
-    ) -> list[NDArray[np.int64]]:  # fmt: skip
+    ) -> NDArray[U64]:  # fmt: skip
         """Those that give the token behind a position, its log-prob and the position's rows."""
-        if not histories:
-            return []
-        number = int(histories[0][-1])
         oracle = self.oracle(number)
-        digests = np.concatenate([oracle.digests(tokens[: position + 1], list(one))[-1:] for one in histories])
         noise = oracle.noise(params.seed or 0, sample.index, position + 1) if params.temperature > 0 else 0
         fits = oracle.sample(digests, np.full(len(digests), noise, U64), number) == tokens[position + 1]
         if sample.raw_logprobs is not None:
             index = position + 1 - (len(tokens) - len(sample.token_ids))
             wanted = oracle.logprobs(digests, np.full(len(digests), tokens[position + 1]), number)
             fits &= np.isclose(wanted, sample.raw_logprobs[index], atol=1e-6)
-        fits &= self._row_fits(digests, position - sample.start, found)
-        return [one for one, is_it in zip(histories, fits, strict=True) if is_it]
+        return digests[fits & self._row_fits(digests, position - sample.start, found)]
 
     def _row_fits(self, digests: NDArray[U64], row: int, found: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
         oracle = next(iter(self._oracles.values()))
@@ -220,20 +220,6 @@ class Versions:
                 wanted = oracle.rows(digests) if name == "routing" else oracle.values(digests)
                 fits &= (wanted == rows[row]).reshape(len(digests), -1).all(axis=1)
         return fits
-
-    def _check_prompt_rows(
-        self, found: dict[str, NDArray[np.generic]], tokens: Sequence[int], stop: int, known: list[int], start: int
-    ) -> None:
-        """Each of these rows is of one of the weights, or of KV of two of them."""
-        oracle = self.oracle(known[0])
-        pairs = [(older, newer) for at, newer in enumerate(known) for older in known[: at + 1]]
-        for position in range(start, stop):
-            if all(position - start >= len(rows) for rows in found.values()):
-                return
-            every = [one for older, newer in pairs for one in _thresholds(older, newer, position + 1)]
-            digests = np.concatenate([oracle.digests(tokens[: position + 1], list(one))[-1:] for one in every])
-            fits = self._row_fits(digests, position - start, found).any()
-            assert fits, f"no history of its KV gives the rows of position {position}"
 
     @staticmethod
     def _rows_of(sample: Sample) -> dict[str, NDArray[np.generic]]:
@@ -256,12 +242,10 @@ class Versions:
         assert first, f"deltas {tuple(streamed)}, the oracles of {known} say {whole}"
 
 
-def _thresholds(older: int, newer: int, count: int) -> Iterator[NDArray[np.int64]]:
-    """KV of `count` positions, the first ones of older weights."""
-    for at in range(1, count) if older != newer else (0,):
-        one = np.full(count, newer, np.int64)
-        one[:at] = older
-        yield one
+def _torn(older: NDArray[U64], newer: NDArray[U64], at: int) -> NDArray[U64]:
+    """Digests up to a position of every history whose first positions are of older weights, and the others of newer
+    ones; arguments: the digests of those alone."""
+    return np.append(older[:at] + (newer[at] - newer[:at]), newer[at])
 
 
 def _check_shape(

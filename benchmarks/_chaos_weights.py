@@ -39,7 +39,7 @@ _LINE_S = 60.0
 _GROUP_S = 3.0
 # from the death of a trainer, or the end of the group's limit, until all instances have said so
 _BROKEN_S = 4.0
-_CALM_S = 40.0
+_CALM_S = 10.0
 _MEND_S = 40.0
 _TRIES = 3
 # the ends that an update or a sleep makes take a while to come
@@ -164,9 +164,11 @@ class WeightFaults:
         first, second = self._idle
         self._idle = []
         try:
+            began = asyncio.get_running_loop().time()
             await self._warm_each()
             for trainer in (first, second):
                 await trainer.line()
+            self._notes.add("trainer_waits_for_torch_s", asyncio.get_running_loop().time() - began)
             await self._play_trainer(kind, first, second if by_trainer else None)
         finally:
             await first.aclose()
