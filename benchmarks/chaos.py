@@ -66,14 +66,20 @@ class Game:
     """
 
     def __init__(
-        self, folder: Path, transport: str, seed: int, hosts: Hosts | None = None, only: Sequence[str] = ()
+        self,
+        folder: Path,
+        transport: str,
+        seed: int,
+        hosts: Hosts | None = None,
+        only: Sequence[str] = (),
+        instances: tuple[int, int] = (PREFILL, DECODE),
     ) -> None:
         self._only = only
         self.wrong: list[str] = []
         self.rounds = 0
         self._rng = random.Random(seed)
         self.sizes = Sizes.drawn(self._rng)
-        self._fleet = Fleet(folder, transport, PREFILL, DECODE, self.sizes, hosts)
+        self._fleet = Fleet(folder, transport, *instances, self.sizes, hosts)
         self.load: Load | None = None
         self.director: Director | None = None
         self.notes: Notes | None = None
@@ -173,10 +179,16 @@ def run(
     keep: bool,
     hosts: Hosts | None = None,
     only: Sequence[str] = (),
+    instances: tuple[int, int] = (PREFILL, DECODE),
 ) -> int:
-    """`only`: kinds of faults; (): all kinds, and messages that come too late."""
+    """Play, and report.
+
+    Args:
+        only: kinds of faults; (): all kinds, and messages that come too late.
+        instances: of each role.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
-    game = Game(folder, transport, seed, hosts, only)
+    game = Game(folder, transport, seed, hosts, only, instances)
     began = time.monotonic()
     wrong: list[str] = []
     late = Late([])
@@ -197,7 +209,7 @@ def run(
             shutil.rmtree(folder, ignore_errors=True)
     between = f"hosts of a network {NETWORKS[NETWORK]}" if hosts is not None else transport
     report = Report(f"Chaos over {between}, seed {seed}")
-    report.conditions |= {"seed": seed, "transport": transport, "instances": [PREFILL, DECODE], "wrong": wrong}
+    report.conditions |= {"seed": seed, "transport": transport, "instances": list(instances), "wrong": wrong}
     if hosts is not None:
         report.conditions["wire_of_each_host"] = dict(
             zip(("delay_s", "loss", "rate_mbit"), NETWORKS[NETWORK], strict=True)
@@ -245,17 +257,22 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults (default: all)")
+    parser.add_argument(
+        "--instances", nargs=2, type=int, metavar=("P", "D"), default=[PREFILL, DECODE],
+        help="of each role (default 2 3); an only one of its role has no fault but those of the whole fleet",
+    )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")
     args = parser.parse_args()
+    instances = (args.instances[0], args.instances[1])
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
     if args.hosts and (reason := why_not()):
         parser.error(reason)
     print(f"seed {seed}, transport {args.transport}", file=sys.stderr, flush=True)
     if not args.hosts:
-        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep, only=args.only))
-    with Hosts(PREFILL + DECODE + GUESTS, seed) as hosts:
+        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep, None, args.only, instances))
+    with Hosts(sum(instances) + GUESTS, seed) as hosts:
         hosts.enter()
-        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts, args.only)
+        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts, args.only, instances)
     sys.exit(code)
 
 
