@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import START_S, STORE, TRANSFER, WORKER
 from benchmarks._chaos_sleeps import FOLDER_GONE, SLEEP, WAKE_FAILS, SleepFaults
-from benchmarks._chaos_weights import DIES, STOPS, WeightFaults
+from benchmarks._chaos_trainers import DIES, STOPS, TrainerFaults
+from benchmarks._chaos_weights import WeightFaults
 from fdasync.errors import BadInput, PeerUnreachable
 from fdasync.pd.transfer.process.proxy import STOP_S
 
@@ -55,13 +56,14 @@ class Director:
         only: kinds of faults that are played; (): all.
 
     Attributes:
-        weights: changes those of the fleet.
+        weights, trainers: change those of the fleet.
     """
 
     def __init__(
         self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes, only: Sequence[str] = ()
     ) -> None:
         self.weights = WeightFaults(fleet, router, rng, versions, notes)
+        self.trainers = TrainerFaults(fleet, router, rng, versions, notes, self.weights)
         self._sleeps = SleepFaults(fleet, router, rng, versions, notes, self.weights)
         self._fleet = fleet
         self._router = router
@@ -180,7 +182,7 @@ class Director:
         if kind == _UPDATE:
             await self.weights.update()
         elif kind in OF_GROUPS:
-            await self.weights.trainer(kind)
+            await self.trainers.play(kind)
         else:
             await self._sleeps.play(kind)
 

@@ -5,7 +5,7 @@
 One JSON line in, one out. {"do": "open", "world": N} makes a store, and tells the group; "join" meets the others;
 {"do": "send", "number": N} broadcasts tensors of that number; with {"until": K, "dies": true} it says "stopped" when K
 of them have arrived, begins with the next one and dies by SIGKILL at once, or with false does nothing any more, however
-long it lives. Started by `_chaos_weights.py`.
+long it lives. Started by `_chaos_trainers.py`.
 """
 
 from __future__ import annotations

@@ -210,7 +210,8 @@ class Versions:
             index = position + 1 - (len(tokens) - len(sample.token_ids))
             wanted = oracle.logprobs(digests, np.full(len(digests), tokens[position + 1]), number)
             fits &= np.isclose(wanted, sample.raw_logprobs[index], atol=1e-6)
-        return digests[fits & self._row_fits(digests, position - sample.start, found)]
+        kept: NDArray[U64] = digests[fits & self._row_fits(digests, position - sample.start, found)]
+        return kept
 
     def _row_fits(self, digests: NDArray[U64], row: int, found: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
         oracle = next(iter(self._oracles.values()))

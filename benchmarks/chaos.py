@@ -117,6 +117,7 @@ class Game:
                 while (loop.time() < until or (self._only and self.director.owes)) and not self.wrong:
                     await self._round(min(ROUND_S, max(until - loop.time(), 5.0)))
                 await self.director.weights.aclose()
+                await self.director.trainers.aclose()
                 self.notes.must_have_struck(MUST_STRIKE, OFTEN)
             await fleet.aclose()
             self.wrong += fleet.wrong
@@ -142,7 +143,7 @@ class Game:
     async def _warm(self) -> None:
         assert self.director is not None
         if self.director.has_trainers:
-            await self.director.weights.warm_all()
+            await self.director.trainers.warm_all()
 
     async def _round(self, seconds: float) -> None:
         assert self.load is not None
