@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +26,7 @@ from fdasync.scheduler import LeaseRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from random import Random
 
     from benchmarks._chaos_child import Probe
@@ -152,15 +152,15 @@ class Fleet:
 
     def weights(self, number: int) -> str:
         """A folder with these weights."""
-        folder = self.folder / f"weights-{number}"
-        folder.mkdir(exist_ok=True)
+        folder = self.folder / "weights" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / WEIGHTS_FILE).write_text(f'{{"weights_id": {number}}}')
         return str(folder)
 
     @contextlib.contextmanager
-    def without_weights(self, number: int) -> Iterator[None]:
-        """Their folder is elsewhere meanwhile."""
-        folder = Path(self.weights(number))
+    def without_weights(self) -> Iterator[None]:
+        """All such folders are elsewhere meanwhile."""
+        folder = self.folder / "weights"
         elsewhere = folder.rename(folder.with_suffix(".elsewhere"))
         try:
             yield

@@ -153,7 +153,7 @@ class SleepFaults:
 
     async def _lose_folder(self, members: dict[Node, int]) -> None:
         """The folder of dropped weights is gone. It comes back and they are woken again, or an update brings others."""
-        with self._fleet.without_weights(self._weights.number):
+        with self._fleet.without_weights():
             error = await self._try_wake()
             told = 0
             for node, starts in members.items():

@@ -211,7 +211,7 @@ class TrainerFaults:
         members = {node: node.starts for node in self._fleet.nodes.values() if node.is_up}
         # no token may ever have this label: `Versions` is not told
         update = loop.create_task(self._router.update_weights(self._weights.new_label(), self._tensors(group), "keep"))
-        number = self._weights.number + 1
+        number = self._weights.new_number()
         at = loop.time()
         try:
             await trainer.ask("send", number=number, until=self._rng.randrange(1, PARTS), dies=kind == DIES)
@@ -252,9 +252,9 @@ class TrainerFaults:
         group = await self._meet(trainer)
         if group is None:
             return False
-        label, self._weights.number = self._weights.new_label(), self._weights.number + 1
-        self._versions.begins(label, self._weights.number)
-        sending = asyncio.get_running_loop().create_task(trainer.ask("send", number=self._weights.number))
+        label, number = self._weights.new_label(), self._weights.new_number()
+        self._versions.begins(label, number)
+        sending = asyncio.get_running_loop().create_task(trainer.ask("send", number=number))
         try:
             await self._router.update_weights(label, self._tensors(group), "keep")
         except FdasyncError as error:
@@ -263,6 +263,7 @@ class TrainerFaults:
         finally:
             await asyncio.wait([sending], timeout=_LINE_S)
             sending.exception()
+        self._weights.number = number
         self._versions.agreed(label)
         self._notes.struck["update by a trainer"] += 1
         with suppress(FdasyncError):

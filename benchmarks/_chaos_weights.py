@@ -9,6 +9,7 @@ import asyncio
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Literal
 
+from benchmarks._chaos_versions import FIRST_NUMBER
 from fdasync.errors import BadInput, FdasyncError, PeerUnreachable, RemoteError, TransientError
 from fdasync.pd.router.router import Router
 
@@ -32,13 +33,13 @@ class WeightFaults:
     Attributes:
         turn: held by what changes the whole fleet: one update, trainer or sleep at a time.
         calm: no new faults, please: a group meets.
-        number: of the weights that the fleet has, or had last.
+        number: of the weights that the fleet has, or had last; others may be at some instances.
     """
 
     def __init__(self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes) -> None:
         self.turn = asyncio.Lock()
         self.calm = False
-        self.number = 1
+        self.number = self._last = FIRST_NUMBER
         self._fleet = fleet
         self._router = router
         self._rng = rng
@@ -54,6 +55,11 @@ class WeightFaults:
         self._label += 1
         return str(self._label)
 
+    def new_number(self) -> int:
+        """Of weights that nobody has."""
+        self._last += 1
+        return self._last
+
     async def from_folder(self, number: int, mode: Literal["abort", "keep"] = "keep") -> None:
         """One update. Raises what the router raises."""
         label, folder = self.new_label(), self._fleet.weights(number)
@@ -65,13 +71,12 @@ class WeightFaults:
 
     async def update(self) -> None:
         """The fault: to other weights, or the same. An instance that fails is dropped, and comes back."""
-        number = self.number if self._rng.random() < 0.3 else self.number + 1
+        number = self.number if self._rng.random() < 0.3 else self.new_number()
         try:
             await self.from_folder(number, self._rng.choice(("keep", "keep", "abort")))
         except (BadInput, TransientError, RemoteError) as error:
             # another update is under way, or all instances failed
             self._notes.played[f"update weights: {type(error).__name__}"] += 1
-            self.number = number
 
     async def mend(self, kind: str) -> bool:
         """Update from a folder until it succeeds; False, and a complaint, if it does not in time."""
@@ -80,8 +85,7 @@ class WeightFaults:
         problem = ""
         while loop.time() < until:
             try:
-                self.number += 1
-                await self.from_folder(self.number)
+                await self.from_folder(self.new_number())
             except FdasyncError as error:
                 problem = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(0.3)
