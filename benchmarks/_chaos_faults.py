@@ -95,8 +95,11 @@ class Director:
         ]
         self._kinds = [one for one in kinds if not only or one[1] in only]
         # a group is between processes of one host
-        whole = (_UPDATE, *(OF_GROUPS if fleet.hosts is None else ()), *OF_SLEEPS)
+        whole: tuple[str, ...] = (_UPDATE, *(OF_GROUPS if fleet.hosts is None else ()), *OF_SLEEPS)
         self._whole = [kind for kind in whole if not only or kind in only]
+        known = {_UPDATE, *OF_GROUPS, *OF_SLEEPS, *(one[1] for one in kinds)}
+        if unknown := set(only) - known:
+            raise BadInput("only", f"{sorted(unknown)} are no kinds of faults", limit=", ".join(sorted(known)))
         # of them, those that are to be played before any is played again
         self._next: list[str] = []
 

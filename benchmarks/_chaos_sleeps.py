@@ -69,7 +69,7 @@ class SleepFaults:
         self, kind: str, level: Literal[1, 2], mode: Literal["keep", "abort"], tags: tuple[MemoryPart, ...] | None
     ) -> dict[Node, int]:
         """Returns the instances that sleep, with the numbers of their processes."""
-        members = {node: node.starts for node in self._fleet.nodes.values() if node.is_up}
+        members = {node: node.starts for node in self._fleet.nodes.values() if self._is_at_hand(node, node.starts)}
         whole = False
         try:
             with self._versions.aborts.open(GRACE_S) if mode == "abort" else nullcontext():

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from benchmarks._chaos_fleet import Fleet
+    from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
     from benchmarks._chaos_weights import WeightFaults
@@ -99,6 +100,8 @@ class TrainerFaults:
         self._notes = notes
         self._weights = weights
         self._groups = 0
+        # of the group that met last, with the numbers of their processes
+        self._members: dict[Node, int] = {}
         self._warm: set[int] = set()
         self._idle: list[Trainer] = []
 
@@ -184,8 +187,9 @@ class TrainerFaults:
             for _ in range(_TRIES):
                 self._groups += 1
                 up = {one.address for one in self._router.load().instances if one.is_up}
-                ranks = [node.config.tensor_parallel for node in self._fleet.nodes.values() if node.address in up]
-                opened = await trainer.ask("open", world=1 + sum(ranks), name=f"group-{self._groups}")
+                members = {node: node.starts for node in self._fleet.nodes.values() if node.address in up}
+                ranks = sum(node.config.tensor_parallel for node in members)
+                opened = await trainer.ask("open", world=1 + ranks, name=f"group-{self._groups}")
                 group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
                 joining = loop.create_task(trainer.ask("join"))
                 try:
@@ -196,6 +200,7 @@ class TrainerFaults:
                     await asyncio.wait([joining], timeout=_LINE_S)
                     joining.exception()
                 else:
+                    self._members = members
                     return group
             return None
         finally:
@@ -208,7 +213,6 @@ class TrainerFaults:
     async def _break(self, kind: str, trainer: Trainer, group: WeightsGroup) -> bool:
         """Begin an update that the trainer does not end; whether all instances say so."""
         loop = asyncio.get_running_loop()
-        members = {node: node.starts for node in self._fleet.nodes.values() if node.is_up}
         # no token may ever have this label: `Versions` is not told
         update = loop.create_task(self._router.update_weights(self._weights.new_label(), self._tensors(group), "keep"))
         number = self._weights.new_number()
@@ -233,11 +237,11 @@ class TrainerFaults:
                 raise error
             return False
         limit_s = _BROKEN_S + (_GROUP_S if kind == STOPS else 0.0)
-        if took > limit_s and all(node.is_up for node in members):
+        if took > limit_s and all(node.is_up for node in self._members):
             self._notes.wrong.append(f"{kind}: instances said so after {took:.1f} s, not {limit_s:g}")
         self._notes.add("broken_s" if kind == DIES else "broken_by_silence_s", took)
         broken = 0
-        for node, starts in members.items():
+        for node, starts in self._members.items():
             probe = await node.probe()
             if probe is None or node.starts != starts or not node.is_up:
                 continue

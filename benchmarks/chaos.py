@@ -4,10 +4,13 @@
     python -m benchmarks.chaos --minutes 10 --seed 7 --hosts      # as root
 
 Processes are killed and stopped (instances, workers, single ranks of groups, stores), links cut, stalled and refused,
-instances join and drain, all drawn from a seed, which is printed. With --hosts every instance and the router live in
-network namespaces of their own, each on a wire that delays by 2 ms, loses 1 % and is cut, in both directions or in one.
-Every request must end once, in time, right by the oracle or with an error that allows another try. Every round ends in
-quiet, when each instance must have everything back. The program ends with 1 if a rule was broken, and names it.
+instances join and drain. Weights change under the load, by folders and by trainers, which die in the middle of a
+broadcast; the fleet falls asleep, and wakes or fails to. All is drawn from a seed, which is printed. With --hosts every
+instance and the router live in network namespaces of their own, each on a wire that delays by 2 ms, loses 1 % and is
+cut, in both directions or in one; there are no trainers then, whose groups are of one host.
+Every request must end once, in time, right by the oracle or with an error that allows another try, or be refused while
+weights are broken. Every round ends in quiet, when each instance must have everything back. The program ends with 1 if
+a rule was broken, and names it.
 """
 
 from __future__ import annotations
