@@ -7,6 +7,7 @@ since the harness caused it, or a surprise. Knows no requests. Used by `_chaos_f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -91,6 +92,7 @@ class Node:
         self._log = folder / f"{name}.log"
         self._port = 0
         self._probe: socket.socket | None = None
+        self._asking = asyncio.Lock()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -287,7 +289,10 @@ class Node:
         loop = asyncio.get_running_loop()
         data = b""
         try:
-            async with asyncio.timeout(limit_s):
+            # one question at a time, and no answer to one that was given up
+            async with asyncio.timeout(limit_s), self._asking:
+                with contextlib.suppress(BlockingIOError):
+                    sock.recv(1 << 24)
                 await loop.sock_sendall(sock, b"probe\n")
                 while not data.endswith(b"\n"):
                     more = await loop.sock_recv(sock, 1 << 20)

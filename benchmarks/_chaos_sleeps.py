@@ -179,7 +179,8 @@ class SleepFaults:
             error = await self._try_wake()
             left = []
             for node in list(self._fleet.nodes.values()):
-                probe = await node.probe() if node.is_up else None
+                # one that is out of the router's reach now sleeps on, and nobody wakes it when it is back
+                probe = await node.probe() if node.ready.is_set() else None
                 if probe is not None and (probe.asleep or probe.dropped):
                     left.append(f"{node.name} ({', '.join(probe.released) or 'no weights'})")
             if error is None and not left:
