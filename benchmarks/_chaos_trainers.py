@@ -42,7 +42,8 @@ _GROUP_S = 3.0
 # from the death of a trainer, or the end of the group's limit, until all instances have said so
 _BROKEN_S = 4.0
 _CALM_S = 10.0
-_TRIES = 3
+# of a failed engine: `fdasync serve` ends with 1
+_FAILED = 1
 
 
 class Trainer:
@@ -120,7 +121,7 @@ class TrainerFaults:
             for trainer in (first, second):
                 await trainer.line()
             self._notes.add("trainer_waits_for_torch_s", asyncio.get_running_loop().time() - began)
-            await self._play(kind, first, second if by_trainer else None)
+            await self._play(kind, [first, second], by_trainer=by_trainer)
         finally:
             await first.aclose()
             await second.aclose()
@@ -130,8 +131,11 @@ class TrainerFaults:
         """For the next time: torch takes them seconds."""
         self._idle = [await Trainer.start(self._fleet.folder / "trainer.log") for _ in range(2)]
 
-    async def _play(self, kind: str, first: Trainer, second: Trainer | None) -> None:
-        group = await self._meet(first)
+    async def _play(self, kind: str, trainers: list[Trainer], *, by_trainer: bool) -> None:
+        group = None
+        while group is None and trainers:
+            first = trainers.pop(0)
+            group = await self._meet(first)
         if group is None:
             return
         with self._versions.broken.open(GRACE_S):
@@ -142,7 +146,7 @@ class TrainerFaults:
             # those that are inside wait, and others are refused
             await asyncio.sleep(self._rng.uniform(0.0, 1.5))
             began = asyncio.get_running_loop().time()
-            by_group = second is not None and await self._bring(kind, second)
+            by_group = by_trainer and bool(trainers) and await self._bring(kind, trainers.pop())
             if not by_group and not await self._weights.mend(kind):
                 return
             self._notes.add("mend_s", asyncio.get_running_loop().time() - began)
@@ -177,32 +181,36 @@ class TrainerFaults:
         self._warm.add(pid)
 
     async def _meet(self, trainer: Trainer) -> WeightsGroup | None:
-        """A group of the trainer and all instances that are up; None: they did not meet."""
+        """A group of the trainer and all instances that are up; None: they did not meet, and the trainer is used up."""
         loop = asyncio.get_running_loop()
         self._weights.calm = True
         try:
             until = loop.time() + _CALM_S
             while loop.time() < until and not all(node.is_up for node in self._fleet.nodes.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            for _ in range(_TRIES):
-                self._groups += 1
-                up = {one.address for one in self._router.load().instances if one.is_up}
-                members = {node: node.starts for node in self._fleet.nodes.values() if node.address in up}
-                ranks = sum(node.config.tensor_parallel for node in members)
-                opened = await trainer.ask("open", world=1 + ranks, name=f"group-{self._groups}")
-                group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
-                joining = loop.create_task(trainer.ask("join"))
-                try:
-                    await self._router.join_weights_group(group)
-                    await joining
-                except FdasyncError as error:
-                    self._notes.played[f"trainer: did not meet, {type(error).__name__}"] += 1
-                    await asyncio.wait([joining], timeout=_LINE_S)
-                    joining.exception()
-                else:
-                    self._members = members
-                    return group
-            return None
+            await self._warm_each()
+            self._groups += 1
+            up = {one.address for one in self._router.load().instances if one.is_up}
+            self._members = {node: node.starts for node in self._fleet.nodes.values() if node.address in up}
+            ranks = sum(node.config.tensor_parallel for node in self._members)
+            opened = await trainer.ask("open", world=1 + ranks, name=f"group-{self._groups}")
+            group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
+            joining = loop.create_task(trainer.ask("join"))
+            for node in self._members:
+                # gloo waits for each rank that has gone, one after the other: longer than an engine does
+                node.expected.add(_FAILED)
+            try:
+                await self._router.join_weights_group(group)
+                await joining
+            except FdasyncError as error:
+                # the trainer waits on for the others, and is of no use any more
+                self._notes.played[f"trainer: did not meet, {type(error).__name__}"] += 1
+                joining.cancel()
+                await asyncio.wait([joining])
+                return None
+            for node in self._members:
+                node.expected.discard(_FAILED)
+            return group
         finally:
             self._weights.calm = False
 
