@@ -209,7 +209,9 @@ class TrainerFaults:
                 await asyncio.wait([joining])
                 return None
             for node in self._members:
-                node.expected.discard(_FAILED)
+                if node.is_up:
+                    # no fault of its own expects it
+                    node.expected.discard(_FAILED)
             return group
         finally:
             self._weights.calm = False
