@@ -9,6 +9,7 @@ one line, an answer is one line of JSON (`Probe`). Started by `_chaos_node.py`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -62,6 +63,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         sockets: each open one, in words.
         children: process ids of its worker, its store and so on.
         data_port: where its blocks can be read; 0: not over tcp.
+        broken: why its weights cannot be used; "": they can.
+        paused: it plans no steps.
+        asleep, released: it sleeps; the parts whose memory is not there.
+        dropped: a sleep has dropped its weights, and they have not come again.
     """
 
     state: str
@@ -76,6 +81,11 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     sockets: list[str]
     children: list[int]
     data_port: int
+    broken: str
+    paused: bool
+    asleep: bool
+    released: list[str]
+    dropped: bool
 
 
 def probe(instance: Instance) -> Probe:
@@ -87,8 +97,10 @@ def probe(instance: Instance) -> Probe:
         problem = ""
     except FdasyncError as error:
         problem = str(error)
+    # what failed holds connections in cycles until they are collected, which an idle process does not
+    gc.collect()
     prefill_service, decode_service = instance._prefill_service, instance._decode_service
-    context = instance._context
+    context, weights = instance._context, instance._weights
     assert context is not None
     held = {
         "live samples": stats.live,
@@ -109,6 +121,8 @@ def probe(instance: Instance) -> Probe:
         "responses not sent": instance._responses.num_live,
         "services' tasks": len(context.tasks()),
         "services' backlogs": len(context._backlogs),
+        "sleeps": int(weights.sleeps),
+        "sets of weights broken or dropped": int(weights.broken is not None or weights.dropped),
     }
     return Probe(
         state=stats.state,
@@ -123,6 +137,11 @@ def probe(instance: Instance) -> Probe:
         sockets=open_sockets(),
         children=children(),
         data_port=ProxiedTcp.real_port,
+        broken="" if weights.broken is None else str(weights.broken),
+        paused=weights.is_paused,
+        asleep=weights.sleeps,
+        released=list(weights.released),
+        dropped=weights.dropped,
     )
 
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import START_S, STORE, TRANSFER, WORKER
-from fdasync.errors import BadInput, PeerUnreachable, RemoteError, TransientError
+from benchmarks._chaos_sleeps import FOLDER_GONE, SLEEP, WAKE_FAILS, SleepFaults
+from benchmarks._chaos_trainers import DIES, STOPS, TrainerFaults
+from benchmarks._chaos_weights import WeightFaults
+from fdasync.errors import BadInput, PeerUnreachable
 from fdasync.pd.transfer.process.proxy import STOP_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from random import Random
 
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
+    from benchmarks._chaos_notes import Notes
+    from benchmarks._chaos_versions import Versions
     from fdasync.pd.router.router import Router
 
 # of a failed engine: `fdasync serve` ends with 1
@@ -33,6 +37,14 @@ _START_LIMIT_S = START_S
 _DRAIN_S = 30.0
 
 
+#: kinds of faults of the whole fleet that are to be seen to strike; a group is between processes of one host
+OF_GROUPS = (DIES, STOPS)
+OF_SLEEPS = (SLEEP, WAKE_FAILS, FOLDER_GONE)
+_UPDATE = "update weights"
+
+# of a draw, unless one is being played
+_WHOLE_SHARE = 0.25
+
 # weight, name, and what it does to a node
 _Kind: TypeAlias = "tuple[int, str, Callable[[Node], Awaitable[None]]]"
 
@@ -40,23 +52,27 @@ _Kind: TypeAlias = "tuple[int, str, Callable[[Node], Awaitable[None]]]"
 class Director:
     """See the module.
 
+    Args:
+        only: kinds of faults that are played; (): all.
+
     Attributes:
-        played: faults, by kind.
-        at: start and kind of each fault.
+        weights, trainers: change those of the fleet.
     """
 
-    def __init__(self, fleet: Fleet, router: Router, rng: Random, wrong: list[str]) -> None:
-        self.played: Counter[str] = Counter()
-        self.at: list[tuple[float, str]] = []
+    def __init__(
+        self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes, only: Sequence[str] = ()
+    ) -> None:
+        self.weights = WeightFaults(fleet, router, rng, versions, notes)
+        self.trainers = TrainerFaults(fleet, router, rng, versions, notes, self.weights)
+        self._sleeps = SleepFaults(fleet, router, rng, versions, notes, self.weights)
         self._fleet = fleet
         self._router = router
         self._rng = rng
-        self._wrong = wrong
+        self._notes = notes
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = 0
         self._spare = ""
-        self._version = 0
-        self._kinds: list[_Kind] = [
+        kinds: list[_Kind] = [
             (3, "kill", self._kill),
             (3, "stop short", lambda node: self._stop(node, 0.2, 0.7 * TTL_S)),
             (3, "stop beyond the lease", lambda node: self._stop(node, 1.1 * TTL_S, 0.8 * LOST_S)),
@@ -76,33 +92,56 @@ class Director:
             (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
             *(self._of_proxies() if fleet.hosts is None else self._of_wires()),
             (2, "join or drain", self._join_or_drain),
-            (2, "update weights", self._update_weights),
         ]
+        self._kinds = [one for one in kinds if not only or one[1] in only]
+        # a group is between processes of one host
+        whole: tuple[str, ...] = (_UPDATE, *(OF_GROUPS if fleet.hosts is None else ()), *OF_SLEEPS)
+        self._whole = [kind for kind in whole if not only or kind in only]
+        known = {_UPDATE, *OF_GROUPS, *OF_SLEEPS, *(one[1] for one in kinds)}
+        if unknown := set(only) - known:
+            raise BadInput("only", f"{sorted(unknown)} are no kinds of faults", limit=", ".join(sorted(known)))
+        # of them, those that are to be played before any is played again
+        self._next: list[str] = []
+
+    @property
+    def has_trainers(self) -> bool:
+        return any(kind in self._whole for kind in OF_GROUPS)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a fault of the whole fleet has not been played yet."""
+        return any(not self._notes.played[kind] for kind in self._whole)
 
     async def play(self, seconds: float) -> None:
         """Draw and play faults for so long; returns when all of them are over."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while loop.time() < until:
-            self._one()
+            if not self.weights.calm:
+                self._one()
             await asyncio.sleep(min(self._rng.expovariate(1 / _GAP_S), 3 * _GAP_S))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2 * _START_LIMIT_S)
-            self._wrong += [f"{task.get_name()} did not end" for task in self._tasks if not task.done()]
+            self._notes.wrong += [f"{task.get_name()} did not end" for task in self._tasks if not task.done()]
 
     def _one(self) -> None:
         rng = self._rng
-        weights = [weight for weight, _, _ in self._kinds]
-        _, kind, work = rng.choices(self._kinds, weights)[0]
+        # of the whole fleet one at a time, beside those of instances
+        if self._whole and not self.weights.turn.locked() and (not self._kinds or rng.random() < _WHOLE_SHARE):
+            self._next = self._next or rng.sample(self._whole, len(self._whole))
+            kind = self._next.pop()
+            self._begin(kind, None, partial(self._play_whole, kind))
+            return
+        if not self._kinds:
+            return
+        _, kind, work = rng.choices(self._kinds, [weight for weight, _, _ in self._kinds])[0]
         order = sorted(self._fleet.nodes)
         rng.shuffle(order)
         for name in order:
             node = self._fleet.nodes[name]
             if node.is_up and len(self._fleet.healthy(node.role)) > 1 and self._fits(kind, node):
                 node.faulted = True
-                task = asyncio.get_running_loop().create_task(self._do(kind, node, work), name=f"{kind} {name}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(kind, node, work)
                 return
 
     @staticmethod
@@ -118,15 +157,37 @@ class Director:
         module = STORE if "store" in kind else TRANSFER if "transfer" in kind else ""
         return not module or module in node.children()
 
-    async def _do(self, kind: str, node: Node, work: Callable[[Node], Awaitable[None]]) -> None:
-        self.at.append((asyncio.get_running_loop().time(), f"{kind} {node.name}"))
-        self.played[kind] += 1
+    def _begin(self, kind: str, node: Node | None, work: Callable[..., Awaitable[None]]) -> None:
+        """Play a fault; `node`: None: of the whole fleet."""
+        where = "" if node is None else node.name
+        task = asyncio.get_running_loop().create_task(self._do(kind, node, work), name=f"{kind} {where}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do(self, kind: str, node: Node | None, work: Callable[..., Awaitable[None]]) -> None:
+        where = "" if node is None else node.name
+        self._notes.begin(kind, where)
         try:
-            await work(node)
+            if node is None:
+                async with self.weights.turn:
+                    await work(None)
+            else:
+                await work(node)
         except Exception as error:
-            self._wrong.append(f"{kind} of {node.name}: {type(error).__name__}: {error}")
+            self._notes.wrong.append(f"{kind} of {where or 'the fleet'}: {type(error).__name__}: {error}")
         finally:
-            node.faulted = False
+            if node is not None:
+                node.faulted = False
+
+    # -- the whole fleet ------------------------------------------------------------------------------
+
+    async def _play_whole(self, kind: str, _node: None) -> None:
+        if kind == _UPDATE:
+            await self.weights.update()
+        elif kind in OF_GROUPS:
+            await self.trainers.play(kind)
+        else:
+            await self._sleeps.play(kind)
 
     # -- processes ------------------------------------------------------------------------------------
 
@@ -291,34 +352,12 @@ class Director:
             await self._router.drain(leaver.address, _DRAIN_S)
         except (BadInput, PeerUnreachable):
             # a weight update has dropped it, or the router is cut off and has not called it again yet
-            self.played["drain: not reached"] += 1
+            self._notes.played["drain: not reached"] += 1
         finally:
             with contextlib.suppress(BadInput):
                 # a weight update may have dropped it
                 self._router.remove(leaver.address)
             await fleet.drop(leaver)
-
-    async def _update_weights(self, _node: Node) -> None:
-        """Update to the same weights: answers stay the same. An instance that fails is dropped, and comes back."""
-        self._version += 1
-        before = len(self._router.commands.dropped)
-        try:
-            await self._router.update_weights(self._version, self._fleet.weights, "keep")
-        except (BadInput, TransientError, RemoteError) as error:
-            # another update is under way, or all instances failed
-            self.played[f"update weights: {type(error).__name__}"] += 1
-        for dropped in self._router.commands.dropped[before:]:
-            self.played["update weights: dropped"] += 1
-            for node in list(self._fleet.nodes.values()):
-                if node.address == dropped.address:
-                    async with asyncio.timeout(_START_LIMIT_S):
-                        await node.ready.wait()
-                        try:
-                            await self._router.add(node.address)
-                        except PeerUnreachable:
-                            # it leaves meanwhile
-                            if node.name == self._spare:
-                                raise
 
 
 def slowest_recovery(faults: list[tuple[float, str]], served_at: list[float]) -> tuple[float, str]:

@@ -7,19 +7,25 @@ the first quiet: no block, slot, lease, task, file or process may be left. Knows
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks._chaos_node import START_S, Node
+from benchmarks._chaos_node import PLUGIN, START_S, Node
+from benchmarks._chaos_runner import NAME as RUNNER
+from benchmarks._chaos_runner import ChaosConfig, write_plugin
+from benchmarks._chaos_versions import Versions
 from fdasync.engine.config import EngineConfig
 from fdasync.pd.link.keys import new_keys, save_keys
 from fdasync.pd.link.session import LinkConfig
+from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.scheduler import LeaseRules
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
     from random import Random
 
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 VOCAB = 100
 RANKS = 2
 TTL_S, LOST_S, STEP_LIMIT_S = 1.5, 3.0, 4.0
+# a worker waits 0.9 of it for a trainer's tensors, and longer than the trainer's group does for the next ones
+UPDATE_LIMIT_S = 6.0
 RULES = LeaseRules(silent_s=1.0, queue_s=2.0, find_s=10.0, total_s=30.0, ttl_s=TTL_S, receive_s=3.0, age_s=1.0)
 LINKS = LinkConfig(beat_s=0.25, lost_s=LOST_S)
 QUIET_S = 25.0
@@ -63,24 +71,29 @@ class Sizes(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
 
-def config_of(role: str, folder: Path | None, sizes: Sizes, *, workers: int) -> EngineConfig:
-    """`workers`: processes that compute a step; 0: the instance's own does."""
+def config_of(role: str, orders: Path, folder: Path | None, sizes: Sizes, *, workers: int) -> EngineConfig:
+    """`folder`: of its store, if any. `workers`: processes that compute a step; 0: the instance's own does."""
     own = {
         "vocab_size": VOCAB, "block_tokens": 4, "num_blocks": sizes.blocks, "max_context_tokens": 256,
         "values_spec": True, "pass_stamp": True, "step_s": 0.008, "token_s": 5e-5, "copy_s": 0.002, "jitter": 0.5,
-        "kv_shares": RANKS,
+        "kv_shares": RANKS, "orders": str(orders),
     }  # fmt: skip
     store: dict[str, Any] = {}
     if folder is not None:
         where = {"path": str(folder), "max_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
         store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "store_kill_s": 4.0}
     return EngineConfig(
-        runner="synthetic", runner_config=own, process="worker" if workers else "inline", role=role,  # type: ignore[arg-type]
+        runner=RUNNER, runner_config=own, process="worker" if workers else "inline", role=role,  # type: ignore[arg-type]
         tokenizer="none", host_blocks=sizes.host_blocks, max_running=sizes.running, max_step_tokens=64,
         pipeline_depth=sizes.depth, leases=msgspec.structs.replace(RULES, staging_blocks=sizes.staging),
-        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=START_S, update_deadline_s=STEP_LIMIT_S,
+        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=START_S, update_deadline_s=UPDATE_LIMIT_S,
         tensor_parallel=max(workers, 1), **store,
     )  # fmt: skip
+
+
+def versions_of(node: Node) -> Versions:
+    """Of a fleet of instances like this one."""
+    return Versions(msgspec.convert(node.config.runner_config, ChaosConfig))
 
 
 class Fleet:
@@ -94,7 +107,8 @@ class Fleet:
     Attributes:
         nodes: present instances by name.
         keys: file of the fleet's keys, with hosts.
-        weights: a folder with the weights that all of them have.
+        folder, orders: of everything; of what the harness asks runners for (`_chaos_runner.py`).
+        links: of instances and routers.
         wrong: broken rules, in words.
     """
 
@@ -109,13 +123,12 @@ class Fleet:
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.wrong: list[str] = []
-        self._folder = folder
+        self.folder = folder
+        self.orders = folder / "orders"
+        self.orders.mkdir(exist_ok=True)
+        write_plugin(folder / PLUGIN)
+        self.links = LINKS
         self._sizes = sizes or Sizes()
-        weights = folder / "weights"
-        weights.mkdir(exist_ok=True)
-        # the weights that every instance starts with
-        (weights / "weights.json").write_text('{"weights_id": 1}')
-        self.weights = str(weights)
         self._transport = transport
         self.hosts = hosts
         self.keys: Path | None = None
@@ -127,13 +140,32 @@ class Fleet:
         self._counts = {"prefill": prefill, "decode": decode}
 
     def make(self, name: str, role: str, *, workers: int, store: bool) -> Node:
-        config = config_of(role, self._folder / f"store-{name}" if store else None, self._sizes, workers=workers)
+        config = config_of(
+            role, self.orders, self.folder / f"store-{name}" if store else None, self._sizes, workers=workers
+        )  # fmt: skip
         self._baseline.pop(name, None)
         place = None if self.hosts is None else self.hosts.free.pop()
         node = self.nodes[name] = Node(
-            name, config, LINKS, self._transport, self._folder, drain_s=20.0, place=place, keys=self.keys
+            name, config, LINKS, self._transport, self.folder, drain_s=20.0, place=place, keys=self.keys
         )
         return node
+
+    def weights(self, number: int) -> str:
+        """A folder with these weights."""
+        folder = self.folder / "weights" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / WEIGHTS_FILE).write_text(f'{{"weights_id": {number}}}')
+        return str(folder)
+
+    @contextlib.contextmanager
+    def without_weights(self) -> Iterator[None]:
+        """All such folders are elsewhere meanwhile."""
+        folder = self.folder / "weights"
+        elsewhere = folder.rename(folder.with_suffix(".elsewhere"))
+        try:
+            yield
+        finally:
+            elsewhere.rename(folder)
 
     async def open(self) -> None:
         for role, count in self._counts.items():

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks._chaos_fleet import RULES, VOCAB, Fleet
+from benchmarks._chaos_fleet import RULES, VOCAB, Fleet, versions_of
 from benchmarks._chaos_load import Ask, Load
 from benchmarks._chaos_node import Node
 from fdasync.errors import DeadlineExceeded
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.testing.harness.engines import oracle_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +56,7 @@ class _SlowFleet(Fleet):
             )
         rules = msgspec.structs.replace(RULES, ttl_s=_TTL_S)
         config = msgspec.structs.replace(config, leases=rules, runner_config={**config.runner_config, "num_blocks": 96})
-        made = self.nodes[name] = Node(name, config, _LINKS, self._transport, self._folder, drain_s=20.0)
+        made = self.nodes[name] = Node(name, config, _LINKS, self._transport, self.folder, drain_s=20.0)
         return made
 
 
@@ -70,10 +69,10 @@ async def play_late(folder: Path, transport: str, seed: int) -> Late:
         await fleet.open()
         decode_side = fleet.nodes["d0"]
         direct = [f"tcp://127.0.0.1:{decode_side.proxy.target}"]
-        oracle = oracle_of(decode_side.config)
+        versions = versions_of(decode_side)
         async with Router(fleet.addresses, links=_LINKS) as router, Router(direct, links=_LINKS) as aside:
-            load = Load(router, oracle, rng, VOCAB)
-            others = Load(aside, oracle, rng, VOCAB)
+            load = Load(router, versions, rng, VOCAB)
+            others = Load(aside, versions, rng, VOCAB)
             await load.one(_ask(rng, 40))
             for held_back in (True, False):
                 late.refused += await _scene(fleet, load, others, rng, held_back)

@@ -7,6 +7,7 @@ since the harness caused it, or a surprise. Knows no requests. Used by `_chaos_f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
 WORKER, STORE = "fdasync.runner.worker.main", "fdasync.cache.store.process.main"
 TRANSFER = "fdasync.pd.transfer.process.main"
+#: folder of the runner's entry point, in the fleet's
+PLUGIN = "plugin"
 
 
 class Node:
@@ -52,6 +55,7 @@ class Node:
         ready: its process takes requests.
         process: the current one.
         orphans: pids of the children of its killed processes.
+        leaves: it was asked to end for good.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Node:
         self._log = folder / f"{name}.log"
         self._port = 0
         self._probe: socket.socket | None = None
+        self._asking = asyncio.Lock()
         self._closing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -110,6 +115,19 @@ class Node:
         """Processes that it has when all goes well."""
         workers = self.config.tensor_parallel if self.config.process == "worker" else 0
         return workers + bool(self.config.store)
+
+    @property
+    def leaves(self) -> bool:
+        return self._closing
+
+    def rank_pids(self) -> list[int]:
+        """Of the processes that compute, where it is up with all of them; else []."""
+        if self.process is None or not self.ready.is_set():
+            return []
+        if self.config.process != "worker":
+            return [self.process.pid]
+        pids = self.children().get(WORKER, [])
+        return pids if len(pids) == self.config.tensor_parallel else []
 
     @property
     def is_up(self) -> bool:
@@ -166,12 +184,17 @@ class Node:
             self.process = subprocess.Popen(
                 [*(argv if self.place is None else self.place.host.command(argv)), str(path)],
                 cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), theirs_ready],
-                process_group=0, env={**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"},
+                process_group=0, env=self._environment(),
             )  # fmt: skip
         os.close(theirs_ready)
         ours.setblocking(False)
         self._probe = ours
         return ready
+
+    def _environment(self) -> dict[str, str]:
+        """With the runner's entry point on the path."""
+        path = os.pathsep.join([str(self._folder / PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     async def _until_ready(self, fd: int) -> bool:
         os.set_blocking(fd, False)
@@ -266,7 +289,10 @@ class Node:
         loop = asyncio.get_running_loop()
         data = b""
         try:
-            async with asyncio.timeout(limit_s):
+            # one question at a time, and no answer to one that was given up
+            async with asyncio.timeout(limit_s), self._asking:
+                with contextlib.suppress(BlockingIOError):
+                    sock.recv(1 << 24)
                 await loop.sock_sendall(sock, b"probe\n")
                 while not data.endswith(b"\n"):
                     more = await loop.sock_recv(sock, 1 << 20)

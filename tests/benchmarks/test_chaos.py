@@ -20,12 +20,12 @@ FACTOR, MORE_S = 2.0, 75.0
 SHORT = 0.75
 
 
-def play(folder: Path, minutes: float, seed: int, transport: str) -> dict[str, float]:
+def play(folder: Path, minutes: float, seed: int, transport: str, *options: str) -> dict[str, float]:
     """The figures. Everything that it starts has this process's group, and none of it outlives this."""
     out = folder / "figures.json"
     command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", f"{minutes}", "--seed", f"{seed}"]
     process = subprocess.Popen(
-        [*command, "--transport", transport, "--json", str(out)],
+        [*command, "--transport", transport, "--json", str(out), *options],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
@@ -61,6 +61,17 @@ def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None
     assert figures["faults"] > 5
     assert figures["requests_right"] > 50
     assert_served(figures, right=0.9)
+
+
+@pytest.mark.slow
+def test_trainers_that_die_sleeps_and_wakes_that_fail_strike_and_are_recovered_from(tmp_path: Path) -> None:
+    kinds = ("trainer dies", "trainer stops", "sleep", "wake fails", "wake without folder")
+    figures = play(tmp_path, 0.4, 23, "shm", "--instances", "1", "1", "--only", *kinds)
+    assert {kind for kind in kinds if figures.get(f"struck: {kind}", 0) < 1} == set()
+    assert figures["broken_s"] < 4
+    assert figures["requests_right"] > 50
+    # refused while weights were broken; nothing else goes wrong in between
+    assert figures.get("requests_lost", 0) == 0
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fdasync.errors import (
     PermanentError,
     ProtocolError,
     TooLong,
+    WeightsBroken,
 )
 from fdasync.pd.instance.token_streams import groups
 from fdasync.pd.messages import Ended, Failed, Progress, brief
@@ -144,5 +145,8 @@ def failed(name: str, error: FdasyncError) -> Failed:
         return Failed(name, kind, problem, field, limit, hint, prompt_tokens=count)
     # another engine can serve the request of an engine that failed or closes
     retriable = not isinstance(error, PermanentError) or kind in ("EngineFailed", "EngineClosed")
-    problem = error.problem if isinstance(error, GrammarFailed) else str(error)
+    if isinstance(error, WeightsBroken):
+        # its subclass says the same of the weights
+        kind = WeightsBroken.__name__
+    problem = error.problem if isinstance(error, GrammarFailed | WeightsBroken) else str(error)
     return Failed(name, kind, brief(problem), retriable=retriable)

@@ -29,6 +29,7 @@ from fdasync.errors import (
     PeerUnreachable,
     ProtocolError,
     RemoteError,
+    WeightsBroken,
 )
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.pd.messages import (
@@ -358,6 +359,8 @@ class Dispatch:
             self.finish(request, None, error)
         elif message.error == "GrammarFailed":
             self.finish(request, None, GrammarFailed(message.problem, request.so_far("failed")))
+        elif message.error == "WeightsBroken":
+            self.finish(request, None, WeightsBroken(f"{instance.peer.name}: {message.problem}"))
         else:
             self.finish(request, None, RemoteError(instance.peer.name, message.error, message.problem))
 

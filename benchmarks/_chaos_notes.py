@@ -1,0 +1,58 @@
+"""What the chaos harness has played, what of it struck, and what went wrong. Used by all that makes faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+# from the end of a fault of the whole fleet to the next right answer
+RECOVER_S = 20.0
+
+
+class Notes:
+    """See the module.
+
+    Args:
+        wrong: broken rules, in words; the caller's list.
+        served_at: times of right answers; the load's list.
+
+    Attributes:
+        played: faults, by kind.
+        struck: those of the whole fleet that were seen to do what they were to do, by kind.
+        took: seconds of what is worth a figure, by name.
+        at: start and kind of each fault.
+    """
+
+    def __init__(self, wrong: list[str], served_at: list[float]) -> None:
+        self.played: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
+        self.took: dict[str, list[float]] = {}
+        self.at: list[tuple[float, str]] = []
+        self.wrong = wrong
+        self._served_at = served_at
+
+    def begin(self, kind: str, where: str = "") -> None:
+        self.at.append((asyncio.get_running_loop().time(), f"{kind} {where}".rstrip()))
+        self.played[kind] += 1
+
+    def add(self, name: str, seconds: float) -> None:
+        self.took.setdefault(name, []).append(seconds)
+
+    async def recovered(self, kind: str) -> None:
+        """Wait for the next right answer; a complaint of its own if there is none in time."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while loop.time() < since + RECOVER_S:
+            if self._served_at and self._served_at[-1] > since:
+                self.add("mended_to_success_s", self._served_at[-1] - since)
+                return
+            await asyncio.sleep(0.05)
+        self.wrong.append(f"{kind}: the fleet was mended, and no request was served within {RECOVER_S:g} s")
+
+    def must_have_struck(self, kinds: tuple[str, ...], often: int) -> None:
+        """Complain about kinds that were played so often and never struck."""
+        self.wrong += [
+            f"{kind} was played {self.played[kind]} times, and never struck"
+            for kind in kinds
+            if self.played[kind] >= often and not self.struck[kind]
+        ]
