@@ -135,7 +135,7 @@ async def test_dropped_weights_come_by_an_update_or_from_their_folder(tmp_path: 
         engine.check()
 
 
-@pytest.mark.parametrize("way", ["host", "ranks", GPU])
+@pytest.mark.parametrize("way", ["host", pytest.param("ranks", marks=pytest.mark.slow), GPU])
 async def test_a_wake_loads_a_checkpoint_and_its_deltas(tmp_path: Path, way: str) -> None:
     """And not one of them where another is gone: what is there then is no base for a part of the tensors."""
     old, new = tmp_path / "old", tmp_path / "new"
