@@ -323,7 +323,7 @@ class Instance:
             self._decode_service = DecodeService(
                 context, capacity.block_tokens, self._responses.follow, self._responses.lose
             )
-            self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
+            self._kv_events = KvEvents(context, lambda: (self._weights.state.version, self._weights.state.order))
             self._dispatch()
             if self._process is not None:
                 self._process.on_end = context.fail
@@ -476,9 +476,9 @@ class Instance:
             told.tokenizer,
             told.model_path,
             engine.config.max_step_tokens,
-            self._weights.version,
+            self._weights.state.version,
             engine.config.max_requests,
-            self._weights.order,
+            self._weights.state.order,
             told.top_k,
             told.dtype,
             told.num_hidden_layers,
@@ -519,11 +519,8 @@ class Instance:
         assert self._context is not None
         engine_stats = self.engine.stats()
         stats = engine_stats.scheduler
-        state = "paused" if stats.paused else "running"
-        if self._context.draining or self.engine.weights.sleeps:
-            state = "draining" if self._context.draining else "asleep"
         return Status(
-            state,  # type: ignore[arg-type]
+            "draining" if self._context.draining else engine_stats.doing,
             stats.waiting,
             stats.queued_tokens,
             stats.running,
@@ -674,10 +671,10 @@ class Instance:
                     await self._update(message)
                 finally:
                     # an update in parts keeps its claim, which its router has timed
-                    if not self._weights.is_open:
+                    if not self._weights.state.is_open:
                         self._release(peer)
             elif message.verb == "leave_group":
-                await self._weights.leave(message.name)
+                await self._weights.groups.leave(message.name)
             elif message.verb == "relabel":
                 self._claim(peer)
                 try:
@@ -704,12 +701,12 @@ class Instance:
                 field, problem = caught.part, brief(caught.problem)
             if isinstance(caught, WeightsDiffer):
                 expected, held = caught.expected, caught.held
-        weights = self._weights
+        weights = self._weights.state
         self._context.tell(
             peer,
             Done(
                 message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held, "asleep" if weights.sleeps else "paused" if weights.is_paused else "running",
+                expected, held, weights.doing, weights.is_delta,
             ),
         )  # fmt: skip
 
@@ -722,17 +719,17 @@ class Instance:
         elif message.verb == "join_group":
             if message.group is None:
                 raise BadInput("group", "a router named none")
-            await weights.join(message.group)
+            await weights.groups.join(message.group)
         elif message.verb == "begin_update":
-            await weights.begin(message.mode)
+            await weights.parts.begin(message.mode)
         elif message.verb == "update_part":
-            if message.part is None or not weights.is_open:
+            if message.part is None or not weights.state.is_open:
                 raise BadInput("part", "no update is open here, or no tensors came with the command")
             await weights.update(None, message.part, message.mode)
         elif message.verb == "end_update":
-            await weights.end(message.version, expected, message.order, message.weights_id)
+            await weights.parts.end(message.version, expected, message.order, message.weights_id)
         else:
-            weights.abandon()
+            weights.parts.abandon()
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
         """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""

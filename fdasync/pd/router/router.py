@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.wire import Frame, Wire
     from fdasync.pd.messages import Message
     from fdasync.request import (
+        Doing,
         GenerateOptions,
         GenerateRequest,
         MemoryPart,
@@ -190,8 +191,7 @@ class Router(Generator):
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        last = self.commands.agreement.last
-        if instance.waits and last is not None and last.verb == "update_weights":
+        if instance.waits and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
             self.commands.agreement.drop(instance, instance.waits)
         if instance.dropped:
@@ -522,11 +522,11 @@ class Router(Generator):
             self.abort_all()
         await self.commands.sleep(level, mode, tags)
 
-    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """See `Generator.wake`: of every instance that is up. Raises the first error of an instance, after all have
         answered: WakeFailed with its name, while the others are awake."""
         self._check_open()
-        await self.commands.wake(tags)
+        return await self.commands.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

@@ -1,0 +1,235 @@
+"""One update of one engine's weights: pause, load, compare, begin a new root of the namespace, go on.
+
+Blocks of the old weights match no request afterwards, in any tier, because every identity is chained from the new
+weights id (docs/design.md, rules 1, 10). A label is no part of an identity. Knows no blocks and no schedule. Called by
+`weights.py` and `parts.py`, in a task of theirs, and by `sleep.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import msgspec
+
+from fdasync.engine.prepare import namespace_of
+from fdasync.errors import BadInput, WeightsBroken, WeightsDiffer, WeightsRejected
+from fdasync.events.catalog import AbortRequested, WeightsChanged
+from fdasync.request import WeightsFingerprint, first_difference, next_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.engine.prepare import Preparer
+    from fdasync.engine.runtime import Runtime
+    from fdasync.engine.weights.loaders import Loader
+    from fdasync.engine.weights.pausing import Pausing
+    from fdasync.engine.weights.state import WeightsState
+    from fdasync.engine.weights.tasks import UpdateTask
+
+UpdateMode = Literal["abort", "keep"]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """An update as it was asked for, checked.
+
+    Attributes:
+        label: of the new weights.
+        order: of the label; 0: the next one.
+        mode: whether requests that ran end.
+        expected: what the weights in place must be; None: anything.
+        weights_id: of weights whose loader tells none; "": a random one.
+        by_group: tensors of a group, while the engine is paused by its callers.
+    """
+
+    label: str
+    order: int
+    mode: UpdateMode
+    expected: WeightsFingerprint | None
+    weights_id: str
+    by_group: bool = False
+
+
+class Updater:
+    """See the module.
+
+    Args:
+        check: raises unless the engine is running.
+    """
+
+    def __init__(
+        self,
+        state: WeightsState,
+        pausing: Pausing,
+        task: UpdateTask,
+        runtime: Runtime,
+        preparer: Preparer,
+        check: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._pausing = pausing
+        self._task = task
+        self._runtime = runtime
+        self._preparer = preparer
+        self._check = check
+
+    async def update(self, asked: Asked, load: Loader, folder: str | None, *, again: bool = False) -> None:
+        """All of an update.
+
+        Args:
+            folder: that is loaded; None: tensors are.
+            again: the label is in use already.
+        """
+        state = self._state
+        try:
+            await self._pausing.quiet()
+            if again and folder is not None:
+                if state.dropped:
+                    # there is nothing to compare with: the same weights are brought again
+                    await self.reload(folder)
+                elif not await self._compare(asked.label, folder) and state.broken is None:
+                    state.came_from(folder, is_delta=False)
+                if state.broken is None:
+                    weights_id = self._runtime.capacity.weights_id
+                    if asked.expected is not None:
+                        await self._match(asked.expected, weights_id)
+                    state.take_label(asked.label, asked.order, weights_id)
+                    state.goes_on = None
+                    self._pausing.go_on()
+                    return
+            await self._load(asked, load, folder)
+            self._pausing.go_on()
+        finally:
+            self._task.finish()
+
+    async def _compare(self, label: str, folder: str) -> str:
+        """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
+        WeightsRejected if it cannot be read; both change nothing. Returns what it is a delta to; ""."""
+        runner = self._runtime.runner
+        try:
+            base = await self._task.in_time("comparing weights", runner.delta_base(folder))
+            weights_id = await self._task.in_time("comparing weights", runner.read_weights_id(folder))
+        except Exception as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            self._pausing.go_on()
+            if isinstance(error, WeightsRejected):
+                raise
+            raise WeightsRejected(f"{type(error).__name__}: {error}") from error
+        self._check()
+        if weights_id != self._runtime.capacity.weights_id:
+            self._pausing.go_on()
+            problem = f"{label!r} is in use, and {folder} holds other weights"
+            raise BadInput("version", problem, hint="give them a version of their own")
+        return base
+
+    async def _match(self, expected: WeightsFingerprint, held: str) -> None:
+        """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.
+
+        Args:
+            held: their weights id.
+        """
+        if held == expected.weights_id:
+            return
+        tensor = ""
+        if expected.tensors:
+            try:
+                told = await self._task.in_time("hashing weights", self._runtime.runner.fingerprint_weights(True))
+                tensor = first_difference(expected, told)
+            except WeightsBroken:
+                # a runner that has no digests of tensors: the difference has no name
+                self._check()
+        raise self._state.breaks(WeightsDiffer(expected.weights_id, held, tensor), differs=True)
+
+    async def _load(self, asked: Asked, load: Loader, folder: str | None) -> None:
+        runtime, state, task = self._runtime, self._state, self._task
+        base = ""
+        try:
+            if folder is not None:
+                base = await task.in_time("loading weights", runtime.runner.delta_base(folder))
+            weights_id = await task.in_time("loading weights", load())
+        except WeightsRejected:
+            self._pausing.go_on()
+            raise
+        except Exception as error:
+            self.broke(error)
+        self._check()
+        if asked.expected is not None:
+            if not weights_id:
+                try:
+                    told = await task.in_time("hashing weights", runtime.runner.fingerprint_weights())
+                except Exception as error:
+                    self.broke(error, differs=True)
+                weights_id = told.weights_id
+            await self._match(asked.expected, weights_id)
+            self._check()
+        state.dropped = False
+        state.came_from(folder or "", is_delta=bool(base))
+        if asked.mode == "abort":
+            # only now: where weights are refused, no request is aborted
+            self._abort()
+        state.broken, state.differs = None, False
+        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
+        weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
+        runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
+        runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
+        runtime.bus.publish(WeightsChanged(version=asked.label, namespace=runtime.namespace))
+        state.take_label(asked.label, asked.order or next_order(state.order, asked.label), weights_id)
+        state.goes_on = asked.label if asked.by_group and state.held else None
+
+    def broke(self, error: Exception, *, differs: bool = False) -> NoReturn:
+        """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
+        self._check()
+        broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
+        raise self._state.breaks(broken, differs=differs) from error
+
+    async def reload(self, folder: str = "") -> None:
+        """Bring weights that a sleep dropped again, from a folder; "", or the last one that they came from: from all
+        that they came from. No step is in flight. The identities of blocks stay: it must be the same weights.
+
+        Raises WeightsRejected where a folder cannot be read any more (they stay dropped), WeightsDiffer where it holds
+        others now, WeightsBroken.
+        """
+        state, runner = self._state, self._runtime.runner
+        again = state.sources if folder in ("", *state.sources[-1:]) else ()
+        weights_id = base = ""
+        try:
+            if not again:
+                base = await self._task.in_time("loading weights", runner.delta_base(folder))
+            for number, path in enumerate(again or (folder,)):
+                try:
+                    weights_id = await self._task.in_time("loading weights", runner.load_folder(path))
+                except WeightsRejected:
+                    if number:
+                        # the folders before it were loaded, and are not all
+                        await self._task.in_time("forgetting weights", runner.forget_weights())
+                    raise
+        except WeightsRejected:
+            raise
+        except Exception as error:
+            self.broke(error)
+        self._check()
+        held = self._runtime.capacity.weights_id
+        if weights_id != held:
+            raise state.breaks(WeightsDiffer(held, weights_id), differs=True)
+        if not again:
+            # what a delta was applied to is not known here
+            state.sources, state.is_delta = () if base else (folder,), bool(base)
+        state.broken, state.dropped, state.differs = None, False, False
+
+    def _abort(self) -> None:
+        """End requests that ran with what they have, in the turn that reads WeightsChanged."""
+        keys = [
+            sample.key
+            for request in self._runtime.processor.requests()
+            for sample in request.samples
+            if not sample.finish
+        ]
+        if keys:
+            self._runtime.bus.publish(AbortRequested(keys=tuple(keys), begun_only=True))
+
+
+def check_mode(mode: str) -> None:
+    """Raise BadInput for what is no mode of an update."""
+    if mode not in ("abort", "keep"):
+        raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
