@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
     from fdasync.request import (
+        Doing,
         GenerateOptions,
         Grammar,
         GroupTensors,
@@ -76,6 +77,7 @@ _HOMES = {
     "CachedTokens": "result",
     "Delta": "result",
     "DeltaStream": "generator",
+    "Doing": "request",
     "DraftCounts": "result",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
@@ -121,6 +123,7 @@ __all__ = [
     "DecodeFailed",
     "Delta",
     "DeltaStream",
+    "Doing",
     "DraftCounts",
     "DuplicateRequestId",
     "Engine",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
-from fdasync.request import Numerics
+from fdasync.request import Doing, Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -98,7 +98,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
         name, role: from its handshake; "" before the first.
         address: the address that the router dials.
         is_up: whether there is a link to it; without one the numbers are those of before.
-        running, waiting, used_tokens, capacity_tokens, paused: as in `Load`; 0 and False before the first heartbeat.
+        running, waiting, used_tokens, capacity_tokens, doing, paused: as in `Load`; 0 and "running" before the first
+            heartbeat.
         live: requests of this router that it serves.
         weight_version: label of its weights.
         problem: why it gets no requests although there is a link to it; "" where it gets some.
@@ -113,6 +114,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     used_tokens: int
     capacity_tokens: int
+    doing: Doing
     paused: bool
     weight_version: str
     problem: str = ""
@@ -128,9 +130,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         live: requests of this engine or router that have not ended; 0: all have their results.
         used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
             sample uses do not count as used.
-        paused: no steps are planned, for a pause, a sleep, an update or broken weights; on a router: at no instance
-            that is up.
-        asleep: a sleep has begun, and no wake has ended it; on a router: at any instance that is up.
+        doing: what it does, in one word (`request.Doing`). On a router: of the instances that are up what the one
+            nearest to "running" does; "updating" while the router updates those that run.
+        paused: no steps are planned; on a router: at no instance that is up.
+        asleep: a sleep has begun, and not all memory is back; on a router: at any instance that is up.
         updating: weights are being updated, or on a router their label.
         instances: of a router, in the order in which they were named; () of an engine.
     """
@@ -140,6 +143,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     used_tokens: int
     capacity_tokens: int
+    doing: Doing
     paused: bool
     updating: bool
     asleep: bool = False
@@ -397,16 +401,19 @@ class Generator(Protocol):
         """
 
     @abstractmethod
-    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """Take memory back after a sleep, and go on as soon as all of it is there. Idempotent; does nothing where there
         was no sleep.
 
         Args:
-            tags: the parts to take back; None: all. "scheduling" names none: without memory to take back it ends a
-                sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
+            tags: the parts to take back; None or none: all. "scheduling" names none: without memory to take back it
+                ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
 
         Dropped weights that no update has brought by then are loaded once more from their folder; where they came as
         tensors, the generator waits for an update, and requests with it.
+
+        Returns what it does now: "asleep" where parts are still released, "waits_for_weights", "paused" where a pause
+        is left. On a router: what the instance does that is farthest from "running".
 
         Raises WakeFailed where the device does not give the memory (it sleeps on, and may be woken again); BadInput for
         other tags; UpdateUnderWay while an update is under way.

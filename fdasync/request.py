@@ -35,6 +35,12 @@ SleepMode = Literal["keep", "abort", "wait"]
 #: the parts of a device's memory that a sleep releases, and a wake takes back
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
 WakeTag = Literal["weights", "kv_cache", "cuda_graph", "scheduling"]
+#: what a generator does, in one word. Where several hold, it is the last of them.
+#: "running": it plans steps whenever there is work. "paused": a pause has returned, and no resume came since.
+#: "waits_for_weights": a sleep that is over has dropped them, and an update has to bring some. "broken": an update has
+#: failed half-way, and another one has to mend that. "updating": an update is under way, or a trainer's group is being
+#: joined. "asleep": a sleep has begun, and not all memory is back. "waking": a wake is under way
+Doing = Literal["running", "paused", "waits_for_weights", "broken", "updating", "asleep", "waking"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed
 #: it. "fixed": every number of a token (KV, log-probs, rows, samples) depends on its prefix and the weights alone, to

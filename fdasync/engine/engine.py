@@ -29,7 +29,7 @@ from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
 from fdasync.events.tap import TapStats
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
-from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
 from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
 from fdasync.telemetry.sight.sight import Watched
@@ -103,6 +103,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         live: samples inside.
         waiting_for_place: requests that wait until fewer samples than `max_requests` are live.
         steps_in_flight: launched and not completed.
+        doing: in one word, whether it plans steps, and why not (`request.Doing`).
         updating: a weight update is under way.
         released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
@@ -117,6 +118,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     waiting_for_place: int
     steps_in_flight: int
+    doing: Doing
     updating: bool
     loop_late_max_s: float
     scheduler: SchedulerStats
@@ -481,7 +483,7 @@ class Engine(Generator):
             self._inside().abort_unprepared()
         await self._sleep.sleep(level, mode, tags)
 
-    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """See `Generator.wake`. If the caller is cancelled, it goes on to its end.
 
         Weights that were dropped and that no update has brought since are loaded from the folder that they came from,
@@ -491,7 +493,7 @@ class Engine(Generator):
         """
         self._inside()
         assert self._sleep is not None
-        await self._sleep.wake(tags)
+        return await self._sleep.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`. Cancelling stops the waiting only. Raises EngineClosed, EngineFailed."""
@@ -650,7 +652,8 @@ class Engine(Generator):
             live=frontend.num_live,
             waiting_for_place=frontend.num_waiting,
             steps_in_flight=driver.steps_in_flight,
-            updating=self._weights is not None and self._weights.is_updating,
+            doing=self.weights.doing,
+            updating=self.weights.is_updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
             released=self.weights.released,
@@ -699,8 +702,9 @@ class Engine(Generator):
             live=len(frontend.requests()),
             used_tokens=(stats.num_blocks - stats.free_blocks - stats.idle_blocks) * size,
             capacity_tokens=stats.num_blocks * size,
-            paused=self.weights.is_paused,
-            asleep=self.weights.sleeps,
+            doing=self.weights.doing,
+            paused=self.weights.doing != "running",
+            asleep=self.weights.doing in ("asleep", "waking"),
             updating=self.weights.is_updating,
         )
 

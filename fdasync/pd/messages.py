@@ -24,6 +24,7 @@ from fdasync.ipc.shared_memory import Part
 from fdasync.request import (
     FIRST_VERSION,
     MAX_VERSION_CHARS,
+    Doing,
     GroupTensors,
     Numerics,
     PauseMode,
@@ -251,7 +252,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The load of an instance, sent with its heartbeats.
 
     Attributes:
-        state: whether it serves requests, is paused, sleeps, or drains.
+        state: what it does (`request.Doing`), or that it drains.
         waiting: requests that wait to be admitted.
         queued_tokens: prompt tokens that wait to be computed.
         running: sequences that hold blocks.
@@ -266,7 +267,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             of, with what each side sees; "" while there is none.
     """
 
-    state: Literal["running", "paused", "asleep", "draining"]
+    state: Literal[Doing, "draining"]
     waiting: Count
     queued_tokens: Count
     running: Count
@@ -754,7 +755,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
         expected, held: fingerprints of a WeightsDiffer.
-        state: of the instance after the command, as in its next `Status`.
+        state: what the instance does after the command.
     """
 
     number: Count
@@ -766,7 +767,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     field: Words = ""
     expected: Words = ""
     held: Words = ""
-    state: Literal["running", "paused", "asleep"] = "running"
+    state: Doing = "running"
 
 
 # -- for people who look on ----------------------------------------------------------------------

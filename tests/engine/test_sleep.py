@@ -106,6 +106,47 @@ def test_cached_blocks_of_the_device_are_forgotten_and_those_of_the_store_stay()
     play(work)
 
 
+def test_one_word_says_what_the_engine_does():
+    async def work():
+        async with Engine(config()) as engine:
+
+            def said():
+                assert engine.stats().doing == engine.load().doing
+                assert engine.load().paused is (engine.load().doing != "running")
+                return engine.load().doing
+
+            async def meanwhile(call):
+                task = asyncio.create_task(call)
+                await asyncio.sleep(0.1)
+                word = said()
+                return word, await task
+
+            assert said() == "running"
+            assert await engine.wake() == "running"
+            await engine.pause()
+            assert said() == "paused"
+            assert (await meanwhile(engine.update_weights(1, weights(5))))[0] == "updating"
+            assert (await meanwhile(engine.sleep(2)))[0] == "asleep"
+            assert await meanwhile(engine.wake(["kv_cache"])) == ("waking", "asleep")
+            # they came as tensors
+            assert await meanwhile(engine.wake([])) == ("waking", "waits_for_weights")
+            assert said() == "waits_for_weights"
+            with pytest.raises(WeightsDiffer):
+                await engine.update_weights(2, weights(6), expected="0" * 32)
+            assert said() == "broken"
+            await engine.update_weights(2, weights(6))
+            assert said() == "paused"
+            await engine.sleep(0)
+            assert said() == "asleep"
+            assert await engine.wake([]) == "paused"
+            await engine.resume()
+            assert said() == "running"
+            await ask(engine, 6)
+            check_end(engine)
+
+    play(work)
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_what_each_mode_does_to_requests(mode):
     async def work():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.runtime import Runtime
     from fdasync.engine.weights.updates import Weights
-    from fdasync.request import PauseMode, SleepMode, WakeTag
+    from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
 
 #: in the order in which they are taken back: graphs hold addresses of weights and blocks
 _PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
@@ -80,13 +80,14 @@ class Sleep:
         self._refuse()
         await self._finish(self._fall_asleep(wanted, mode, keep_weights=level < 2), "sleep")
 
-    async def wake(self, tags: Sequence[Any] | None) -> None:
+    async def wake(self, tags: Sequence[Any] | None) -> Doing:
         """See `Engine.wake`."""
-        named: tuple[WakeTag, ...] = (*_PARTS, "scheduling") if tags is None else checked_tags(tags)
+        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
         self._check()
         if self._weights.is_updating:
             raise UpdateUnderWay("of this engine")
-        await self._finish(self._wake(named), "wake")
+        await self._finish(self._wake(named or _PARTS), "wake")
+        return self._weights.doing
 
     async def aclose(self) -> bool:
         """Stop what is under way; True: memory is released, and the runner takes no more work."""
@@ -197,7 +198,7 @@ class Sleep:
             raise UpdateUnderWay("of this engine")
         if not self.is_asleep and not weights.dropped:
             return
-        weights.moving = True
+        weights.moving = weights.waking = True
         try:
             for part in _PARTS:
                 if part in tags and part in self.released:
@@ -210,6 +211,6 @@ class Sleep:
             if weights.dropped and weights.folder:
                 await weights.reload()
         finally:
-            weights.moving = False
+            weights.moving = weights.waking = False
             weights.released = self.released
         weights.go_on()

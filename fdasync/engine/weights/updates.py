@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
-    from fdasync.request import GroupTensors, MemoryPart, PauseMode, WeightsFingerprint, WeightsGroup, WeightSource
+    from fdasync.request import (
+        Doing,
+        GroupTensors,
+        MemoryPart,
+        PauseMode,
+        WeightsFingerprint,
+        WeightsGroup,
+        WeightSource,
+    )
     from fdasync.runner.base import TensorMeta
 
     # loads a source and returns its weights id; "": it is not known
@@ -94,6 +102,7 @@ class Weights:
         dropped: a sleep dropped the weights, and no update or `reload` has brought any since: nothing goes on.
         sleeps: a sleep keeps the engine from going on (`sleep.py`).
         moving: a sleep or a wake is under way, and no update may begin.
+        waking: it is a wake.
         released: the parts whose memory is not there.
     """
 
@@ -110,7 +119,7 @@ class Weights:
         self.order = next_order(-1, self.version)
         self.broken: WeightsBroken | None = None
         self.folder = str(config.model)
-        self.dropped = self.sleeps = self.moving = False
+        self.dropped = self.sleeps = self.moving = self.waking = False
         self.released: tuple[MemoryPart, ...] = ()
         self._config = config
         self._runtime = runtime
@@ -199,10 +208,19 @@ class Weights:
         self._check()
 
     @property
-    def is_paused(self) -> bool:
-        """A pause has returned, weights are being loaded, are broken or dropped, or the engine sleeps: no steps are
-        planned."""
-        return self._held or self._updating or self.broken is not None or self.sleeps or self.dropped
+    def doing(self) -> Doing:
+        """What the engine does, in one word; all but "running" keep it from planning steps."""
+        if self.waking:
+            return "waking"
+        if self.sleeps:
+            return "asleep"
+        if self._updating:
+            return "updating"
+        if self.broken is not None:
+            return "broken"
+        if self.dropped:
+            return "waits_for_weights"
+        return "paused" if self._held else "running"
 
     async def update(
         self,

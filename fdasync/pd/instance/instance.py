@@ -519,11 +519,8 @@ class Instance:
         assert self._context is not None
         engine_stats = self.engine.stats()
         stats = engine_stats.scheduler
-        state = "paused" if stats.paused else "running"
-        if self._context.draining or self.engine.weights.sleeps:
-            state = "draining" if self._context.draining else "asleep"
         return Status(
-            state,  # type: ignore[arg-type]
+            "draining" if self._context.draining else engine_stats.doing,
             stats.waiting,
             stats.queued_tokens,
             stats.running,
@@ -709,7 +706,7 @@ class Instance:
             peer,
             Done(
                 message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held, "asleep" if weights.sleeps else "paused" if weights.is_paused else "running",
+                expected, held, weights.doing,
             ),
         )  # fmt: skip
 

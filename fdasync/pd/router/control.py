@@ -36,6 +36,7 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.futures import fail
 from fdasync.pd.messages import Command, Done
+from fdasync.pd.router.instances import farthest
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weights.agreement import WeightAgreement
 from fdasync.pd.router.weights.part_update import PartUpdate
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.dispatch import Dispatch
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.weights.agreement import Dropped
-    from fdasync.request import GroupTensors, PauseMode
+    from fdasync.request import Doing, GroupTensors, PauseMode
 
     Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
 
@@ -173,8 +174,9 @@ class ControlPlane:
 
     # -- all instances ------------------------------------------------------------------------------
 
-    async def all(self, command: Command, limit_s: float) -> None:
-        """Send a command to all instances. Raises the first error, after all have replied."""
+    async def all(self, command: Command, limit_s: float) -> Doing:
+        """Send a command to all instances; returns what the one does now that is farthest from running. Raises the
+        first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
             if command.verb in _TELL:
@@ -185,6 +187,7 @@ class ControlPlane:
         failed += [error for _, error in silent]
         if failed:
             raise failed[0]
+        return farthest([done.state for _, done in answers])
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
@@ -224,12 +227,10 @@ class ControlPlane:
             limit_s += self._config.request_deadline_s
         await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
 
-    async def wake(self, tags: Any) -> None:
+    async def wake(self, tags: Any) -> Doing:
         """Wake all instances, or parts of their memory."""
         named = () if tags is None else checked_tags(tags)
-        if tags is not None and not named:
-            return
-        await self.all(Command(0, "wake", tags=named), self._config.command_s)
+        return await self.all(Command(0, "wake", tags=named), self._config.command_s)
 
     async def _ask_all(
         self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None

@@ -6,14 +6,14 @@ Pure, but it reads the state of each instance's peer. `router/router.py` passes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from fdasync.pd.router.blocks.index import BlockIndex
 from fdasync.pd.router.limits import Need, Room
 from fdasync.pd.router.loads import Loads
-from fdasync.request import FIRST_VERSION, MAX_VOCAB_SIZE
+from fdasync.request import FIRST_VERSION, MAX_VOCAB_SIZE, Doing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,8 +24,20 @@ if TYPE_CHECKING:
 
 # of a prompt token to compute, what a token in use weighs on a mixed instance
 _IN_USE = 1 / 16
+# from running on
+_DOING: tuple[Doing, ...] = get_args(Doing)
 # every instance can hold this
 LEAST = Need()
+
+
+def farthest(said: Sequence[Doing]) -> Doing:
+    """What the one does that is farthest from running, as `Doing` orders the words; "running": there is none."""
+    return max(said, key=_DOING.index, default="running")
+
+
+def nearest(said: Sequence[Doing]) -> Doing:
+    """What the one does that is nearest to running; "running": there is none."""
+    return min(said, key=_DOING.index, default="running")
 
 
 class InstanceHandle:
@@ -65,7 +77,7 @@ class InstanceHandle:
         index.open(self.slot)
         self._status: Status | None = None
         # what it was told before its first status
-        self._told: Literal["running", "paused", "asleep"] = "running"
+        self._told: Doing = "running"
         # of requests that were sent since the latest status
         self._tokens = self._fresh = 0
         self._live = 0
@@ -196,25 +208,23 @@ class InstanceHandle:
     def takes_work(self) -> bool:
         return self.peer.is_up and not self.behind and not self.is_leaving
 
-    def was_told(self, state: Literal["running", "paused", "asleep"]) -> None:
+    def was_told(self, state: Doing) -> None:
         """It has paused, resumed, fallen asleep or woken: its latest status is of before."""
         self._told = state
         if self._status is not None and self._status.state != "draining":
             self._status = msgspec.structs.replace(self._status, state=state)
 
     @property
+    def doing(self) -> Doing:
+        """What it does, as its latest status says, or this router's last call. One that drains runs."""
+        if self._status is None:
+            return self._told
+        return "running" if self._status.state == "draining" else self._status.state
+
+    @property
     def is_paused(self) -> bool:
-        """It plans no steps, as its latest status says, or this router's last call."""
-        return self._said in ("paused", "asleep")
-
-    @property
-    def is_asleep(self) -> bool:
-        """Its memory is released, as its latest status says, or this router's last call."""
-        return self._said == "asleep"
-
-    @property
-    def _said(self) -> str:
-        return self._told if self.status is None else self.status.state
+        """It plans no steps."""
+        return self.doing != "running"
 
     def came_up(self) -> None:
         """A new session has begun; its blocks are unknown."""

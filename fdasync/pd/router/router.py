@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.wire import Frame, Wire
     from fdasync.pd.messages import Message
     from fdasync.request import (
+        Doing,
         GenerateOptions,
         GenerateRequest,
         MemoryPart,
@@ -522,11 +523,11 @@ class Router(Generator):
             self.abort_all()
         await self.commands.sleep(level, mode, tags)
 
-    async def wake(self, tags: Sequence[WakeTag] | None = None) -> None:
+    async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """See `Generator.wake`: of every instance that is up. Raises the first error of an instance, after all have
         answered: WakeFailed with its name, while the others are awake."""
         self._check_open()
-        await self.commands.wake(tags)
+        return await self.commands.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

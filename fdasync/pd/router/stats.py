@@ -14,7 +14,9 @@ from fdasync.cache.aux import ROUTING
 from fdasync.errors import PeerUnreachable
 from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
+from fdasync.pd.router.instances import farthest, nearest
 from fdasync.pd.router.weights.agreement import BEHIND, Dropped
+from fdasync.request import Doing
 from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
             between them (address translation, a proxy) has to be there for other instances, too.
         is_up: whether there is a link to it.
         problem: why there is no link, or why it gets no requests although there is one; else "".
-        state: "running", "paused", "asleep" or "draining" as in its latest status; "away" without a link; "refused" if
-            there is no link because it does not fit.
+        state: what it does, or "draining", as in its latest status; "away" without a link; "refused" if there is no
+            link because it does not fit.
         status: its latest status; None before the first.
         status_at: time of that status, by the loop's clock.
         status_age_s: age of that status.
@@ -50,7 +52,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     is_up: bool
     problem: str
-    state: Literal["running", "paused", "asleep", "draining", "away", "refused"]
+    state: Literal[Doing, "draining", "away", "refused"]
     status: Status | None
     status_at: float
     status_age_s: float
@@ -121,15 +123,17 @@ def load_of(table: InstanceTable, live: int, *, updating: bool) -> Load:
     """`live`: number of requests that have not ended."""
     instances = tuple([_load_of(instance) for instance in table.instances.values()])
     up = [one for one in instances if one.is_up]
+    doing = nearest([one.doing for one in up])
     return Load(
         running=sum(one.running for one in up),
         waiting=sum(one.waiting for one in up),
         live=live,
         used_tokens=sum(one.used_tokens for one in up),
         capacity_tokens=sum(one.capacity_tokens for one in up),
-        paused=bool(up) and all(one.paused for one in up),
+        doing=farthest([doing, "updating"]) if updating else doing,
+        paused=doing != "running",
         updating=updating,
-        asleep=any(one.is_asleep for one in table.up()),
+        asleep=any(one.doing in ("asleep", "waking") for one in up),
         instances=instances,
     )
 
@@ -147,6 +151,7 @@ def _load_of(instance: InstanceHandle) -> InstanceLoad:
         live=instance.live,
         used_tokens=0 if status is None else (status.num_blocks - status.free_blocks) * size,
         capacity_tokens=0 if status is None else status.num_blocks * size,
+        doing=instance.doing,
         paused=instance.is_paused,
         weight_version=instance.weight_version,
         problem=_unused(instance),

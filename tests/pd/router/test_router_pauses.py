@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
+import msgspec
 import pytest
 
+from fdasync import Doing
 from fdasync.errors import BadInput, DeadlineExceeded
 from tests.support.router_scene import in_scene, settle
 
@@ -29,7 +32,7 @@ async def test_sleep_and_wake_go_to_all_with_their_words(scene):
     await scene.router.sleep(2, "wait", tags=["weights"])
     await scene.router.wake(["weights", "kv_cache"])
     await scene.router.wake()
-    # nothing is meant
+    # none named: all are meant
     await scene.router.wake([])
     with pytest.raises(BadInput, match="level"):
         await scene.router.sleep(5)
@@ -41,7 +44,25 @@ async def test_sleep_and_wake_go_to_all_with_their_words(scene):
             ("sleep", 2, "wait", ("weights",)),
             ("wake", 1, "keep", ("weights", "kv_cache")),
             ("wake", 1, "keep", ()),
+            ("wake", 1, "keep", ()),
         ]
+
+
+@in_scene("m0", "m1")
+async def test_a_wake_tells_what_the_farthest_instance_does(scene):
+    obeys = scene.m0.obeys
+    for first, second, farthest in [
+        ("running", "running", "running"),
+        ("running", "waits_for_weights", "waits_for_weights"),
+        ("asleep", "paused", "asleep"),
+        ("broken", "waits_for_weights", "broken"),
+    ]:
+        scene.m0.obeys = lambda command, said=first: msgspec.structs.replace(obeys(command), state=said)
+        scene.m1.obeys = lambda command, said=second: msgspec.structs.replace(obeys(command), state=said)
+        assert await scene.router.wake() == farthest
+        said = [one.doing for one in scene.router.load().instances]
+        assert said == [first, second]
+        assert scene.router.load().doing == min(said, key=get_args(Doing).index)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
