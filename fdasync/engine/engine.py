@@ -23,7 +23,7 @@ from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
 from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights.sleep import Sleep
-from fdasync.engine.weights.updates import Weights
+from fdasync.engine.weights.weights import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
 from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
 from fdasync.events.tap import TapStats
@@ -285,7 +285,7 @@ class Engine(Generator):
         taps = runtime.taps.stats()
         return Numbers(
             stats=runtime.driver.scheduler.stats(),
-            version=weights.version,
+            version=weights.state.version,
             namespace=runtime.namespace,
             waiting_for_place=frontend.num_waiting,
             steps_in_flight=runtime.driver.steps_in_flight,
@@ -390,8 +390,8 @@ class Engine(Generator):
 
     def _check_admission(self, draining_is_fine: bool) -> None:
         self._check_open(draining_is_fine)
-        if self._weights is not None and self._weights.broken is not None:
-            raise self._weights.broken
+        if self._weights is not None and self._weights.state.broken is not None:
+            raise self._weights.state.broken
 
     async def _watch_lateness(self) -> None:
         loop = asyncio.get_running_loop()
@@ -457,14 +457,14 @@ class Engine(Generator):
             self._check_open(draining_is_fine=True)
             # the scheduler ends those that it knows
             self._inside().abort_unprepared()
-        await changing.pause(mode)
+        await changing.pausing.pause(mode)
 
     async def resume(self) -> None:
         """See `Generator.resume`; during an update it goes on at its end.
 
         Raises WeightsBroken, EngineClosed, EngineFailed.
         """
-        await self.weights.resume()
+        await self.weights.pausing.resume()
 
     async def sleep(
         self, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep", *, tags: Sequence[MemoryPart] | None = None
@@ -536,26 +536,26 @@ class Engine(Generator):
 
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """See `Generator.join_weights_group`. Each worker takes a rank; no step runs until they have met the others."""
-        await self.weights.join(group)
+        await self.weights.groups.join(group)
 
     async def leave_weights_group(self, name: str) -> None:
         """See `Generator.leave_weights_group`."""
-        await self.weights.leave(name)
+        await self.weights.groups.leave(name)
 
     async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
         """See `Generator.begin_weight_update`. It ends by itself where nobody goes on with it for the deadline of an
         update (`EngineConfig.update_deadline_s`)."""
-        await self.weights.begin(mode)
+        await self.weights.parts.begin(mode)
 
     async def end_weight_update(
         self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
     ) -> None:
         """See `Generator.end_weight_update`."""
-        await self.weights.end(version, expected)
+        await self.weights.parts.end(version, expected)
 
     async def abandon_weight_update(self) -> None:
         """See `Generator.abandon_weight_update`."""
-        self.weights.abandon()
+        self.weights.parts.abandon()
 
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""
@@ -647,16 +647,17 @@ class Engine(Generator):
         assert driver is not None
         late, self._late_max_s = self._late_max_s, 0.0
         refused, why = self._runtime.refused_writes
+        weights = self.weights.state
         return EngineStats(
             state=self.state,
             live=frontend.num_live,
             waiting_for_place=frontend.num_waiting,
             steps_in_flight=driver.steps_in_flight,
-            doing=self.weights.doing,
-            updating=self.weights.is_updating,
+            doing=weights.doing,
+            updating=weights.updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
-            released=self.weights.released,
+            released=weights.released,
             refused_writes=refused,
             refused_why=why,
             store_problem=self._runtime.store_problem,
@@ -686,7 +687,7 @@ class Engine(Generator):
             top_k=capacity.top_k,
             top_k_by_layer=capacity.top_k_by_layer,
             aux=tuple([name for name in names if name != ROUTING]),
-            weight_version=self.weights.version,
+            weight_version=self.weights.state.version,
             num_instances=1,
         )
 
@@ -695,17 +696,17 @@ class Engine(Generator):
             raise EngineFailed(self._failure)
         frontend, driver = self._inside(), self._runtime.driver
         assert driver is not None
-        stats, size = driver.scheduler.stats(), self._runtime.capacity.block_tokens
+        stats, size, doing = driver.scheduler.stats(), self._runtime.capacity.block_tokens, self.weights.state.doing
         return Load(
             running=stats.running,
             waiting=stats.waiting + frontend.num_waiting,
             live=len(frontend.requests()),
             used_tokens=(stats.num_blocks - stats.free_blocks - stats.idle_blocks) * size,
             capacity_tokens=stats.num_blocks * size,
-            doing=self.weights.doing,
-            paused=self.weights.doing != "running",
-            asleep=self.weights.doing in ("asleep", "waking"),
-            updating=self.weights.is_updating,
+            doing=doing,
+            paused=doing != "running",
+            asleep=doing in ("asleep", "waking"),
+            updating=self.weights.state.updating,
         )
 
     def sight(self, since: int = 0, *, past_picks: bool = True) -> Sight:

@@ -17,7 +17,6 @@ from fdasync.errors import (
     DeadlineExceeded,
     EngineClosed,
     TaskCancelled,
-    UpdateUnderWay,
     WakeFailed,
 )
 from fdasync.events.catalog import SleepRequested
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.runtime import Runtime
-    from fdasync.engine.weights.updates import Weights
+    from fdasync.engine.weights.weights import Weights
     from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
 
 #: in the order in which they are taken back: graphs hold addresses of weights and blocks
@@ -44,10 +43,6 @@ class Sleep:
         weights: of the same engine; they hold its pause.
         fail: ends the engine.
         check: raises unless the engine is running.
-
-    Attributes:
-        released: the parts whose memory is not there.
-        is_asleep: a sleep has begun, and no wake has ended it.
     """
 
     def __init__(
@@ -58,11 +53,10 @@ class Sleep:
         fail: Callable[[BaseException], None],
         check: Callable[[], None],
     ) -> None:
-        self.released: tuple[MemoryPart, ...] = ()
-        self.is_asleep = False
         self._config = config
         self._runtime = runtime
         self._weights = weights
+        self._state = weights.state
         self._fail = fail
         self._check = check
         self._turn = asyncio.Lock()
@@ -84,10 +78,9 @@ class Sleep:
         """See `Engine.wake`."""
         named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
         self._check()
-        if self._weights.is_updating:
-            raise UpdateUnderWay("of this engine")
+        self._state.check_idle()
         await self._finish(self._wake(named or _PARTS), "wake")
-        return self._weights.doing
+        return self._state.doing
 
     async def aclose(self) -> bool:
         """Stop what is under way; True: memory is released, and the runner takes no more work."""
@@ -96,13 +89,12 @@ class Sleep:
             for task in self._tasks:
                 task.cancel()
             await wait_within(list(self._tasks), self._config.close_deadline_s)
-        return self.is_asleep
+        return self._state.sleeps
 
     def _refuse(self) -> None:
-        if self._weights.broken is not None:
-            raise self._weights.broken
-        if self._weights.is_updating:
-            raise UpdateUnderWay("of this engine")
+        if self._state.broken is not None:
+            raise self._state.broken
+        self._state.check_idle()
 
     async def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Do it when its turn comes; a caller who is cancelled leaves it to its end."""
@@ -139,26 +131,25 @@ class Sleep:
     async def _fall_asleep(self, parts: tuple[MemoryPart, ...], mode: SleepMode, *, keep_weights: bool) -> None:
         # of calls that came in one turn the first one has its way
         self._refuse()
-        weights = self._weights
-        self.is_asleep = weights.sleeps = True
-        weights.moving = True
+        state = self._state
+        state.sleeps = True
+        state.moving = True
         try:
-            await weights.quiet(_PAUSES[mode])
-            if "kv_cache" in parts and "kv_cache" not in self.released:
+            await self._weights.pausing.quiet(_PAUSES[mode])
+            if "kv_cache" in parts and "kv_cache" not in state.released:
                 await self._clear_device()
-            fresh = tuple([part for part in parts if part not in self.released])
-            if "weights" in parts and not keep_weights and not weights.dropped:
+            fresh = tuple([part for part in parts if part not in state.released])
+            if "weights" in parts and not keep_weights and not state.dropped:
                 # deeper than before, maybe
-                weights.dropped = True
+                state.dropped = True
                 fresh = tuple([part for part in _PARTS if part in (*fresh, "weights")])
             if fresh:
                 await self._of_runner(
-                    "releasing memory", self._runtime.runner.release_memory(fresh, keep_weights=not weights.dropped)
+                    "releasing memory", self._runtime.runner.release_memory(fresh, keep_weights=not state.dropped)
                 )
-                self.released = tuple([part for part in _PARTS if part in (*self.released, *fresh)])
+                state.released = tuple([part for part in _PARTS if part in (*state.released, *fresh)])
         finally:
-            weights.moving = False
-            weights.released = self.released
+            state.moving = False
 
     async def _clear_device(self) -> None:
         driver, limit_s = self._runtime.driver, self._runtime.update_limit_s
@@ -193,24 +184,22 @@ class Sleep:
     # -- wake ---------------------------------------------------------------------------------------
 
     async def _wake(self, tags: tuple[WakeTag, ...]) -> None:
-        weights = self._weights
-        if weights.is_updating:
-            raise UpdateUnderWay("of this engine")
-        if not self.is_asleep and not weights.dropped:
+        state = self._state
+        state.check_idle()
+        if not state.sleeps and not state.dropped:
             return
-        weights.moving = weights.waking = True
+        state.moving = state.waking = True
         try:
             for part in _PARTS:
-                if part in tags and part in self.released:
+                if part in tags and part in state.released:
                     await self._of_runner("taking memory back", self._runtime.runner.regain_memory(part))
-                    self.released = tuple([other for other in self.released if other != part])
-            if self.released:
+                    state.released = tuple([other for other in state.released if other != part])
+            if state.released:
                 return
             # from here on only dropped weights keep it from going on, and an update ends that
-            self.is_asleep = weights.sleeps = False
-            if weights.dropped and weights.folder:
-                await weights.reload()
+            state.sleeps = False
+            if state.dropped and state.folder:
+                await self._weights.updater.reload()
         finally:
-            weights.moving = weights.waking = False
-            weights.released = self.released
-        weights.go_on()
+            state.moving = state.waking = False
+        self._weights.pausing.go_on()

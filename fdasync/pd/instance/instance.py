@@ -323,7 +323,7 @@ class Instance:
             self._decode_service = DecodeService(
                 context, capacity.block_tokens, self._responses.follow, self._responses.lose
             )
-            self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
+            self._kv_events = KvEvents(context, lambda: (self._weights.state.version, self._weights.state.order))
             self._dispatch()
             if self._process is not None:
                 self._process.on_end = context.fail
@@ -476,9 +476,9 @@ class Instance:
             told.tokenizer,
             told.model_path,
             engine.config.max_step_tokens,
-            self._weights.version,
+            self._weights.state.version,
             engine.config.max_requests,
-            self._weights.order,
+            self._weights.state.order,
             told.top_k,
             told.dtype,
             told.num_hidden_layers,
@@ -671,10 +671,10 @@ class Instance:
                     await self._update(message)
                 finally:
                     # an update in parts keeps its claim, which its router has timed
-                    if not self._weights.is_open:
+                    if not self._weights.state.is_open:
                         self._release(peer)
             elif message.verb == "leave_group":
-                await self._weights.leave(message.name)
+                await self._weights.groups.leave(message.name)
             elif message.verb == "relabel":
                 self._claim(peer)
                 try:
@@ -701,7 +701,7 @@ class Instance:
                 field, problem = caught.part, brief(caught.problem)
             if isinstance(caught, WeightsDiffer):
                 expected, held = caught.expected, caught.held
-        weights = self._weights
+        weights = self._weights.state
         self._context.tell(
             peer,
             Done(
@@ -719,17 +719,17 @@ class Instance:
         elif message.verb == "join_group":
             if message.group is None:
                 raise BadInput("group", "a router named none")
-            await weights.join(message.group)
+            await weights.groups.join(message.group)
         elif message.verb == "begin_update":
-            await weights.begin(message.mode)
+            await weights.parts.begin(message.mode)
         elif message.verb == "update_part":
-            if message.part is None or not weights.is_open:
+            if message.part is None or not weights.state.is_open:
                 raise BadInput("part", "no update is open here, or no tensors came with the command")
             await weights.update(None, message.part, message.mode)
         elif message.verb == "end_update":
-            await weights.end(message.version, expected, message.order, message.weights_id)
+            await weights.parts.end(message.version, expected, message.order, message.weights_id)
         else:
-            weights.abandon()
+            weights.parts.abandon()
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
         """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""

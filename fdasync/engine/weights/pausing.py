@@ -1,0 +1,128 @@
+"""Pauses of one engine: stop planning, let steps end, and go on when nothing keeps the engine from it any more.
+
+Pauses are counted by their callers: one that is cancelled takes its own pause back and no other's. Updates, groups and
+sleeps of this room pause by `quiet` and end by `go_on`. Knows no weights (docs/design.md, rules 10 and 36). Called by
+`engine/engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fdasync.events.catalog import PauseRequested, ResumeRequested
+from fdasync.ipc.deadlines import Within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.engine.config import EngineConfig
+    from fdasync.engine.runtime import Runtime
+    from fdasync.engine.weights.state import WeightsState
+    from fdasync.request import PauseMode
+
+
+class Pausing:
+    """See the module.
+
+    Args:
+        fail: ends the engine.
+        check: raises unless the engine is running.
+    """
+
+    def __init__(
+        self,
+        state: WeightsState,
+        config: EngineConfig,
+        runtime: Runtime,
+        fail: Callable[[BaseException], None],
+        check: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._config = config
+        self._runtime = runtime
+        self._fail = fail
+        self._check = check
+        self._resumes = 0
+        # calls of `pause` that have not returned, with their modes
+        self._pausers: dict[object, PauseMode] = {}
+        # how many PauseRequested were published
+        self._asked = 0
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`."""
+        self._check()
+        state = self._state
+        pauser = object()
+        self._pausers[pauser] = mode
+        try:
+            await self.quiet(mode)
+            # a resume that came while this call waited has removed its pauser, and undoes its pause
+            state.held = state.held or pauser in self._pausers
+        except asyncio.CancelledError:
+            # a cancelled call takes its own pause back, and no other's
+            if self._pausers.pop(pauser, None) is not None and not state.updating:
+                self.go_on()
+            raise
+        finally:
+            self._pausers.pop(pauser, None)
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._check()
+        state = self._state
+        if state.broken is not None:
+            raise state.broken
+        state.held = False
+        state.goes_on = None
+        self._pausers.clear()
+        if not state.updating:
+            # an update resumes at its own end
+            self.go_on()
+
+    def _ask(self, mode: PauseMode) -> None:
+        self._asked += 1
+        self._runtime.bus.publish(PauseRequested(mode=mode))
+
+    async def quiet(self, mode: PauseMode = "in_place") -> None:
+        """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
+        (docs/design.md, rule 10)."""
+        driver = self._runtime.driver
+        assert driver is not None
+        pausing = driver.scheduler.pausing
+        resumes = self._resumes
+        self._ask(mode)
+
+        def paused() -> bool:
+            # the turn that reads PauseRequested may still be to come
+            return pausing.paused and pausing.requests >= self._asked
+
+        def resumed() -> bool:
+            # after a resume the engine may never be idle again
+            return self._resumes != resumes
+
+        if mode == "wait":
+            # bounded by the deadlines of the requests that run; the pause of an update is not the one that it waits for
+            await driver.wait_until(lambda: resumed() or (paused() and not self._state.updating))
+            self._check()
+        limit_s = self._config.step_deadline_s * self._config.pipeline_depth
+        try:
+            async with Within(limit_s):
+                await driver.wait_until(lambda: resumed() or (paused() and driver.is_idle))
+        except TimeoutError:
+            self._fail(self._runtime.runner.overdue("the steps in flight at a pause", limit_s))
+        self._check()
+
+    def go_on(self) -> None:
+        """Resume, unless the weights are broken or away, a sleep or a pause is left, or the engine ends. A pause that
+        waits for requests lets them go on."""
+        state = self._state
+        if state.closing or state.sleeps or state.dropped:
+            return
+        if state.held or state.broken is not None or any(mode != "wait" for mode in self._pausers.values()):
+            return
+        self._runtime.bus.publish(ResumeRequested())
+        if self._pausers:
+            self._ask("wait")
+        else:
+            self._resumes += 1

@@ -1,0 +1,135 @@
+"""What the parts of this room know together: the weights in use, their labels, and what keeps the engine from going on.
+
+Holds facts and decides nothing. Written by the other modules of this room; read by `engine/engine.py` and
+`pd/instance/instance.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.errors import Asleep, BadInput, UpdateUnderWay
+from fdasync.request import checked_version, next_order, next_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.errors import WeightsBroken
+    from fdasync.request import Doing, MemoryPart
+
+
+class WeightsState:
+    """See the module.
+
+    Args:
+        version: the label that the engine starts with.
+        weights_id: of the weights that it starts with.
+        folder: that they came from; "": the runner needs none.
+        changed: called when the weights or their label have changed; None: nothing is.
+
+    Attributes:
+        version: the caller's label of the weights in use.
+        order: of that label among all weights and labels that were in use (`request.next_order`).
+        goes_on: the label of the last update by a group, where the engine has been paused by its callers since before
+            it; else None.
+        folder: that the weights in use came from; "": tensors of an update are among them, or the runner needs none.
+        broken: why the weights cannot be used; None while they can.
+        dropped: a sleep dropped the weights, and no update or reload has brought any since: nothing goes on.
+        held: a pause has returned, and no resume came since.
+        updating: an update is under way, which may read its caller's buffers, or a group is being joined.
+        is_open: an update in parts has begun and not ended.
+        sleeps: a sleep keeps the engine from going on.
+        moving: a sleep or a wake is under way, and no update may begin.
+        waking: it is a wake.
+        released: the parts whose memory is not there.
+        closing: the engine ends: nothing goes on any more.
+    """
+
+    def __init__(self, version: str, weights_id: str, folder: str, changed: Callable[[], None] | None = None) -> None:
+        self.version = version
+        self.order = next_order(-1, version)
+        self.goes_on: str | None = None
+        self.folder = folder
+        self.broken: WeightsBroken | None = None
+        self.dropped = self.held = self.updating = self.is_open = False
+        self.sleeps = self.moving = self.waking = self.closing = False
+        self.released: tuple[MemoryPart, ...] = ()
+        self._changed = changed
+        # the weights id that each label named
+        self._used = {version: weights_id}
+
+    @property
+    def doing(self) -> Doing:
+        """What the engine does, in one word; all but "running" keep it from planning steps."""
+        if self.waking:
+            return "waking"
+        if self.sleeps:
+            return "asleep"
+        if self.updating:
+            return "updating"
+        if self.broken is not None:
+            return "broken"
+        if self.dropped:
+            return "waits_for_weights"
+        return "paused" if self.held else "running"
+
+    def check_idle(self) -> None:
+        """Raise unless no update is under way."""
+        if self.updating:
+            raise UpdateUnderWay("of this engine")
+
+    def check_still(self) -> None:
+        """Raise unless no sleep and no wake is under way."""
+        if self.moving:
+            raise UpdateUnderWay("a sleep or a wake of this engine")
+
+    def check_awake(self, call: str) -> None:
+        """Raise unless the weights' memory is there to stay."""
+        self.check_still()
+        if "weights" in self.released:
+            raise Asleep(call, self.released)
+
+    # -- labels ---------------------------------------------------------------------------------------
+
+    def new_label(self, version: str | int | None, *, goes_on: bool = False) -> str:
+        """The label of new weights. Raises BadInput for one that was used.
+
+        Args:
+            goes_on: without a version, these tensors may be more of those that came before them.
+        """
+        if version is None:
+            return self.goes_on if goes_on and self.goes_on is not None else self.next_label()
+        label = checked_version(version)
+        if label in self._used and label != self.version:
+            raise BadInput(
+                "version", f"{label!r} was used before", hint="a version is used again only while it is in use"
+            )
+        return label
+
+    def unused_label(self, version: str | int) -> str:
+        """A label that no weights had. Raises BadInput for another one."""
+        label = self.new_label(version)
+        if label == self.version:
+            raise BadInput("version", f"{label!r} is in use", hint="give new weights a version of their own")
+        return label
+
+    def other_label(self, version: str | int, weights_id: str) -> str:
+        """Another label of the weights in use. Raises BadInput for one that other weights had."""
+        label = checked_version(version)
+        if self._used.get(label, weights_id) != weights_id:
+            raise BadInput("version", f"{label!r} was used before, for other weights")
+        return label
+
+    def next_label(self) -> str:
+        """The one that follows on the label in use."""
+        label = next_version(self.version)
+        while label in self._used:
+            label = next_version(label)
+        return label
+
+    def take_label(self, label: str, order: int, weights_id: str) -> None:
+        """The weights in use have this label from now on; an order of 0 is the one that they have."""
+        self.version, self.order = label, order or self.order
+        self._used[label] = weights_id
+        if self._changed is not None:
+            self._changed()

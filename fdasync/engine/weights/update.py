@@ -1,0 +1,210 @@
+"""One update of one engine's weights: pause, load, compare, begin a new root of the namespace, go on.
+
+Blocks of the old weights match no request afterwards, in any tier, because every identity is chained from the new
+weights id (docs/design.md, rules 1, 10). A label is no part of an identity. Knows no blocks and no schedule. Called by
+`weights.py` and `parts.py`, in a task of theirs, and by `sleep.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import msgspec
+
+from fdasync.engine.prepare import namespace_of
+from fdasync.errors import BadInput, WeightsBroken, WeightsDiffer, WeightsRejected
+from fdasync.events.catalog import AbortRequested, WeightsChanged
+from fdasync.request import WeightsFingerprint, first_difference, next_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.engine.prepare import Preparer
+    from fdasync.engine.runtime import Runtime
+    from fdasync.engine.weights.loaders import Loader
+    from fdasync.engine.weights.pausing import Pausing
+    from fdasync.engine.weights.state import WeightsState
+    from fdasync.engine.weights.tasks import UpdateTask
+
+UpdateMode = Literal["abort", "keep"]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """An update as it was asked for, checked.
+
+    Attributes:
+        label: of the new weights.
+        order: of the label; 0: the next one.
+        mode: whether requests that ran end.
+        expected: what the weights in place must be; None: anything.
+        weights_id: of weights whose loader tells none; "": a random one.
+    """
+
+    label: str
+    order: int
+    mode: UpdateMode
+    expected: WeightsFingerprint | None
+    weights_id: str
+
+
+class Updater:
+    """See the module.
+
+    Args:
+        check: raises unless the engine is running.
+    """
+
+    def __init__(
+        self,
+        state: WeightsState,
+        pausing: Pausing,
+        task: UpdateTask,
+        runtime: Runtime,
+        preparer: Preparer,
+        check: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._pausing = pausing
+        self._task = task
+        self._runtime = runtime
+        self._preparer = preparer
+        self._check = check
+
+    async def update(self, asked: Asked, load: Loader, folder: str | None, *, again: bool = False) -> None:
+        """All of an update.
+
+        Args:
+            folder: that is loaded; None: tensors are.
+            again: the label is in use already.
+        """
+        state = self._state
+        try:
+            await self._pausing.quiet()
+            if again and folder is not None:
+                if state.dropped:
+                    # there is nothing to compare with: the same weights are brought again
+                    await self.reload(folder)
+                else:
+                    await self._compare(asked.label, folder)
+                if state.broken is None:
+                    weights_id = self._runtime.capacity.weights_id
+                    if asked.expected is not None:
+                        await self._match(asked.expected, weights_id)
+                    state.take_label(asked.label, asked.order, weights_id)
+                    self._pausing.go_on()
+                    return
+            await self._load(asked, load)
+            state.folder = folder or ""
+            self._pausing.go_on()
+        finally:
+            self._task.finish()
+
+    async def _compare(self, label: str, folder: str) -> None:
+        """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
+        WeightsRejected if it cannot be read; both change nothing."""
+        try:
+            weights_id = await self._task.in_time("comparing weights", self._runtime.runner.read_weights_id(folder))
+        except Exception as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            self._pausing.go_on()
+            if isinstance(error, WeightsRejected):
+                raise
+            raise WeightsRejected(f"{type(error).__name__}: {error}") from error
+        self._check()
+        if weights_id != self._runtime.capacity.weights_id:
+            self._pausing.go_on()
+            problem = f"{label!r} is in use, and {folder} holds other weights"
+            raise BadInput("version", problem, hint="give them a version of their own")
+
+    async def _match(self, expected: WeightsFingerprint, held: str) -> None:
+        """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.
+
+        Args:
+            held: their weights id.
+        """
+        if held == expected.weights_id:
+            return
+        tensor = ""
+        if expected.tensors:
+            try:
+                told = await self._task.in_time("hashing weights", self._runtime.runner.fingerprint_weights(True))
+                tensor = first_difference(expected, told)
+            except WeightsBroken:
+                # a runner that has no digests of tensors: the difference has no name
+                self._check()
+        self._state.broken = WeightsDiffer(expected.weights_id, held, tensor)
+        raise self._state.broken
+
+    async def _load(self, asked: Asked, load: Loader) -> None:
+        runtime, state, expected = self._runtime, self._state, asked.expected
+        try:
+            weights_id = await self._task.in_time("loading weights", load())
+            if expected is not None:
+                if not weights_id:
+                    told = await self._task.in_time("hashing weights", runtime.runner.fingerprint_weights())
+                    weights_id = told.weights_id
+                await self._match(expected, weights_id)
+        except WeightsRejected:
+            self._pausing.go_on()
+            raise
+        except Exception as error:
+            self.broke(error)
+        self._check()
+        state.dropped = False
+        if asked.mode == "abort":
+            # only now: where weights are refused, no request is aborted
+            self._abort()
+        state.broken = None
+        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
+        weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
+        runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
+        runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
+        runtime.bus.publish(WeightsChanged(version=asked.label, namespace=runtime.namespace))
+        state.take_label(asked.label, asked.order or next_order(state.order, asked.label), weights_id)
+
+    def broke(self, error: Exception) -> NoReturn:
+        """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
+        self._check()
+        broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
+        self._state.broken = broken
+        raise broken from error
+
+    async def reload(self, folder: str = "") -> None:
+        """Bring weights that a sleep dropped again, from a folder; "": the one that they came from. No step is in
+        flight. The identities of blocks stay: it must hold the same weights.
+
+        Raises WeightsRejected where the folder cannot be read any more (they stay dropped), WeightsDiffer where it
+        holds others now, WeightsBroken.
+        """
+        capacity, state = self._runtime.capacity, self._state
+        try:
+            loading = self._runtime.runner.load_folder(folder or state.folder)
+            weights_id = await self._task.in_time("loading weights", loading)
+        except WeightsRejected:
+            raise
+        except Exception as error:
+            self.broke(error)
+        self._check()
+        if weights_id != capacity.weights_id:
+            state.broken = WeightsDiffer(capacity.weights_id, weights_id)
+            raise state.broken
+        state.dropped = False
+
+    def _abort(self) -> None:
+        """End requests that ran with what they have, in the turn that reads WeightsChanged."""
+        keys = [
+            sample.key
+            for request in self._runtime.processor.requests()
+            for sample in request.samples
+            if not sample.finish
+        ]
+        if keys:
+            self._runtime.bus.publish(AbortRequested(keys=tuple(keys), begun_only=True))
+
+
+def check_mode(mode: str) -> None:
+    """Raise BadInput for what is no mode of an update."""
+    if mode not in ("abort", "keep"):
+        raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")

@@ -1,0 +1,132 @@
+"""One engine's weights: joins what pauses, updates and groups have in common, and takes the calls that change weights.
+
+An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Made by
+`engine/engine.py`; called by it and by `pd/instance/instance.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.engine.weights.groups import Groups
+from fdasync.engine.weights.loaders import Loaders
+from fdasync.engine.weights.parts import PartUpdates
+from fdasync.engine.weights.pausing import Pausing
+from fdasync.engine.weights.source import folder_of, group_tensors_of
+from fdasync.engine.weights.state import WeightsState
+from fdasync.engine.weights.tasks import UpdateTask
+from fdasync.engine.weights.update import Asked, Updater, check_mode
+from fdasync.errors import BadInput
+from fdasync.events.catalog import WeightsRelabelled
+from fdasync.request import checked_fingerprint, next_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.engine.config import EngineConfig
+    from fdasync.engine.prepare import Preparer
+    from fdasync.engine.runtime import Runtime
+    from fdasync.engine.weights.update import UpdateMode
+    from fdasync.request import WeightsFingerprint, WeightSource
+    from fdasync.runner.base import TensorMeta
+
+
+class Weights:
+    """See the module.
+
+    Args:
+        fail: ends the engine.
+        check: raises unless the engine is running.
+        changed: called when the weights or their label have changed; None: nothing is.
+
+    Attributes:
+        state: what is known of the weights in use, and what the engine does.
+        pausing: its pauses.
+        parts: updates in parts.
+        groups: trainers' groups.
+        updater: brings weights that a sleep dropped again.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        preparer: Preparer,
+        fail: Callable[[BaseException], None],
+        check: Callable[[], None],
+        changed: Callable[[], None] | None = None,
+    ) -> None:
+        state = WeightsState(str(config.weight_version), runtime.capacity.weights_id, str(config.model), changed)
+        self.state = state
+        self.pausing = pausing = Pausing(state, config, runtime, fail, check)
+        self._task = task = UpdateTask(state, runtime, fail, check)
+        self._loaders = loaders = Loaders(runtime)
+        self.updater = Updater(state, pausing, task, runtime, preparer, check)
+        self.parts = PartUpdates(state, pausing, task, self.updater, loaders, runtime, check)
+        self.groups = Groups(state, pausing, task, runtime, config.weights_interface, fail, check)
+        self._config = config
+        self._runtime = runtime
+        self._check = check
+        # of the last group's tensors, which were checked
+        self._known: tuple[TensorMeta, ...] = ()
+
+    async def update(
+        self,
+        version: str | int | None,
+        source: WeightSource,
+        mode: UpdateMode,
+        order: int = 0,
+        expected: str | WeightsFingerprint | None = None,
+        weights_id: str = "",
+    ) -> None:
+        """See `Engine.update_weights`. `order`, `weights_id`: as in `Asked`."""
+        self._check()
+        state = self.state
+        wanted = checked_fingerprint(expected)
+        checked_fingerprint(weights_id or None)
+        part = group_tensors_of(source, self._known)
+        self._known = self._known if part is None else part.tensors
+        if state.is_open:
+            await self.parts.take(version, part, wanted)
+            return
+        label = state.new_label(version, goes_on=part is not None)
+        check_mode(mode)
+        state.check_idle()
+        state.check_awake("update_weights")
+        folder = None if part is not None else folder_of(source)
+        if part is not None:
+            load = self._loaders.group(part)
+        else:
+            load = self._loaders.tensors(source) if folder is None else self._loaders.folder(folder)
+        again = label == state.version
+        if again and folder is None and label != state.goes_on:
+            problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
+            hint = "give them a version of their own, or pause, or begin an update, before the first of several parts"
+            raise BadInput("version", problem, hint=hint)
+        by_group = label if part is not None and state.held else None
+        asked = Asked(label, order, mode, wanted, weights_id)
+        await self._task.run(self.updater.update(asked, load, folder, again=again))
+        state.goes_on = by_group if state.held else None
+
+    def relabel(self, version: str | int, order: int = 0) -> None:
+        """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
+        self._check()
+        state = self.state
+        if state.broken is not None:
+            raise state.broken
+        weights_id = self._runtime.capacity.weights_id
+        label = state.other_label(version, weights_id)
+        state.check_idle()
+        if label != state.version:
+            self._runtime.bus.publish(WeightsRelabelled(version=label))
+            order = order or next_order(state.order, label)
+        state.take_label(label, order, weights_id)
+
+    async def aclose(self) -> bool:
+        """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""
+        state = self.state
+        interrupted = state.updating
+        state.closing = True
+        self.parts.stop()
+        await self._task.aclose(self._config.close_deadline_s)
+        return interrupted or state.broken is not None or state.dropped
