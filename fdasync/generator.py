@@ -482,9 +482,10 @@ class Generator(Protocol):
 
     @abstractmethod
     async def leave_weights_group(self, name: str) -> None:
-        """Leave a group; its other ranks see the connection end. Does nothing where there is none of that name.
+        """Leave a group; its other ranks see the connection end. Does nothing where there is none of that name. No step
+        runs meanwhile. Cancelling stops the waiting.
 
-        Raises UpdateUnderWay while tensors are being received; EngineClosed.
+        Raises UpdateUnderWay while an update is under way, one in parts that is open too; EngineClosed.
         """
 
     @abstractmethod

@@ -105,6 +105,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         steps_in_flight: launched and not completed.
         doing: in one word, whether it plans steps, and why not (`request.Doing`).
         updating: a weight update is under way.
+        reloadable: a wake brings the weights in use again after a sleep has dropped them: they came from a checkpoint
+            folder, and 64 deltas at most since.
         released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
         scheduler: what the scheduler counts.
@@ -122,6 +124,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     updating: bool
     loop_late_max_s: float
     scheduler: SchedulerStats
+    reloadable: bool
     released: tuple[str, ...] = ()
     refused_writes: int = 0
     refused_why: str = ""
@@ -657,6 +660,7 @@ class Engine(Generator):
             updating=weights.updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
+            reloadable=bool(weights.sources),
             released=weights.released,
             refused_writes=refused,
             refused_why=why,

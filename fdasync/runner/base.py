@@ -349,6 +349,16 @@ class Runner(ABC):
         """
         raise WeightsRejected(f"this runner cannot compare {path!r} with the weights in use")
 
+    async def delta_base(self, path: str) -> str:  # noqa: ARG002 - the contract's
+        """The weights id that a folder of changed tensors is applied to, by `load_folder`, and that the weights in use
+        must have then; "" for a whole checkpoint, as this default says of all. Changes nothing. Raises WeightsRejected.
+        """
+        return ""
+
+    async def forget_weights(self) -> None:  # noqa: B027 - a runner whose updates are always whole has nothing to do
+        """What the weights hold is not what anybody wants, though an update has ended: refuse the next update unless it
+        brings all of them (a whole folder, or every tensor). No step comes before one has."""
+
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         """Check names, shapes and dtypes of the tensors to come; changes nothing yet. Raises WeightsRejected."""
         raise WeightsRejected(f"this runner takes no new weights ({len(tensors)} tensors were given)")

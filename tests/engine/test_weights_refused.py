@@ -228,7 +228,7 @@ def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch
             second.append(asyncio.ensure_future(engine.update_weights(2, weights(7))))
             raise WeightsRejected("not these")
 
-        monkeypatch.setattr(runner, "load_folder", refuse)
+        monkeypatch.setattr(runner, "delta_base", refuse)
         monkeypatch.setattr(runner, "begin_tensors", hang)
         with pytest.raises(WeightsRejected):
             await engine.update_weights(1, "/some/folder")

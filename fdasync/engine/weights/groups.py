@@ -1,4 +1,4 @@
-"""A trainer's process groups, which the runner's workers join and leave while no step is in flight.
+"""A trainer's process groups, which workers join and leave while no step is in flight and no update is open.
 
 Knows no tensors. Called by `engine/engine.py` and `pd/instance/instance.py`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.engine.weights.source import check_group
-from fdasync.errors import FdasyncError, UpdateUnderWay, WeightsRejected
+from fdasync.errors import FdasyncError, WeightsRejected
 from fdasync.ipc.deadlines import Within
 
 if TYPE_CHECKING:
@@ -83,7 +83,15 @@ class Groups:
     async def leave(self, name: str) -> None:
         """See `Engine.leave_weights_group`."""
         self._check()
-        if self._task.runs:
-            raise UpdateUnderWay("of this engine")
-        # closing a connection takes a moment
-        await self._task.in_time("leaving a group", self._runtime.runner.leave_group(name))
+        self._state.check_idle()
+        self._state.check_still()
+        await self._task.run(self._leave(name))
+
+    async def _leave(self, name: str) -> None:
+        try:
+            # closing a connection takes a moment, in which the worker does nothing else
+            await self._pausing.quiet()
+            await self._task.in_time("leaving a group", self._runtime.runner.leave_group(name))
+        finally:
+            self._task.finish()
+            self._pausing.go_on()

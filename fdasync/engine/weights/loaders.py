@@ -34,16 +34,19 @@ class Loaders:
     def folder(self, path: str) -> Loader:
         return lambda: self._runtime.runner.load_folder(path)
 
-    def tensors(self, source: WeightSource) -> Loader:
-        """Raises BadInput for an object that is no source."""
+    def tensors(self, source: WeightSource, *, whole: bool) -> Loader:
+        """Raises BadInput for an object that is no source. `whole`: fewer than all tensors are refused."""
         checked = tensors_of(source)
-        return lambda: self._load_tensors([meta for meta, _ in checked], [data for _, data in checked])
+        metas, buffers = [meta for meta, _ in checked], [data for _, data in checked]
+        return lambda: self._load_tensors(metas, buffers, whole=whole)
 
-    def group(self, part: GroupTensors) -> Loader:
-        return lambda: self.receive(part, first=True, last=True)
+    def group(self, part: GroupTensors, *, whole: bool) -> Loader:
+        return lambda: self.receive(part, first=True, last=True, whole=whole)
 
-    async def receive(self, part: GroupTensors, *, first: bool, last: bool) -> str:
-        """See `Runner.receive_tensors`."""
+    async def receive(self, part: GroupTensors, *, first: bool, last: bool, whole: bool) -> str:
+        """See `Runner.receive_tensors`. `whole`: of an update of which fewer than all tensors are refused."""
+        if first and whole:
+            await self._runtime.runner.forget_weights()
         limit_s = _WORKER_SHARE * self._runtime.update_limit_s
         await self._runtime.runner.receive_tensors(part, limit_s, first=first, last=last)
         return ""
@@ -53,8 +56,10 @@ class Loaders:
         await self._runtime.runner.end_received()
         return ""
 
-    async def _load_tensors(self, metas: list[TensorMeta], buffers: list[memoryview]) -> str:
+    async def _load_tensors(self, metas: list[TensorMeta], buffers: list[memoryview], *, whole: bool) -> str:
         runner = self._runtime.runner
+        if whole:
+            await runner.forget_weights()
         await runner.begin_tensors(metas)
         for number, (meta, data) in enumerate(zip(metas, buffers, strict=True)):
             piece = max(_PIECE_NBYTES // ITEM_NBYTES[meta.dtype], 1) * ITEM_NBYTES[meta.dtype]

@@ -109,14 +109,15 @@ class PartUpdates:
     async def _receive(self, update: _OpenUpdate, part: GroupTensors) -> None:
         ended = True
         try:
-            receiving = self._loaders.receive(part, first=not update.parts, last=False)
+            # what all of them come to is compared at the end at the earliest
+            receiving = self._loaders.receive(part, first=not update.parts, last=False, whole=self._state.differs)
             await self._task.in_time("receiving weights", receiving)
             update.parts += 1
             ended = False
         except WeightsRejected as error:
             if update.parts:
-                self._state.broken = WeightsBroken(f"{error.problem}; tensors before these have been replaced")
-                raise self._state.broken from error
+                broken = WeightsBroken(f"{error.problem}; tensors before these have been replaced")
+                raise self._state.breaks(broken) from error
             raise
         except Exception as error:
             self._updater.broke(error)
@@ -182,7 +183,7 @@ class PartUpdates:
     def _lapse(self, update: _OpenUpdate, what: str) -> None:
         """End an update that is not whole."""
         if update.parts:
-            self._state.broken = WeightsBroken(f"an update in parts {what}, after {update.parts} of them")
+            self._state.breaks(WeightsBroken(f"an update in parts {what}, after {update.parts} of them"))
         self._close(update)
 
     def _close(self, update: _OpenUpdate) -> None:

@@ -198,7 +198,7 @@ class Sleep:
                 return
             # from here on only dropped weights keep it from going on, and an update ends that
             state.sleeps = False
-            if state.dropped and state.folder:
+            if state.dropped and state.sources:
                 await self._weights.updater.reload()
         finally:
             state.moving = state.waking = False

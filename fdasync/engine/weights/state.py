@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fdasync.errors import WeightsBroken
     from fdasync.request import Doing, MemoryPart
 
+#: deltas on one checkpoint, beyond which a sleep that drops the weights needs an update: a wake loads each of them
+MOST_DELTAS = 64
+
 
 class WeightsState:
     """See the module.
@@ -24,7 +27,7 @@ class WeightsState:
     Args:
         version: the label that the engine starts with.
         weights_id: of the weights that it starts with.
-        folder: that they came from; "": the runner needs none.
+        folder: that they came from; "": the runner needs none, and they cannot be loaded again.
         changed: called when the weights or their label have changed; None: nothing is.
 
     Attributes:
@@ -32,8 +35,12 @@ class WeightsState:
         order: of that label among all weights and labels that were in use (`request.next_order`).
         goes_on: the label of the last update by a group, where the engine has been paused by its callers since before
             it; else None.
-        folder: that the weights in use came from; "": tensors of an update are among them, or the runner needs none.
+        sources: folders that the weights in use came from: a checkpoint, and deltas applied to it since, in their
+            order. (): they cannot be loaded again: tensors of an update are among them, there would be more than
+            `MOST_DELTAS` deltas, or the runner needs no folder.
+        is_delta: the update that brought the weights in use was a delta to those before.
         broken: why the weights cannot be used; None while they can.
+        differs: they are broken, and whole: only a comparison failed, so that the runner knows of nothing wrong.
         dropped: a sleep dropped the weights, and no update or reload has brought any since: nothing goes on.
         held: a pause has returned, and no resume came since.
         updating: an update is under way, which may read its caller's buffers, or a group is being joined.
@@ -49,7 +56,8 @@ class WeightsState:
         self.version = version
         self.order = next_order(-1, version)
         self.goes_on: str | None = None
-        self.folder = folder
+        self.sources: tuple[str, ...] = (folder,) if folder else ()
+        self.is_delta = self.differs = False
         self.broken: WeightsBroken | None = None
         self.dropped = self.held = self.updating = self.is_open = False
         self.sleeps = self.moving = self.waking = self.closing = False
@@ -72,6 +80,19 @@ class WeightsState:
         if self.dropped:
             return "waits_for_weights"
         return "paused" if self.held else "running"
+
+    def breaks(self, error: WeightsBroken, *, differs: bool = False) -> WeightsBroken:
+        """The weights cannot be used any more; returns why."""
+        self.broken, self.differs, self.sources = error, differs, ()
+        return error
+
+    def came_from(self, folder: str, *, is_delta: bool) -> None:
+        """The weights in use came from this folder; "": from tensors."""
+        self.is_delta = is_delta
+        if not is_delta:
+            self.sources = (folder,) if folder else ()
+        else:
+            self.sources = (*self.sources, folder) if 0 < len(self.sources) <= MOST_DELTAS else ()
 
     def check_idle(self) -> None:
         """Raise unless no update is under way."""

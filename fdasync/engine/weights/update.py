@@ -85,8 +85,8 @@ class Updater:
                 if state.dropped:
                     # there is nothing to compare with: the same weights are brought again
                     await self.reload(folder)
-                else:
-                    await self._compare(asked.label, folder)
+                elif not await self._compare(asked.label, folder) and state.broken is None:
+                    state.came_from(folder, is_delta=False)
                 if state.broken is None:
                     weights_id = self._runtime.capacity.weights_id
                     if asked.expected is not None:
@@ -94,17 +94,18 @@ class Updater:
                     state.take_label(asked.label, asked.order, weights_id)
                     self._pausing.go_on()
                     return
-            await self._load(asked, load)
-            state.folder = folder or ""
+            await self._load(asked, load, folder)
             self._pausing.go_on()
         finally:
             self._task.finish()
 
-    async def _compare(self, label: str, folder: str) -> None:
+    async def _compare(self, label: str, folder: str) -> str:
         """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
-        WeightsRejected if it cannot be read; both change nothing."""
+        WeightsRejected if it cannot be read; both change nothing. Returns what it is a delta to; ""."""
+        runner = self._runtime.runner
         try:
-            weights_id = await self._task.in_time("comparing weights", self._runtime.runner.read_weights_id(folder))
+            base = await self._task.in_time("comparing weights", runner.delta_base(folder))
+            weights_id = await self._task.in_time("comparing weights", runner.read_weights_id(folder))
         except Exception as error:
             # raises the engine's failure where the worker died
             self._check()
@@ -117,6 +118,7 @@ class Updater:
             self._pausing.go_on()
             problem = f"{label!r} is in use, and {folder} holds other weights"
             raise BadInput("version", problem, hint="give them a version of their own")
+        return base
 
     async def _match(self, expected: WeightsFingerprint, held: str) -> None:
         """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.
@@ -134,29 +136,36 @@ class Updater:
             except WeightsBroken:
                 # a runner that has no digests of tensors: the difference has no name
                 self._check()
-        self._state.broken = WeightsDiffer(expected.weights_id, held, tensor)
-        raise self._state.broken
+        raise self._state.breaks(WeightsDiffer(expected.weights_id, held, tensor), differs=True)
 
-    async def _load(self, asked: Asked, load: Loader) -> None:
-        runtime, state, expected = self._runtime, self._state, asked.expected
+    async def _load(self, asked: Asked, load: Loader, folder: str | None) -> None:
+        runtime, state, task = self._runtime, self._state, self._task
+        base = ""
         try:
-            weights_id = await self._task.in_time("loading weights", load())
-            if expected is not None:
-                if not weights_id:
-                    told = await self._task.in_time("hashing weights", runtime.runner.fingerprint_weights())
-                    weights_id = told.weights_id
-                await self._match(expected, weights_id)
+            if folder is not None:
+                base = await task.in_time("loading weights", runtime.runner.delta_base(folder))
+            weights_id = await task.in_time("loading weights", load())
         except WeightsRejected:
             self._pausing.go_on()
             raise
         except Exception as error:
             self.broke(error)
         self._check()
+        if asked.expected is not None:
+            if not weights_id:
+                try:
+                    told = await task.in_time("hashing weights", runtime.runner.fingerprint_weights())
+                except Exception as error:
+                    self.broke(error, differs=True)
+                weights_id = told.weights_id
+            await self._match(asked.expected, weights_id)
+            self._check()
         state.dropped = False
+        state.came_from(folder or "", is_delta=bool(base))
         if asked.mode == "abort":
             # only now: where weights are refused, no request is aborted
             self._abort()
-        state.broken = None
+        state.broken, state.differs = None, False
         # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
         weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
         runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
@@ -164,33 +173,45 @@ class Updater:
         runtime.bus.publish(WeightsChanged(version=asked.label, namespace=runtime.namespace))
         state.take_label(asked.label, asked.order or next_order(state.order, asked.label), weights_id)
 
-    def broke(self, error: Exception) -> NoReturn:
+    def broke(self, error: Exception, *, differs: bool = False) -> NoReturn:
         """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
         self._check()
         broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
-        self._state.broken = broken
-        raise broken from error
+        raise self._state.breaks(broken, differs=differs) from error
 
     async def reload(self, folder: str = "") -> None:
-        """Bring weights that a sleep dropped again, from a folder; "": the one that they came from. No step is in
-        flight. The identities of blocks stay: it must hold the same weights.
+        """Bring weights that a sleep dropped again, from a folder; "", or the last one that they came from: from all
+        that they came from. No step is in flight. The identities of blocks stay: it must be the same weights.
 
-        Raises WeightsRejected where the folder cannot be read any more (they stay dropped), WeightsDiffer where it
-        holds others now, WeightsBroken.
+        Raises WeightsRejected where a folder cannot be read any more (they stay dropped), WeightsDiffer where it holds
+        others now, WeightsBroken.
         """
-        capacity, state = self._runtime.capacity, self._state
+        state, runner = self._state, self._runtime.runner
+        again = state.sources if folder in ("", *state.sources[-1:]) else ()
+        weights_id = base = ""
         try:
-            loading = self._runtime.runner.load_folder(folder or state.folder)
-            weights_id = await self._task.in_time("loading weights", loading)
+            if not again:
+                base = await self._task.in_time("loading weights", runner.delta_base(folder))
+            for number, path in enumerate(again or (folder,)):
+                try:
+                    weights_id = await self._task.in_time("loading weights", runner.load_folder(path))
+                except WeightsRejected:
+                    if number:
+                        # the folders before it were loaded, and are not all
+                        await self._task.in_time("forgetting weights", runner.forget_weights())
+                    raise
         except WeightsRejected:
             raise
         except Exception as error:
             self.broke(error)
         self._check()
-        if weights_id != capacity.weights_id:
-            state.broken = WeightsDiffer(capacity.weights_id, weights_id)
-            raise state.broken
-        state.dropped = False
+        held = self._runtime.capacity.weights_id
+        if weights_id != held:
+            raise state.breaks(WeightsDiffer(held, weights_id), differs=True)
+        if not again:
+            # what a delta was applied to is not known here
+            state.sources, state.is_delta = () if base else (folder,), bool(base)
+        state.broken, state.dropped, state.differs = None, False, False
 
     def _abort(self) -> None:
         """End requests that ran with what they have, in the turn that reads WeightsChanged."""

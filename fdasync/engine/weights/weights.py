@@ -94,10 +94,14 @@ class Weights:
         state.check_idle()
         state.check_awake("update_weights")
         folder = None if part is not None else folder_of(source)
+        # tensors that leave some out would stand among others that nobody wants, unless the whole is compared
+        whole = state.differs and wanted is None
         if part is not None:
-            load = self._loaders.group(part)
+            load = self._loaders.group(part, whole=whole)
+        elif folder is None:
+            load = self._loaders.tensors(source, whole=whole)
         else:
-            load = self._loaders.tensors(source) if folder is None else self._loaders.folder(folder)
+            load = self._loaders.folder(folder)
         again = label == state.version
         if again and folder is None and label != state.goes_on:
             problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"

@@ -326,6 +326,8 @@ class ControlPlane:
     async def leave(self, name: Any) -> None:
         command = Command(0, "leave_group", name=name)
         check_whole("name", command)
+        if self.is_updating:
+            raise UpdateUnderWay("of this router")
         await self.all(command, self._config.command_s)
 
     async def begin(self, mode: Any) -> None:

@@ -178,6 +178,13 @@ class GroupRunner(Runner):
     async def read_weights_id(self, path: str) -> str:
         return (await self._ask("reading a folder", [runner.read_weights_id(path) for runner in self._ranks]))[0]
 
+    async def delta_base(self, path: str) -> str:
+        """See `Runner`: rank 0 reads the folder, which is the same for all."""
+        return (await self._ask("reading a folder", [self._ranks[0].delta_base(path)]))[0]
+
+    async def forget_weights(self) -> None:
+        await self._ask("forgetting weights", [runner.forget_weights() for runner in self._ranks])
+
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         calls = [runner.fingerprint_weights(with_tensors) for runner in self._ranks]
         return (await self._ask("hashing weights", calls))[0]

@@ -30,7 +30,7 @@ from fdasync.runner.synthetic.copies import check_beside_copies, check_beside_st
 from fdasync.runner.synthetic.oracle import U64, SyntheticConfig
 from fdasync.runner.synthetic.peers import SyntheticPeers
 from fdasync.runner.synthetic.ranks import compare_ranks
-from fdasync.runner.synthetic.sleep import SyntheticSleep
+from fdasync.runner.synthetic.sleep import SPOILT, SyntheticSleep
 from fdasync.runner.synthetic.steps import Flight
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "weights.json"
 _WORD_NBYTES = 8
 _STAMP_NBYTES = 4
+# halves of the one word of weights, and the tensors that replace them
+_LOW, _HIGH = 1, 2
+_WHOLE = _LOW | _HIGH
+_TENSORS = {"weights": (_WHOLE, "uint64"), "weights.low": (_LOW, "uint32"), "weights.high": (_HIGH, "uint32")}
 
 
 class SyntheticRunner(SyntheticSleep):
@@ -55,7 +59,10 @@ class SyntheticRunner(SyntheticSleep):
         super().__init__(config, limits)
         self._rng = np.random.default_rng(config.seed)
         self._copies: list[tuple[SwapOut | SwapIn, asyncio.Future[CopyOutput]]] = []
-        self._incoming: bytearray | None = None
+        # of the tensors to come: the halves that each replaces, and its bytes
+        self._incoming: list[tuple[int, bytearray]] | None = None
+        # halves of the weights that an update has left unfinished
+        self._torn = 0
         self._loading = False
         self._busy_until = 0.0
         self._closed = False
@@ -315,30 +322,67 @@ class SyntheticRunner(SyntheticSleep):
     # -- weights ----------------------------------------------------------------------------------
 
     async def load_folder(self, path: str) -> str:
-        """A folder with `weights.json`: {"weights_id": an integer of 64 bits}."""
-        await self._load(_read_folder(path))
+        """A folder with `weights.json`: {"weights_id": an integer of 64 bits}; with a "base", another such integer, it
+        is a delta, which is applied to these weights alone."""
+        folder = _read_folder(path)
+        if folder.base is not None and (folder.base != self.weights_id or self._owed):
+            raise WeightsRejected(f"{path}: is a delta to weights {folder.base}, which are not in use")
+        await self._load(folder.weights_id)
         return f"{self.weights_id:032x}"
 
     async def read_weights_id(self, path: str) -> str:
-        return f"{_read_folder(path):032x}"
+        return f"{_read_folder(path).weights_id:032x}"
+
+    async def delta_base(self, path: str) -> str:
+        base = _read_folder(path).base
+        return "" if base is None else f"{base:032x}"
+
+    async def forget_weights(self) -> None:
+        self.weights_id, self.lacks_weights = SPOILT, True
+
+    @property
+    def _owed(self) -> int:
+        """Halves of the weights that the next update must bring."""
+        return _WHOLE if self.lacks_weights else self._torn
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        """One tensor named "weights", uint64 [1]."""
-        if [tuple(msgspec.structs.astuple(meta)) for meta in tensors] != [("weights", "uint64", (1,))]:
-            raise WeightsRejected(f"one tensor 'weights', uint64 [1], is all that this model has; given: {tensors}")
-        self._incoming = bytearray(_WORD_NBYTES)
+        """One tensor named "weights", uint64 [1], or its halves "weights.low" and "weights.high", uint32 [1]."""
+        self._incoming = self._checked(tensors, self._owed)
         self._loading = True
 
+    def _checked(self, tensors: Sequence[TensorMeta], owed: int) -> list[tuple[int, bytearray]]:
+        """Room for tensors that fit, with the halves that each replaces. Raises WeightsRejected."""
+        found, covered = [], 0
+        for meta in tensors:
+            halves, dtype = _TENSORS.get(meta.name, (0, ""))
+            if not halves or (meta.dtype, tuple(meta.shape)) != (dtype, (1,)) or halves & covered:
+                raise WeightsRejected(f"{meta} is none of {', '.join(_TENSORS)}, of one item, each of them once")
+            covered |= halves
+            found.append((halves, bytearray(_WORD_NBYTES if halves == _WHOLE else _WORD_NBYTES // 2)))
+        if owed & ~covered:
+            raise WeightsRejected("these tensors leave out some that were dropped, or that an update left unfinished")
+        return found
+
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
-        if self._incoming is None or number:
+        if self._incoming is None or not 0 <= number < len(self._incoming):
             raise InvariantBroken("write_tensor without begin_tensors")
-        self._incoming[offset_nbytes : offset_nbytes + len(data)] = data
+        halves, room = self._incoming[number]
+        self._torn |= halves
+        room[offset_nbytes : offset_nbytes + len(data)] = data
 
     async def end_tensors(self) -> None:
         if self._incoming is None:
             raise InvariantBroken("end_tensors without begin_tensors")
         incoming, self._incoming = self._incoming, None
-        await self._load(int.from_bytes(incoming, "little"))
+        await self._load(self._replaced(incoming))
+
+    def _replaced(self, incoming: Sequence[tuple[int, bytearray]]) -> int:
+        """The weights in use with some halves of others."""
+        word = bytearray(self.weights_id.to_bytes(_WORD_NBYTES, "little"))
+        for halves, data in incoming:
+            first = _WORD_NBYTES // 2 if halves == _HIGH else 0
+            word[first : first + len(data)] = data
+        return int.from_bytes(word, "little")
 
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         """As of a folder with these weights. The one tensor's digest is its value."""
@@ -354,7 +398,7 @@ class SyntheticRunner(SyntheticSleep):
         if self.config.load_s:
             await asyncio.sleep(self.config.load_s)
         self.weights_id = weights_id
-        self.lacks_weights = False
+        self.lacks_weights, self._torn = False, 0
         self._loading = False
 
     @property
@@ -412,12 +456,13 @@ class SyntheticRunner(SyntheticSleep):
 
 class _Weights(msgspec.Struct):
     weights_id: int
+    base: int | None = None
 
 
-def _read_folder(path: str) -> int:
-    """The weights id that a folder names. Raises WeightsRejected."""
+def _read_folder(path: str) -> _Weights:
+    """What a folder says. Raises WeightsRejected."""
     try:
         text = Path(path, WEIGHTS_FILE).read_bytes()  # blocking: some bytes, in tests
-        return msgspec.json.decode(text, type=_Weights).weights_id
+        return msgspec.json.decode(text, type=_Weights)
     except (OSError, msgspec.MsgspecError) as error:
         raise WeightsRejected(f"{path}: {error}") from None

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.synthetic.oracle import SyntheticConfig
 
-# content that no step has written, and weights that nobody has
-_SPOILT = 0xEEEE
+#: content that no step has written, and weights that nobody has
+SPOILT = 0xEEEE
 
 
 class SyntheticSleep(SyntheticSteps):
@@ -65,7 +65,7 @@ class SyntheticSleep(SyntheticSteps):
         if "weights" in parts:
             if "weights" not in self._released:
                 self._kept_weights = self.weights_id
-            self.weights_id = _SPOILT
+            self.weights_id = SPOILT
             self.lacks_weights = self.lacks_weights or not keep_weights
         self._released.update(parts)
 
@@ -80,7 +80,7 @@ class SyntheticSleep(SyntheticSteps):
         self._released.remove(part)
         if part == "kv_cache":
             self._kv, self._kv_stamps = self._allocate(self._words)
-            self._kv[:] = U64(_SPOILT)
-            self._kv_stamps[:] = _SPOILT
+            self._kv[:] = U64(SPOILT)
+            self._kv_stamps[:] = SPOILT
         elif part == "weights" and not self.lacks_weights:
             self.weights_id = self._kept_weights

@@ -26,8 +26,10 @@ from fdasync.runner.worker.messages import (
     Bind,
     CheckGrammar,
     CloseSource,
+    DeltaBase,
     EndReceived,
     FingerprintWeights,
+    ForgetWeights,
     Join,
     JoinGroup,
     LeaveGroup,
@@ -171,6 +173,10 @@ class _RunnerService(Service):
             return await runner.load_folder(message.path)
         elif isinstance(message, ReadWeightsId):
             return await runner.read_weights_id(message.path)
+        elif isinstance(message, DeltaBase):
+            return await runner.delta_base(message.path)
+        elif isinstance(message, ForgetWeights):
+            await runner.forget_weights()
         elif isinstance(message, FingerprintWeights):
             return await runner.fingerprint_weights(message.with_tensors)
         elif isinstance(message, JoinGroup | LeaveGroup | ReceiveTensors | EndReceived):

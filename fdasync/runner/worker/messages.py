@@ -88,6 +88,16 @@ class ReadWeightsId(msgspec.Struct, frozen=True, array_like=True, tag="read_weig
     path: str
 
 
+class DeltaBase(msgspec.Struct, frozen=True, array_like=True, tag="delta_base"):
+    """As `Runner.delta_base`. The answer is a weights id, or ""."""
+
+    path: str
+
+
+class ForgetWeights(msgspec.Struct, frozen=True, array_like=True, tag="forget_weights"):
+    """As `Runner.forget_weights`."""
+
+
 class FingerprintWeights(msgspec.Struct, frozen=True, array_like=True, tag="fingerprint_weights"):
     """Hash the weights in use. The answer is their `WeightsFingerprint`.
 
@@ -212,7 +222,17 @@ class SumBlocks(msgspec.Struct, frozen=True, array_like=True, tag="sum_blocks"):
 
 
 _Group = JoinGroup | LeaveGroup | ReceiveTensors | EndReceived
-_Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors | _Group
+_Weights = (
+    LoadFolder
+    | ReadWeightsId
+    | DeltaBase
+    | ForgetWeights
+    | FingerprintWeights
+    | BeginTensors
+    | WriteChunk
+    | EndTensors
+    | _Group
+)
 PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
 Request = Join | Open | Bind | CheckGrammar | Release | Regain | PeerRequest | _Weights
 

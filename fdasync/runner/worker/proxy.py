@@ -21,8 +21,10 @@ from fdasync.runner.worker.messages import (
     ERRORS,
     Bind,
     CheckGrammar,
+    DeltaBase,
     EndReceived,
     FingerprintWeights,
+    ForgetWeights,
     Join,
     JoinGroup,
     LeaveGroup,
@@ -196,11 +198,17 @@ class WorkerRunner(Runner):
             asking.cancel()
 
     async def load_folder(self, path: str) -> str:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in the nine that follow."""
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in the eleven that follow."""
         return await self._ask(LoadFolder(path), _WEIGHTS_ID)
 
     async def read_weights_id(self, path: str) -> str:
         return await self._ask(ReadWeightsId(path), _WEIGHTS_ID)
+
+    async def delta_base(self, path: str) -> str:
+        return await self._ask(DeltaBase(path), _WEIGHTS_ID)
+
+    async def forget_weights(self) -> None:
+        await self._ask(ForgetWeights(), _NOTHING)
 
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)

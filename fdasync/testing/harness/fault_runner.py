@@ -178,6 +178,12 @@ class FaultRunner(Runner):
     async def read_weights_id(self, path: str) -> str:
         return await self.inner.read_weights_id(path)
 
+    async def delta_base(self, path: str) -> str:
+        return await self.inner.delta_base(path)
+
+    async def forget_weights(self) -> None:
+        await self.inner.forget_weights()
+
     async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
         await self.inner.release_memory(parts, keep_weights=keep_weights)
 

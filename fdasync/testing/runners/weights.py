@@ -125,6 +125,21 @@ class WeightsTests(RunnerSuite):
             # a refusal is no failure
             await _write(on.runner, tensors)
 
+    @on_loop
+    async def test_after_weights_that_nobody_wants_all_tensors_must_come(self) -> None:
+        tensors = self.tensors_of(1) if self.loads else []
+        if len(tensors) < 2:
+            return
+        fresh, ids = await self._fresh()
+        async with on_bench(self.make(self.limits)) as on:
+            await _write(on.runner, self.tensors_of(0))
+            await on.runner.forget_weights()
+            some = [TensorMeta(name, dtype, shape) for name, dtype, shape, _ in tensors[1:]]
+            await _rejected(on.runner.begin_tensors(some))
+            await _write(on.runner, tensors)
+            await _check_fingerprint(on.runner, ids[1])
+            self.assert_same(fresh[1], await self._answer(on, 0))
+
     def _run_with_folders(self, test: Callable[[Sequence[Path]], Coroutine[Any, Any, None]]) -> None:
         """Run `test(folders)`: set 0, set 1, and set 1 broken, all written before there is a loop to block."""
         with _folders() as folders:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from device_path import DEVICE, make_small_checkpoint
-from fdasync_transformers import named_tensors
+from fdasync_transformers import named_tensors, weights_fingerprint, write_delta
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
-from fdasync import ConfigError, Engine, EngineConfig, SamplingParams, WakeFailed, WeightsRejected
+from fdasync import ConfigError, Engine, EngineConfig, SamplingParams, WakeFailed, WeightsDiffer, WeightsRejected
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +132,49 @@ async def test_dropped_weights_come_by_an_update_or_from_their_folder(tmp_path: 
         await engine.update_weights("other folder", str(new))
         await engine.wake()
         assert_alike(told(await play(engine, way)), renewed)
+        engine.check()
+
+
+@pytest.mark.parametrize("way", ["host", "ranks", GPU])
+async def test_a_wake_loads_a_checkpoint_and_its_deltas(tmp_path: Path, way: str) -> None:
+    """And not one of them where another is gone: what is there then is no base for a part of the tensors."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    model = make_tiny_checkpoint(old, "qwen3_moe", 0)
+    other = make_tiny_checkpoint(new, "qwen3_moe", 1)
+    dtype = "float64" if way == "ranks" else "float32"
+    ids, merged = [weights_fingerprint(model, dtype=dtype).weights_id], model.state_dict()
+    changed = list(other.state_dict())[:4]
+    for number in range(2):
+        some = {name: other.state_dict()[name] for name in changed[2 * number : 2 * number + 2]}
+        merged |= some
+        model.load_state_dict(merged)
+        ids.append(weights_fingerprint(model, dtype=dtype).weights_id)
+        write_delta(tmp_path / f"delta-{number}", some, base=ids[-2], result=ids[-1])
+    async with Engine(config(old, way)) as engine:
+        for number in range(2):
+            await engine.update_weights(None, str(tmp_path / f"delta-{number}"))
+        assert engine.capacity.weights_id == ids[2]
+        wanted = told(await play(engine, way))
+        await engine.sleep(2)
+        assert await engine.wake() == "running"
+        assert_alike(told(await play(engine, way)), wanted)
+        await engine.sleep(2)
+        (tmp_path / "delta-1").rename(tmp_path / "away")
+        with pytest.raises(WeightsRejected):
+            await engine.wake()
+        assert engine.load().doing == "waits_for_weights"
+        with pytest.raises(WeightsRejected):
+            await engine.update_weights(None, list(named_tensors(other))[:3])
+        (tmp_path / "away").rename(tmp_path / "delta-1")
+        assert await engine.wake() == "running"
+        assert_alike(told(await play(engine, way)), wanted)
+        # tensors that are no whole mend nothing after a comparison that failed
+        with pytest.raises(WeightsDiffer):
+            await engine.update_weights(None, str(new), expected="0" * 32)
+        with pytest.raises(WeightsRejected):
+            await engine.update_weights(None, list(named_tensors(model))[:3])
+        await engine.update_weights(None, named_tensors(model), expected=ids[2])
+        assert_alike(told(await play(engine, way)), wanted)
         engine.check()
 
 

@@ -66,7 +66,7 @@ from fdasync_transformers.start.runner_config import (
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.groups.group import JoinedGroup
 from fdasync_transformers.weights.groups.receiving import ReceivePlan, TensorReceiver
-from fdasync_transformers.weights.update import LiveWeights
+from fdasync_transformers.weights.update import LiveWeights, delta_base
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -372,6 +372,12 @@ class TransformersRunner(Runner):
 
     async def read_weights_id(self, path: str) -> str:
         return self._opened_weights.read_id(path)
+
+    async def delta_base(self, path: str) -> str:
+        return delta_base(path)
+
+    async def forget_weights(self) -> None:
+        self._opened_weights.drop()
 
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         return self._opened_weights.fingerprint(with_tensors)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import TensorMeta
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.parallel.cuts import Target
+    from fdasync_transformers.weights.deltas.delta import Manifest
     from fdasync_transformers.weights.mapping import Located
     from fdasync_transformers.weights.names import Names
     from fdasync_transformers.weights.shards import StoredTensor
@@ -107,7 +108,7 @@ class LiveWeights:
         self._dropped = False
 
     def drop(self) -> None:
-        """The weights are lost: no step may use the model until an update has brought all of them."""
+        """The weights are lost, or nobody wants them: no step may use the model until an update has brought all."""
         self._incoming = None
         self._dropped, self._id = True, ""
         self.broken = frozenset(Placement(name) for name in self._names.values())
@@ -192,10 +193,7 @@ class LiveWeights:
         Raises WeightsRejected.
         """
         if is_delta(path):
-            try:
-                return read_manifest(path).result
-            except CheckpointError as error:
-                raise WeightsRejected(str(error)) from error
+            return _manifest_of(path).result
         _, folder_tensors, settled = self._read(path)
         # by the first name of the memory that they go to
         stored: dict[str, dict[str, Placement]] = {}
@@ -451,6 +449,18 @@ class LiveWeights:
         if not left:
             return ""
         return f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
+
+
+def delta_base(path: str) -> str:
+    """As `Runner.delta_base`."""
+    return _manifest_of(path).base if is_delta(path) else ""
+
+
+def _manifest_of(path: str) -> Manifest:
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        raise WeightsRejected(str(error)) from error
 
 
 def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
