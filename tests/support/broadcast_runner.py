@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fdasync import GroupTensors, TensorMeta, WeightsGroup
-from fdasync.errors import WeightsBroken, WeightsRejected
+from fdasync.errors import WakeFailed, WeightsBroken, WeightsRejected
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import oracle_of
 
 if TYPE_CHECKING:
-    from fdasync import EngineConfig
+    from fdasync import EngineConfig, MemoryPart
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.synthetic.oracle import SyntheticConfig
 
@@ -38,6 +39,8 @@ class BroadcastRunner(SyntheticRunner):
         sends: the weights that the trainer's next broadcasts are of.
         dies: the trainer dies in the middle of its next broadcast.
         groups: names of the groups that are joined.
+        gone: names of folders that nobody finds any more.
+        fails_wakes: so many parts cannot be taken back before the next one that can.
     """
 
     def __init__(self, config: SyntheticConfig, limits: RunnerLimits) -> None:
@@ -45,8 +48,28 @@ class BroadcastRunner(SyntheticRunner):
         self.sends = 0
         self.dies = False
         self.groups: set[str] = set()
+        self.gone: set[str] = set()
+        self.fails_wakes = 0
         self._came = 0
         self._missing = 0
+
+    async def load_folder(self, path: str) -> str:
+        self._find(path)
+        return await super().load_folder(path)
+
+    async def delta_base(self, path: str) -> str:
+        self._find(path)
+        return await super().delta_base(path)
+
+    def _find(self, path: str) -> None:
+        if Path(path).name in self.gone:
+            raise WeightsRejected(f"{path}: there is no such folder")
+
+    async def regain_memory(self, part: MemoryPart) -> None:
+        if self.fails_wakes:
+            self.fails_wakes -= 1
+            raise WakeFailed(part, "it was told to fail")
+        await super().regain_memory(part)
 
     async def join_group(self, group: WeightsGroup, interface: str) -> None:
         await asyncio.sleep(self.config.load_s)
