@@ -756,6 +756,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
         expected, held: fingerprints of a WeightsDiffer.
         state: what the instance does after the command.
+        is_delta: the folder that the instance's weights came from last was a delta to those before.
     """
 
     number: Count
@@ -768,6 +769,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     expected: Words = ""
     held: Words = ""
     state: Doing = "running"
+    is_delta: bool = False
 
 
 # -- for people who look on ----------------------------------------------------------------------

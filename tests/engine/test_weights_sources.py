@@ -242,3 +242,39 @@ def test_a_group_is_left_only_between_updates():
             check_idle(engine)
 
     play(work)
+
+
+@pytest.mark.parametrize("between", ["an update that its caller left", "parts", "a label"])
+def test_tensors_of_a_group_in_one_pause_have_the_version_of_those_before(tmp_path, between):
+    whole = folder(tmp_path / "9", 9)
+
+    async def work():
+        engine, runner = engine_of()
+        async with engine:
+            await engine.join_weights_group(GROUP)
+            await engine.pause()
+            runner.sends = 5
+            for _ in range(2):
+                await engine.update_weights(None, part(LOW))
+                assert engine.facts().weight_version == "1"
+            if between == "a label":
+                await engine.set_weight_version("7")
+                await engine.update_weights(None, part(HIGH))
+                assert engine.facts().weight_version == "7"
+                return
+            if between == "parts":
+                await engine.begin_weight_update()
+                await engine.update_weights(None, part(LOW))
+                await engine.end_weight_update()
+            else:
+                update = asyncio.create_task(engine.update_weights(None, whole))
+                await asyncio.sleep(0.1)
+                update.cancel()
+                await asyncio.sleep(1)
+            # version 1 named the weights before
+            assert engine.facts().weight_version == "2"
+            await engine.update_weights(None, part())
+            assert engine.facts().weight_version == "3"
+            check_idle(engine)
+
+    play(work)

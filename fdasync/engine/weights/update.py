@@ -39,6 +39,7 @@ class Asked(msgspec.Struct, frozen=True):
         mode: whether requests that ran end.
         expected: what the weights in place must be; None: anything.
         weights_id: of weights whose loader tells none; "": a random one.
+        by_group: tensors of a group, while the engine is paused by its callers.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Asked(msgspec.Struct, frozen=True):
     mode: UpdateMode
     expected: WeightsFingerprint | None
     weights_id: str
+    by_group: bool = False
 
 
 class Updater:
@@ -92,6 +94,7 @@ class Updater:
                     if asked.expected is not None:
                         await self._match(asked.expected, weights_id)
                     state.take_label(asked.label, asked.order, weights_id)
+                    state.goes_on = None
                     self._pausing.go_on()
                     return
             await self._load(asked, load, folder)
@@ -172,6 +175,7 @@ class Updater:
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
         runtime.bus.publish(WeightsChanged(version=asked.label, namespace=runtime.namespace))
         state.take_label(asked.label, asked.order or next_order(state.order, asked.label), weights_id)
+        state.goes_on = asked.label if asked.by_group and state.held else None
 
     def broke(self, error: Exception, *, differs: bool = False) -> NoReturn:
         """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""

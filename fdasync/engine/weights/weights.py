@@ -107,10 +107,8 @@ class Weights:
             problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
             hint = "give them a version of their own, or pause, or begin an update, before the first of several parts"
             raise BadInput("version", problem, hint=hint)
-        by_group = label if part is not None and state.held else None
-        asked = Asked(label, order, mode, wanted, weights_id)
+        asked = Asked(label, order, mode, wanted, weights_id, by_group=part is not None and state.held)
         await self._task.run(self.updater.update(asked, load, folder, again=again))
-        state.goes_on = by_group if state.held else None
 
     def relabel(self, version: str | int, order: int = 0) -> None:
         """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
@@ -124,6 +122,7 @@ class Weights:
         if label != state.version:
             self._runtime.bus.publish(WeightsRelabelled(version=label))
             order = order or next_order(state.order, label)
+            state.goes_on = state.goes_on and label
         state.take_label(label, order, weights_id)
 
     async def aclose(self) -> bool:

@@ -706,7 +706,7 @@ class Instance:
             peer,
             Done(
                 message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held, weights.doing,
+                expected, held, weights.doing, weights.is_delta,
             ),
         )  # fmt: skip
 

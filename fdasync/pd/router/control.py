@@ -518,7 +518,8 @@ class ControlPlane:
         # the label that was in use may not be known from an update of this router
         self._used.setdefault(self._table.weight_version, self._table.namespace)
         self._used[command.version] = namespace
-        self.agreement.agreed(command, namespace)
+        is_delta = any(done.is_delta for _, done in took if done.namespace == namespace)
+        self.agreement.agreed(command, namespace, is_delta=is_delta and bool(command.path))
         for instance, done in took:
             if done.namespace == namespace:
                 instance.has(namespace, done.weight_version, done.weight_order)

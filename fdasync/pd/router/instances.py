@@ -206,13 +206,15 @@ class InstanceHandle:
 
     @property
     def takes_work(self) -> bool:
-        return self.peer.is_up and not self.behind and not self.is_leaving
+        # requests would wait for its weights, which are nowhere, and not for a call of somebody
+        return self.peer.is_up and not self.behind and not self.is_leaving and self.doing != "waits_for_weights"
 
     def was_told(self, state: Doing) -> None:
         """It has paused, resumed, fallen asleep or woken: its latest status is of before."""
         self._told = state
         if self._status is not None and self._status.state != "draining":
             self._status = msgspec.structs.replace(self._status, state=state)
+        self.refresh()
 
     @property
     def doing(self) -> Doing:

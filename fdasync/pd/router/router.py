@@ -191,8 +191,7 @@ class Router(Generator):
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        last = self.commands.agreement.last
-        if instance.waits and last is not None and last.verb == "update_weights":
+        if instance.waits and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
             self.commands.agreement.drop(instance, instance.waits)
         if instance.dropped:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from fdasync import GroupTensors, TensorMeta
 from fdasync.errors import PeerRefused, PeerUnreachable, UpdateUnderWay
 from tests.pd.router.weights_scene import come_back, dropped, problems, serve
 from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle
 
 PROMPT = tuple(range(12))
+PART = GroupTensors(group="trainer", tensors=(TensorMeta("a", "float32", (1,)),))
 
 
 NEW, OTHER = b"w" * 16, b"o" * 16
@@ -392,3 +395,75 @@ async def test_a_router_s_own_update_may_go_back(scene):
     assert problems(scene) == {"m0": "", "m1": ""}
     serve(scene.m1, again)
     await scene.router.complete(PROMPT)
+
+
+@in_scene("m0", "m1")
+async def test_one_that_comes_later_is_brought_to_a_checkpoint_and_its_deltas_one_after_the_other(scene):
+    have = {"/w": b"w" * 16, "/d1": b"1" * 16, "/d2": b"2" * 16}
+
+    def obeys(script):
+        def obey(command):
+            base = {"/d1": have["/w"], "/d2": have["/d1"]}.get(command.path, script.namespace)
+            if script.namespace != base:
+                return done(command.number, "WeightsRejected", "is a delta to others", script.namespace)
+            script.namespace = have.get(command.path, script.namespace)
+            reply = done(command.number, "", "", script.namespace, command.order)
+            return msgspec.structs.replace(reply, is_delta=command.path.startswith("/d"))
+
+        return obey
+
+    def told(script):
+        return [(command.verb, command.path, command.version) for command in script.commands]
+
+    for script in (scene.m0, scene.m1):
+        script.obeys = obeys(script)
+    await scene.router.update_weights(1, "/w")
+    await scene.router.update_weights(2, "/d1")
+    await scene.router.update_weights(3, "/d2")
+    await scene.router.set_weight_version(4)
+    scene.m1.die()
+    await settle(4.0)
+    for namespace, lacks in (
+        (NAMESPACE, [("/w", "1"), ("/d1", "2"), ("/d2", "4")]),
+        (have["/d1"], [("/d2", "4")]),
+        (have["/d2"], []),
+    ):
+        again = scene.begin("m1", namespace)
+        again.obeys = obeys(again)
+        again.version = 4 if not lacks else 0
+        await settle(4.0)
+        assert told(again) == [("update_weights", path, version) for path, version in lacks]
+        assert problems(scene) == {"m0": "", "m1": ""}
+        again.die()
+        await settle(4.0)
+    # no folder of the router's brought what a delta was applied to: it waits for the next update
+    scene.m0.obeys = lambda command: msgspec.structs.replace(
+        done(command.number, "", "", b"g" * 16 if command.version == "5" else b"h" * 16, command.order),
+        is_delta=command.version == "6",
+    )
+    await scene.router.update_weights(5, PART)
+    await scene.router.update_weights(6, "/d3")
+    again = scene.begin("m1")
+    await settle(4.0)
+    assert told(again) == []
+    assert "until it is updated" in problems(scene)["m1"]
+    assert dropped(scene) == {}
+
+
+@in_scene("m0", "m1")
+async def test_requests_go_round_one_that_waits_for_weights(scene):
+    serve(scene.m0, scene.m1)
+    obeys = scene.m1.obeys
+    scene.m1.obeys = lambda command: msgspec.structs.replace(obeys(command), state="waits_for_weights")
+    scene.m1.status = msgspec.structs.replace(scene.m1.status, state="waits_for_weights")
+    assert await scene.router.wake() == "waits_for_weights"
+    for _ in range(4):
+        await scene.router.complete(PROMPT)
+    await settle(2.0)
+    await scene.router.complete(PROMPT)
+    assert (len(scene.m0.submits), len(scene.m1.submits)) == (5, 0)
+    scene.m1.status = msgspec.structs.replace(scene.m1.status, state="running")
+    scene.m0.die()
+    await settle(4.0)
+    await scene.router.complete(PROMPT)
+    assert len(scene.m1.submits) == 1

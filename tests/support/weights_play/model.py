@@ -52,6 +52,8 @@ class WeightsModel:
         self.sources: tuple[str, ...] = ()
         self.gone: set[str] = set()
         self.open: int | None = None
+        # the last update was a group's, in the pause that is there
+        self.goes_on = False
         self._came = self._missing = 0
 
     @property
@@ -77,7 +79,7 @@ class WeightsModel:
 
     def resume(self) -> str:
         if not self.broken:
-            self.held = False
+            self.held = self.goes_on = False
         return self.broken
 
     def relabel(self) -> str:
@@ -132,7 +134,7 @@ class WeightsModel:
             self.owes |= halves
             return self._breaks("WeightsBroken")
         self.holds, self.owes = mixed(self.holds, number, halves), 0
-        return self._loaded(compared)
+        return self._loaded(compared, by_group=True)
 
     def _cannot_update(self) -> str:
         if self.open is not None:
@@ -147,7 +149,7 @@ class WeightsModel:
         self.broken, self.sources = error, ()
         return error
 
-    def _loaded(self, compared: Compared, folder: str = "", *, is_delta: bool = False) -> str:
+    def _loaded(self, compared: Compared, folder: str = "", *, is_delta: bool = False, by_group: bool = False) -> str:
         if compared == "wrong":
             return self._breaks("WeightsDiffer")
         if not is_delta:
@@ -158,7 +160,8 @@ class WeightsModel:
         self._random += 1
         self.identity = ("of", self.holds) if folder or compared == "right" else ("random", self._random)
         self.dropped, self.broken = False, ""
-        self.version += 1
+        self.version += not (by_group and self.goes_on)
+        self.goes_on = by_group and self.held
         return ""
 
     # -- updates in parts -------------------------------------------------------------------------------

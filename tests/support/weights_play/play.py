@@ -153,7 +153,7 @@ class Play:
         vars(self.model).update(kept)
         error = await self._caught(other[1]())
         self._same(name, told(), await self._caught(task))
-        if met and error and error in ("UpdateUnderWay", before):
+        if met and (error == "UpdateUnderWay" or (error and error == before and other[0].startswith("sleep"))):
             self._say(f"{other[0]} refused")
         else:
             self._same(other[0], other[2](), error)

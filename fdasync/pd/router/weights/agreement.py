@@ -8,8 +8,10 @@ instances that were up at the start set the weights id: of several, the one of t
 earlier version then waits for the router that updates the others. Which version is earlier is told by its order, a
 number beside the label (`request.next_order`), and not by the label.
 
-Weights that a trainer's process group brought cannot be had again: an instance that comes up later waits for the next
-update.
+An update may be a delta to the weights before. The router remembers the updates from the last whole folder on, at most
+`MOST_DELTAS` of them deltas, and brings an instance to each that it lacks, in their order. Weights that a trainer's
+process group brought, and those beyond so many deltas, cannot be had again: an instance that comes up later waits for
+the next update.
 
 Instances with the same weights may have different labels, as one that was started again from the updated folder does.
 Such an instance gets the label that this router gave last.
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Done
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
 
+#: deltas that an instance is brought to one after the other
+MOST_DELTAS = 64
 _AGAIN_S = 0.5
 _OTHER = "it has other weights than the instances that were there before it"
 #: why an instance gets no requests while it is brought up to date
@@ -56,6 +60,20 @@ class Dropped(msgspec.Struct, frozen=True):
 
     address: str
     problem: str
+
+
+class _Update(msgspec.Struct, frozen=True):
+    """An update of this router.
+
+    Attributes:
+        command: with its order.
+        base: namespace of the weights before, where it is a delta to them; b"" where it is whole.
+        namespace: of the weights after it.
+    """
+
+    command: Command
+    base: bytes
+    namespace: bytes
 
 
 class WeightAgreement:
@@ -93,6 +111,8 @@ class WeightAgreement:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._followed = False
+        # from the last whole folder on, where they can be had again; or from the weights before, all of them deltas
+        self._updates: tuple[_Update, ...] = ()
         self._tasks: dict[InstanceHandle, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
@@ -120,8 +140,8 @@ class WeightAgreement:
             return
         if instance.changed:
             self._follow(instance)
-        elif self.last is not None and self.last.verb == "update_weights":
-            self._spawn(instance, self.last)
+        elif (updates := self.lacking(instance.namespace)) is not None:
+            self._spawn(instance, updates)
         elif self._is_earlier(instance):
             self._let_wait(instance)
         elif not any(other.namespace == self._table.namespace for other in self._table.up()):
@@ -140,10 +160,11 @@ class WeightAgreement:
         if instance.weight_order > table.weight_order:
             table.weight_version, table.weight_order = instance.weight_version, instance.weight_order
             if self.last is not None:
-                self.last = _relabelled(self.last, table.weight_version, table.weight_order)
+                self._relabel(self.last, table.weight_version, table.weight_order)
         elif self.last is not None and not self.held and not self._has_label(instance):
             instance.behind = True
-            self._spawn(instance, Command(0, "relabel", version=self.last.version, order=self.last.order))
+            relabel = Command(0, "relabel", version=self.last.version, order=self.last.order)
+            self._spawn(instance, (_Update(relabel, b"", table.namespace),))
 
     def _has_label(self, instance: InstanceHandle) -> bool:
         """Whether its label is the agreed one, or no earlier one."""
@@ -170,19 +191,46 @@ class WeightAgreement:
         for instance in self._table.up():
             self.judge(instance)
 
-    def agreed(self, command: Command, namespace: bytes) -> None:
-        """An update of this router, or of the label alone, succeeded."""
-        if command.verb == "update_weights" and not command.path:
-            # a group's tensors come once: an instance without them waits for the next update
-            self.last = Command(0, "relabel", version=command.version, order=command.order)
-        elif command.verb == "update_weights" or self.last is None:
+    def agreed(self, command: Command, namespace: bytes, *, is_delta: bool) -> None:
+        """An update of this router, or of the label alone, succeeded. `is_delta`: to the weights before."""
+        if command.verb == "update_weights":
+            self._updated(command, namespace, is_delta=is_delta)
+        elif self.last is None:
             self.last = command
         else:
-            self.last = _relabelled(self.last, command.version, command.order)
+            self._relabel(self.last, command.version, command.order)
         # after a new label alone the router that updates the others is still another one
         self._followed = self._followed and command.verb == "relabel"
         self._table.namespace = namespace
         self._table.weight_version, self._table.weight_order = command.version, command.order
+
+    def _updated(self, command: Command, namespace: bytes, *, is_delta: bool) -> None:
+        if is_delta and namespace == self._table.namespace:
+            # the version in use was given again
+            self._relabel(self.last or command, command.version, command.order)
+            return
+        before = self._updates if is_delta else ()
+        if not command.path or len(before) > MOST_DELTAS:
+            # tensors of a group come once
+            self._updates = ()
+            self.last = Command(0, "relabel", version=command.version, order=command.order)
+            return
+        base = self._table.namespace if is_delta else b""
+        self._updates = (*before, _Update(command, base, namespace))
+        self.last = command
+
+    def _relabel(self, last: Command, version: str, order: int) -> None:
+        self.last = msgspec.structs.replace(last, version=version, order=order)
+        if self._updates:
+            *before, latest = self._updates
+            self._updates = (*before, msgspec.structs.replace(latest, command=self.last))
+
+    def lacking(self, namespace: bytes) -> tuple[_Update, ...] | None:
+        """The updates that bring an instance of these weights to those of the others; None: no update can."""
+        for number in reversed(range(len(self._updates))):
+            if self._updates[number].base == namespace:
+                return self._updates[number:]
+        return self._updates if self._updates and not self._updates[0].base else None
 
     def drop(self, instance: InstanceHandle, problem: str) -> None:
         """Stop using an instance; its link is hung up in the next turn of the loop."""
@@ -203,7 +251,7 @@ class WeightAgreement:
             return
         self._serve(instance)
         # this router's last update is older than the adopted weights
-        self.last, self._followed = None, True
+        self.last, self._updates, self._followed = None, (), True
         for other in up:
             other.behind = other.namespace != instance.namespace
             other.changed = other.changed and other.behind
@@ -224,8 +272,8 @@ class WeightAgreement:
             task.cancel()
         await self.quiet(1.0)
 
-    def _spawn(self, instance: InstanceHandle, command: Command) -> None:
-        task = self._loop.create_task(self._bring(instance, command, instance.sessions), name="fdasync-weights")
+    def _spawn(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
+        task = self._loop.create_task(self._bring(instance, updates), name="fdasync-weights")
         self._tasks[instance] = task
 
         def ended(_: object) -> None:
@@ -239,9 +287,15 @@ class WeightAgreement:
 
         task.add_done_callback(ended)
 
-    async def _bring(self, instance: InstanceHandle, command: Command, session: int) -> None:
-        until = self._loop.time() + self._limit_s
-        last = self.last
+    async def _bring(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
+        until, session = self._loop.time() + self._limit_s, instance.sessions
+        for update in updates:
+            if not await self._bring_to(instance, update, session, until):
+                return
+
+    async def _bring_to(self, instance: InstanceHandle, update: _Update, session: int, until: float) -> bool:
+        """Whether it came to this update, and may go on to the next."""
+        command, last = update.command, self.last
         # a later update of this or another router ends the loop
         while self.last is last and not (instance.namespace == self._table.namespace and self._has_label(instance)):
             left_s = max(until - self._loop.time(), 0.0)
@@ -254,11 +308,12 @@ class WeightAgreement:
                 problem, left_s = str(error), 0.0
             if instance.sessions != session or not instance.peer.is_up:
                 # `judge` sees it when it comes up
-                return
+                return False
             if done is not None:
-                if done.namespace == self._table.namespace and not done.error:
-                    instance.has(done.namespace, done.weight_version, done.weight_order)
-                    return
+                if done.namespace == update.namespace and not done.error:
+                    if done.namespace == self._table.namespace:
+                        instance.has(done.namespace, done.weight_version, done.weight_order)
+                    return True
                 problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
             if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
@@ -267,13 +322,10 @@ class WeightAgreement:
                     instance.waits = f"{problem}; it gets no requests until it is updated"
                 else:
                     self.drop(instance, problem)
-                return
+                return False
             await asyncio.sleep(_AGAIN_S)
+        return False
 
     def _has_like(self, instance: InstanceHandle) -> bool:
         """Whether an instance of the same role takes work."""
         return any(other.takes_work and other.hello.role == instance.hello.role for other in self._table.up())
-
-
-def _relabelled(command: Command, version: str, order: int) -> Command:
-    return msgspec.structs.replace(command, version=version, order=order)
