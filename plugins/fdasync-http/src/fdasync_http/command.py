@@ -63,6 +63,12 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--weights-root", type=_FOLDER, help="Clients may load weights from folders in this one.  [default: none]"
 )
 @click.option(
+    "--pulls-root",
+    type=_FOLDER,
+    help="Clients may have checkpoints kept in this one, which follow a trainer's deltas (/pull_weights,"
+    " /fetch_weights).  [default: none]",
+)
+@click.option(
     "--rows",
     default="npy",
     show_default=True,
@@ -115,13 +121,13 @@ def http(**options: Any) -> None:
     taken = {name: options.pop(name) for name in _OWN}
     limits, of_connections = limits_of(options)
     engine = None if connects else engine_config(options)
-    root = taken["weights_root"]
+    roots = {name: taken[name] for name in ("weights_root", "pulls_root")}
     config = HttpConfig(
         model=taken["served_model_name"],
         dialect=taken["dialect"],
         api_key=_key(taken["api_key_file"], "--api-key-file"),
         admin_key=_key(taken["admin_key_file"], "--admin-key-file"),
-        weights_root="" if root is None else str(root.absolute()),
+        **{name: "" if root is None else str(root.absolute()) for name, root in roots.items()},
         rows=taken["rows"],
         **limits,
     )
@@ -150,7 +156,7 @@ def http(**options: Any) -> None:
 
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
-    "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
+    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "drain_s", "ready_fd", "connect_s", "keys", "traces",
 )  # fmt: skip
 

@@ -36,6 +36,8 @@ _ENGINE = (503,)
 
 _UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weights")
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
+# an engine whose memory cannot be released; a call that is none of those that need nothing
+_IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
     "/skyrl/v1/generate",
@@ -46,6 +48,7 @@ _NAMES_A_MODEL = (
 )  # fmt: skip
 _NEEDS_NO_ENGINE = (
     "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs", "/",
+    "/collective_rpc", "/finish_session",
 )  # fmt: skip
 
 # of the answer 200; (): it has no body
@@ -106,6 +109,9 @@ _QUERIES = {
             "tags", "the parts to take back, repeated; left out: all",
             {"type": "array", "items": {"type": "string", "enum": ["weights", "kv_cache", "cuda_graph", "scheduling"]}},
         ),
+    ),
+    "/finish_session": (
+        Query("session_id", "name of the conversation; it may not be left out", {"type": "string", "minLength": 1}),
     ),
     "/flush_cache": (
         Query("timeout", "not looked at: it never waits, and is asked again", {"type": "string"}),
@@ -205,8 +211,7 @@ def contract_of(path: Path, *, controls: bool) -> Contract:
         statuses.update(_ENGINE)
     if name in (*_UPDATES, *_GENERATES, *_SLEEPS):
         statuses.add(409)
-    if name in ("/sleep", "/release_memory_occupation"):
-        # an engine whose memory cannot be released
+    if name in _IN_PART:
         statuses.add(501)
     if name in _NAMES_A_MODEL:
         statuses.add(404)

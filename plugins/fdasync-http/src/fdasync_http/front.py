@@ -49,6 +49,7 @@ class Front:
         bodies: bytes of bodies that are being read.
         is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
+        local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Front:
         self.is_draining = is_draining
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.local_checkpoint = ""
 
     @contextmanager
     def place(self) -> Iterator[None]:

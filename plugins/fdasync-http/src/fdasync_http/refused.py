@@ -1,7 +1,6 @@
 """Paths of other servers that are refused here: the answer names the reason and the safe path.
 
-Pickled tensors run code of their sender (CVE-2025-10164 and its bypass), and an arbitrary call into a worker is no
-interface. Called by `application.py`.
+Pickled tensors run code of their sender (CVE-2025-10164 and its bypass). Called by `application.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _BROADCASTER = (
     f" torch.distributed by /init_weights_update_group, or {_DISK}"
 )
 _LOOK = "weights are not read out over HTTP; expected_weights_id of an update compares all of them"
-_DELTA = f"deltas of weights are not served; {_DISK}"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
 #: why a path is not served, and what is
@@ -31,12 +29,8 @@ REASONS = {
     "/update_weights_from_tensor": _PICKLE,
     "/update_weights_from_ipc": _PICKLE,
     "/load_lora_adapter_from_tensors": _PICKLE,
-    "/collective_rpc": "calls into workers are not served: each control path has a name of its own",
     "/init_broadcaster": _BROADCASTER,
     "/start_draft_weight_update": "draft models are not served; the model's own prediction layers are updated with it",
-    "/pull_weights": _DELTA,
-    "/fetch_weights": _DELTA,
-    "/finish_session": _DELTA,
     "/weights_checker": _LOOK,
     "/weight_checker": _LOOK,
     "/get_weights_by_name": _LOOK,
