@@ -239,7 +239,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
-            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
+            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.rpc",
+            "fdasync.ipc.service", "fdasync.pd.router.*", "fdasync.registry.*",
             "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
             "fdasync.telemetry.vllm_names",
         ),

@@ -121,13 +121,13 @@ def http(**options: Any) -> None:
     taken = {name: options.pop(name) for name in _OWN}
     limits, of_connections = limits_of(options)
     engine = None if connects else engine_config(options)
-    roots = {name: taken[name] for name in ("weights_root", "pulls_root")}
     config = HttpConfig(
         model=taken["served_model_name"],
         dialect=taken["dialect"],
         api_key=_key(taken["api_key_file"], "--api-key-file"),
         admin_key=_key(taken["admin_key_file"], "--admin-key-file"),
-        **{name: "" if root is None else str(root.absolute()) for name, root in roots.items()},
+        weights_root=_absolute(taken["weights_root"]),
+        pulls_root=_absolute(taken["pulls_root"]),
         rows=taken["rows"],
         **limits,
     )
@@ -156,9 +156,13 @@ def http(**options: Any) -> None:
 
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
-    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "drain_s", "ready_fd", "connect_s", "keys", "traces",
+    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "ssl_certfile", "ssl_keyfile",
+    "ssl_ca_certs", "drain_s", "ready_fd", "connect_s", "keys", "traces",
 )  # fmt: skip
+
+
+def _absolute(folder: Path | None) -> str:
+    return "" if folder is None else str(folder.absolute())
 
 
 def _key(path: Path | None, option: str) -> str:

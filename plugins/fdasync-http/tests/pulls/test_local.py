@@ -10,10 +10,11 @@ import publisher
 import pytest
 from fdasync_http.pulls import local as local_module
 from fdasync_http.pulls import patching
+from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, bring, state_of
 from safetensors.numpy import load_file, save_file
 
-from fdasync.errors import WeightsRejected
+from fdasync.errors import DeadlineExceeded, WeightsRejected
 
 
 def weights(seed):
@@ -210,7 +211,7 @@ def test_a_change_that_grows_beyond_its_tensor_is_refused_before_it_fills_memory
         with monkeypatch.context() as patch:
             patch.setattr(publisher, "encoded", lambda _old, _new, _encoding: bomb)
             publisher.slime(stage.source, 1, weights(0), weights(1), encoding)
-        with pytest.raises(WeightsRejected, match="longer than|does not have the bytes"):
+        with pytest.raises(WeightsRejected, match=r"longer than|does not have the bytes"):
             stage.pull(1)
         (stage.source / "weight_v000001").rename(stage.source / encoding)
 
@@ -234,3 +235,11 @@ def test_skyrls_files_lie_in_their_folder(stage):
 def test_versions_that_are_not_there_are_named(stage):
     with pytest.raises(WeightsRejected, match="version 3 is not published"):
         stage.pull(3)
+
+
+async def test_a_pull_that_takes_too_long_is_ended(stage):
+    asked = Pull("slime", str(stage.local), str(stage.base), str(stage.source), 0)
+    with pytest.raises(DeadlineExceeded, match="pulling weights"):
+        await pull(asked, 1e-6)
+    await pull(asked, 60.0)
+    assert stage.holds(0, 0)

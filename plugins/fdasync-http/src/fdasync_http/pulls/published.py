@@ -8,12 +8,14 @@ Reads headers and manifests only, each within a bound. Called by `local.py`, in 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from fdasync.errors import WeightsRejected
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Form = Literal["slime", "skyrl"]
 

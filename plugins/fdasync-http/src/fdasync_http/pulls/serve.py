@@ -2,8 +2,8 @@
 `/fetch_weights` with what its client calls around it.
 
 A pull writes a checkpoint in `pulls_root`, verified, while the engine works on; an update then loads it:
-`/update_weights_from_disk` with the same folder, or SkyRL's `/update_weights`. Both paths may be called again. Called by
-`application.py`.
+`/update_weights_from_disk` with the same folder, or SkyRL's `/update_weights`. Both paths may be called again. Called
+by `application.py`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from fdasync_http.failures import Refused, refused_of
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
 from fdasync_http.sglang.control import reply
-from fdasync_http.weights import folder_within, local_within
+from fdasync_http.weights import folder_within, local_within, resolved
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
     from fdasync_http.front import Front
-    from fdasync_http.pulls.published import Form
 
 _Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 CALLS = "calls into workers are not served: each control path has a name of its own"
@@ -65,14 +64,20 @@ async def pull_weights(request: Request, front: Front) -> Response:
     that changed has the checksum that was published. Nothing is loaded."""
     body = await read_json(request, PullBody, front.config)
     try:
-        local = local_within(front.config, body.local_checkpoint_dir, "local_checkpoint_dir")
-        # of version 0 nothing is published
-        source = folder_within(front.config, body.source_dir, "source_dir") if body.target_version else body.source_dir
-        await _pull(front, "slime", local, os.path.realpath(source), body.target_version)
+        asked = _slime_pull(front, body)
+        await pull(asked, front.config.pull_s)
     except (Refused, FdasyncError) as error:
         refused = refused_of(error)
         return reply(Pulled(False, refused.message), refused.status)
-    return reply(Pulled(True, f"{local} holds version {body.target_version}"))
+    return reply(Pulled(True, f"{asked.local} holds version {asked.version}"))
+
+
+def _slime_pull(front: Front, body: PullBody) -> Pull:
+    config, version = front.config, body.target_version
+    local = local_within(config, body.local_checkpoint_dir, "local_checkpoint_dir")
+    # version 0 is the engine's own checkpoint, and nothing is read of what is published, which need not be there yet
+    source = (folder_within if version else resolved)(config, body.source_dir, "source_dir")
+    return _checked(Pull("slime", local, _base(front), source, version))
 
 
 class FetchBody(msgspec.Struct):
@@ -92,30 +97,35 @@ class FetchBody(msgspec.Struct):
 async def fetch_weights(request: Request, front: Front) -> Response:
     """`POST /fetch_weights`: answers once the checkpoint holds that version, verified. Nothing is loaded."""
     body = await read_json(request, FetchBody, front.config)
-    local = named_checkpoint(front)
+    await pull(_skyrl_pull(front, body), front.config.pull_s)
+    result = {"status": "ok", "target_version": body.target_version, "stats": {}}
+    return reply({"status": "ok", "result": [result]})
+
+
+def _skyrl_pull(front: Front, body: FetchBody) -> Pull:
+    config, local = front.config, named_checkpoint(front)
     for field, named in (("sync_dir", body.sync_dir), ("uri", body.uri)):
         if named is not None and "://" in named:
             raise Refused(400, f"{named:.200} is no folder: weights are fetched from folders alone", param=field)
     if body.sync_dir is None and body.uri is None:
         raise Refused(400, "sync_dir or uri is needed", param="sync_dir")
-    last = "" if body.uri is None else folder_within(front.config, body.uri, "uri")
-    if body.sync_dir is None:
-        source = os.path.dirname(last)
-    else:
-        source = folder_within(front.config, body.sync_dir, "sync_dir")
-    await _pull(front, "skyrl", local, source, body.target_version, last)
-    result = {"status": "ok", "target_version": body.target_version, "stats": {}}
-    return reply({"status": "ok", "result": [result]})
+    last = "" if body.uri is None else folder_within(config, body.uri, "uri")
+    source = os.path.dirname(last) if body.sync_dir is None else folder_within(config, body.sync_dir, "sync_dir")
+    return _checked(Pull("skyrl", local, _base(front), source, body.target_version, last))
 
 
-async def _pull(front: Front, form: Form, local: str, source: str, version: int, last: str = "") -> None:
+def _base(front: Front) -> str:
+    """The engine's own checkpoint. Raises Refused (400) where it is no folder of this machine."""
     base = front.generator.facts().model_path
     if not os.path.isdir(base):
         raise Refused(400, "the engine has no checkpoint folder here that a first version could be made of")
-    base = os.path.realpath(base)
-    if local in (base, source, last):
-        raise Refused(400, f"{local} is read for the pull, and cannot be written", param="local_checkpoint_dir")
-    await pull(Pull(form, local, base, source, version, last), front.config.pull_s)
+    return os.path.realpath(base)
+
+
+def _checked(asked: Pull) -> Pull:
+    if asked.local in (asked.base, asked.source, asked.last):
+        raise Refused(400, f"{asked.local} is read for the pull, and cannot be written", param="local_checkpoint_dir")
+    return asked
 
 
 def named_checkpoint(front: Front) -> str:
@@ -147,8 +157,8 @@ class CallBody(msgspec.Struct):
 
 
 async def collective_rpc(request: Request, front: Front) -> Response:
-    """`POST /collective_rpc`: refused, but for the two words by which SkyRL brackets an update from a checkpoint that it
-    had fetched: these need nothing to be done."""
+    """`POST /collective_rpc`: refused, but for the two words by which SkyRL brackets an update from what it had fetched:
+    these need nothing to be done."""
     # without such a checkpoint the body is not read
     if not front.local_checkpoint or (await read_json(request, CallBody, front.config)).method not in _BRACKET:
         raise Refused(501, CALLS, code="not_served")
