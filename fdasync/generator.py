@@ -64,6 +64,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         num_experts, top_k: of the routing; 0 where none is captured.
         top_k_by_layer: where layers differ, else None.
         aux: names of the other data that results have for each token, in order.
+        can_sleep: `sleep` can release memory; on a router: at every instance.
         weight_version: the caller's label of the weights in use.
         num_instances: engines that serve it: 1, or on a router the instances that it has a link to.
     """
@@ -87,6 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     top_k_by_layer: tuple[int, ...] | None
     aux: tuple[str, ...]
+    can_sleep: bool
     weight_version: str
     num_instances: int
 

@@ -31,8 +31,9 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": ()},
-    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.telemetry.sight": ()},
+    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
+    {"fdasync.telemetry.sight": ("fdasync.request",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
@@ -99,7 +100,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.telemetry.sight.recording": (
-            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.telemetry.sight.*",
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.request", "fdasync.scheduler",
+            "fdasync.telemetry.sight.*",
         ),
     },
     {

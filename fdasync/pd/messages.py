@@ -170,6 +170,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         tokenizer, model_path, dtype: as in `ModelFacts`.
         top_k, num_hidden_layers, grammars, scores_prompts, tensor_parallel: as in `runner.base.Capacity`.
         max_step_tokens, max_requests: as in `EngineConfig`.
+        can_sleep: as in `ModelFacts`.
         weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
     """
 
@@ -192,6 +193,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     grammars: bool = False
     scores_prompts: bool = False
     tensor_parallel: Small = 1
+    can_sleep: bool = False
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):

@@ -485,6 +485,7 @@ class Instance:
             capacity.grammars,
             capacity.scores_prompts,
             capacity.tensor_parallel,
+            told.can_sleep,
         )
         role = engine.config.role
         assert role != "alone"
@@ -646,7 +647,7 @@ class Instance:
         assert self._context is not None
         try:
             sight = self.engine.sight(message.since, past_picks=message.past_picks)
-            if self._context.draining and sight.state in ("running", "paused"):
+            if self._context.draining and sight.state not in ("closing", "closed", "failed"):
                 sight = msgspec.structs.replace(sight, state="draining")
             peer.send(Seen(message.number, sight))
         except FdasyncError:

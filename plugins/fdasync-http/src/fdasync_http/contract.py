@@ -20,7 +20,8 @@ EVENTS = "text/event-stream"
 
 #: what a status means
 MEANINGS = {
-    200: "served", 400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
+    200: "served", 202: "memory is taken back, and an update has to bring the weights",
+    400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
     404: "there is no such model", 408: "the request did not arrive in time",
     409: "another request has this name, another update is under way, or memory is released",
     413: "the body is too large",
@@ -38,6 +39,7 @@ _UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weig
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
 # an engine whose memory cannot be released; a call that is none of those that need nothing
 _IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc")
+_WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
     "/skyrl/v1/generate",
@@ -211,6 +213,8 @@ def contract_of(path: Path, *, controls: bool) -> Contract:
         statuses.update(_ENGINE)
     if name in (*_UPDATES, *_GENERATES, *_SLEEPS):
         statuses.add(409)
+    if name in _WAKES:
+        statuses.add(202)
     if name in _IN_PART:
         statuses.add(501)
     if name in _NAMES_A_MODEL:

@@ -18,7 +18,7 @@ from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
-from fdasync_http.sglang.control import reply
+from fdasync_http.sglang.control import Updated, reply
 from fdasync_http.weights import folder_within, local_within, resolved
 
 if TYPE_CHECKING:
@@ -47,18 +47,6 @@ class PullBody(msgspec.Struct):
     target_version: _Version
 
 
-class Pulled(msgspec.Struct, frozen=True):
-    """The answer of `/pull_weights`.
-
-    Attributes:
-        success: the checkpoint is there, verified.
-        message: why not, or where it is.
-    """
-
-    success: bool
-    message: str
-
-
 async def pull_weights(request: Request, front: Front) -> Response:
     """`POST /pull_weights`: answers once the checkpoint holds that version, whole or by its deltas, and every tensor
     that changed has the checksum that was published. Nothing is loaded."""
@@ -68,8 +56,8 @@ async def pull_weights(request: Request, front: Front) -> Response:
         await pull(asked, front.config.pull_s)
     except (Refused, FdasyncError) as error:
         refused = refused_of(error)
-        return reply(Pulled(False, refused.message), refused.status)
-    return reply(Pulled(True, f"{asked.local} holds version {asked.version}"))
+        return reply(Updated(False, refused.message), refused.status)
+    return reply(Updated(True, f"{asked.local} holds version {asked.version}"))
 
 
 def _slime_pull(front: Front, body: PullBody) -> Pull:
@@ -157,8 +145,8 @@ class CallBody(msgspec.Struct):
 
 
 async def collective_rpc(request: Request, front: Front) -> Response:
-    """`POST /collective_rpc`: refused, but for the two words by which SkyRL brackets an update from what it had fetched:
-    these need nothing to be done."""
+    """`POST /collective_rpc`: refused, but for the two calls by which SkyRL brackets an update from what was fetched.
+    Nothing is to be done at these."""
     # without such a checkpoint the body is not read
     if not front.local_checkpoint or (await read_json(request, CallBody, front.config)).method not in _BRACKET:
         raise Refused(501, CALLS, code="not_served")

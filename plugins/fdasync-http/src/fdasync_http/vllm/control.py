@@ -11,7 +11,7 @@ from starlette.responses import Response
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.pulls.serve import fetched
-from fdasync_http.sglang.control import reply
+from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
 from fdasync_http.sglang.groups import tensors_of
 from fdasync_http.vllm.groups import STATELESS
@@ -97,14 +97,13 @@ class WakeBody(msgspec.Struct):
 
 async def wake_up(request: Request, front: Front) -> Response:
     """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
-    paused. Graphs come with the blocks."""
+    paused. Graphs come with the blocks. 202 where an update has to bring weights first."""
     body = await read_json(request, WakeBody, front.config)
     tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
     if tags is not None and "kv_cache" in tags:
         # vLLM knows no part of its own for them
         tags = [*tags, "cuda_graph"]
-    await front.generator.wake(tags)
-    return reply({"status": "awake"})
+    return woken(await front.generator.wake(tags), {"status": "awake"})
 
 
 async def is_sleeping(_request: Request, front: Front) -> Response:
