@@ -534,6 +534,16 @@ class Generator(Protocol):
         """
 
     @abstractmethod
+    async def weights_fingerprint(self) -> str:
+        """Hash the weights that are in place, and return their fingerprint: 32 hex digits, as `update_weights` takes
+        them for `expected`. No step runs meanwhile; requests go on after it. Cancelling stops the waiting only.
+
+        Raises UpdateUnderWay; Asleep while the weights are released or dropped; WeightsBroken; ConfigError where the
+        runner cannot tell it; on a router WeightsDiffer where instances that get requests have different weights;
+        EngineClosed.
+        """
+
+    @abstractmethod
     def facts(self) -> ModelFacts:
         """The model and its limits, now. Waits for nothing and costs little. Raises EngineClosed before the start; on a
         router PeerUnreachable where no instance has answered yet."""

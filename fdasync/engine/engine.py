@@ -565,6 +565,10 @@ class Engine(Generator):
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""
         self.weights.relabel(version)
 
+    async def weights_fingerprint(self) -> str:
+        """See `Generator.weights_fingerprint`. Raises EngineFailed too."""
+        return await self.weights.fingerprint()
+
     # -- other instances ------------------------------------------------------------------------------
 
     def share(self) -> Shared:

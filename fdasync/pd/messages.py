@@ -703,6 +703,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 Verb = Literal[
     "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
     "leave_group", "begin_update", "update_part", "end_update", "abandon_update", "sleep", "wake",
+    "fingerprint",
 ]  # fmt: skip
 
 
@@ -715,6 +716,7 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
             or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
             no new requests, reply when all have ended. "begin_update", "update_part", "end_update" and
             "abandon_update": an update in parts; "join_group", "leave_group": as the methods of `Generator`.
+            "fingerprint": hash the weights in use.
         version, order: with "update_weights", "end_update" and "relabel": the caller's label, and its order.
         path: with "update_weights": the checkpoint folder; "": the weights come by `part`.
         mode: with "update_weights" and "begin_update": whether requests end or go on; see `Engine.update_weights`.
@@ -756,7 +758,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
-        expected, held: fingerprints of a WeightsDiffer.
+        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is that of the weights.
         state: what the instance does after the command.
         is_delta: the folder that the instance's weights came from last was a delta to those before.
     """

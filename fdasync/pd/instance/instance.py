@@ -692,6 +692,8 @@ class Instance:
                 await self.engine.sleep(message.level, message.sleep, tags=message.tags or None)  # type: ignore[arg-type]
             elif message.verb == "wake":
                 await self.engine.wake(message.tags or None)
+            elif message.verb == "fingerprint":
+                held = await self.engine.weights_fingerprint()
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:

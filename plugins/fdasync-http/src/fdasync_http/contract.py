@@ -35,10 +35,14 @@ _CONTROL = (403,)
 _BODY = (413,)
 _ENGINE = (503,)
 
-_UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weights")
+_UPDATES = (
+    "/update_weights_from_disk", "/update_weight_version", "/update_weights", "/init_weights_update_group",
+    "/destroy_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update",
+    "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/weights_checker",
+)  # fmt: skip
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
-# an engine whose memory cannot be released; a call that is none of those that need nothing
-_IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc")
+# an engine whose memory cannot be released; a call that is none of those that need nothing; weights that nobody spoils
+_IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc", "/weights_checker")
 _WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",

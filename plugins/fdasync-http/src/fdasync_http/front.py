@@ -49,6 +49,7 @@ class Front:
         bodies: bytes of bodies that are being read.
         is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
+        snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
     """
 
@@ -66,6 +67,7 @@ class Front:
         self.is_draining = is_draining
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.snapshot = ""
         self.local_checkpoint = ""
 
     @contextmanager

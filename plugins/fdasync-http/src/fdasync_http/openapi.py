@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # trainers read these fields where an update is refused
 _UPDATED = (
     "/update_weights_from_disk", "/pull_weights", "/init_weights_update_group", "/destroy_weights_update_group",
-    "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update",
+    "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update", "/weights_checker",
 )  # fmt: skip
 _RETRY = {"retry-after": {"description": "seconds until the next try", "schema": {"type": "string"}}}
 _FIELD = re.compile(r"    (\w[\w, ]*): (.*)")

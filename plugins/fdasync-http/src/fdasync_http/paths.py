@@ -14,7 +14,7 @@ from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokeniz
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.pulls import serve as pulls
 from fdasync_http.rollout.generate import RolloutBody, rollout
-from fdasync_http.sglang import asked, control, generate, groups, info
+from fdasync_http.sglang import asked, checker, control, generate, groups, info
 from fdasync_http.sight import page, sight
 from fdasync_http.vllm import control as vllm_control
 from fdasync_http.vllm import generate as vllm_generate
@@ -114,5 +114,6 @@ CONTROL: tuple[Path, ...] = (
     Path("/start_weight_update", _POST, vllm_groups.start_weight_update, vllm_groups.StartBody),
     Path("/finish_weight_update", _POST, vllm_groups.finish_weight_update, vllm_groups.FinishBody),
     Path("/update_weights", _POST, vllm_control.update_weights, vllm_control.UpdateBody),
-    *[Path(path, _POST, refused.not_served) for path in refused.REASONS],
+    Path("/weights_checker", ("GET", "POST"), checker.weights_checker, checker.CheckBody),
+    *[Path(path, refused.methods_of(path), refused.not_served) for path in refused.REASONS],
 )

@@ -21,7 +21,11 @@ _BROADCASTER = (
     "prime-rl's broadcaster sends the names of tensors as a pickle, which runs its sender's code; join a group of"
     f" torch.distributed by /init_weights_update_group, or {_DISK}"
 )
-_LOOK = "weights are not read out over HTTP; expected_weights_id of an update compares all of them"
+_LOOK = (
+    "weights are not read out: no runner gives tensors back by name; /weights_checker tells the fingerprint of all of"
+    " them, and expected_weights_id of an update compares it"
+)
+_CHECK = "ask /weights_checker (SGLang), which tells the fingerprint of all weights and compares it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
 #: why a path is not served, and what is
@@ -31,14 +35,18 @@ REASONS = {
     "/load_lora_adapter_from_tensors": _PICKLE,
     "/init_broadcaster": _BROADCASTER,
     "/start_draft_weight_update": "draft models are not served; the model's own prediction layers are updated with it",
-    "/weights_checker": _LOOK,
-    "/weight_checker": _LOOK,
+    "/weight_checker": _CHECK,
     "/get_weights_by_name": _LOOK,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
     "/v1/load_lora_adapter": _LORA,
     "/v1/unload_lora_adapter": _LORA,
 }
+
+
+def methods_of(path: str) -> tuple[str, ...]:
+    """Of HTTP, as the server that is meant takes them."""
+    return ("GET", "POST") if path == "/get_weights_by_name" else ("POST",)
 
 
 async def not_served(request: Request, _front: Front) -> Response:

@@ -43,8 +43,8 @@ def ask_vllm(scene, tokens=4):
 def test_every_path_is_there_and_few_are_refused():
     there = {path.path for path in (*USE, *CONTROL)}
     assert there >= WIRE
-    # by their nature: a pickle
-    assert WIRE & set(REASONS) == {"/init_broadcaster", "/weights_checker", "/get_weights_by_name"}
+    # a pickle, and what no runner has
+    assert WIRE & set(REASONS) == {"/init_broadcaster", "/get_weights_by_name"}
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,46 @@ async def test_what_vllms_clients_run_at_a_sleep_ends_as_their_abort(scene_of):
         assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 4)
 
 
-async def test_weights_are_asked_for_as_sglang_lets_them_be(scene_of):
-    """`GET` and `POST`, as its table of paths has it."""
+async def test_weights_are_not_read_out(scene_of):
     async with scene_of() as scene:
-        for path in ("/weights_checker", "/get_weights_by_name"):
-            for method in ("GET", "POST"):
-                answer = await scene.client.request(method, path)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_served")
+        for method in ("GET", "POST"):
+            answer = await scene.client.request(method, "/get_weights_by_name")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_served")
+            assert "/weights_checker" in answer.json()["error"]["message"]
+
+
+async def test_the_checker_tells_whether_an_update_brought_the_weights_of_before(scene):
+    async def check(action, status=200, **more):
+        return await post(scene, "/weights_checker", {"action": action, "selector": "all", **more}, status)
+
+    assert not (await check("compare", 400))["success"]
+    for number in (77, 78):
+        folder = scene.new_weights(f"step-{number}", number)
+        await post(scene, "/update_weights_from_disk", {"model_path": str(folder)})
+        told = (await scene.client.get("/weights_checker")).json()
+        assert (told["success"], told["per_engine_checksum"]) == (True, f"{number:032x}")
+        if number == 77:
+            assert (await check("snapshot"))["success"]
+            assert (await check("compare", allow_quant_error=False))["success"]
+    other = await check("compare", 400)
+    assert (other["success"], other["per_engine_checksum"]) == (False, f"{78:032x}")
+    assert f"{77:032x}" in other["message"]
+    folder = scene.new_weights("back", 77)
+    await post(scene, "/update_weights_from_disk", {"model_path": str(folder)})
+    assert (await check("compare"))["success"]
+    refused = await check("reset_tensors", 501)
+    assert "expected_weights_id" in refused["error"]["message"]
+    assert (await check("checksum", 400, skip_tensor_list=["lm_head"]))["error"]["param"] == "skip_tensor_list"
+    await check("spoil", 400)
+    # in a pause too, which stays, and not in an update
+    await post(scene, "/pause_generation")
+    assert (await check("compare"))["success"]
+    await until(lambda: scene.generator.load().doing == "paused")
+    await post(scene, "/continue_generation")
+    await post(scene, "/begin_weight_update")
+    await check("checksum", 409)
+    await post(scene, "/end_weight_update")
+    await post(scene, "/sleep", {"level": 1})
+    await check("checksum", 409)
+    await post(scene, "/wake_up")
+    assert (await ask(scene)).status_code == 200
