@@ -232,6 +232,23 @@ def test_skyrls_files_lie_in_their_folder(stage):
         stage.pull(1, "skyrl", last=told["uri"])
 
 
+def test_a_folder_of_others_is_left_alone(stage):
+    stage.local.mkdir()
+    (stage.local / "thesis.txt").write_text("mine")
+    with pytest.raises(WeightsRejected, match="not pulled"):
+        stage.pull(0)
+    assert [path.name for path in stage.local.iterdir()] == ["thesis.txt"]
+    (stage.local / "thesis.txt").unlink()
+    stage.pull(0)
+    # what comes into it later is no part of a checkpoint
+    (stage.local / "model-9.safetensors").write_text("old")
+    stage.pull(0)
+    publisher.slime(stage.source, 1, weights(0), weights(1))
+    save(stage.source / "weight_v000002", weights(2))
+    stage.pull(2)
+    assert stage.holds(2, 2)
+
+
 def test_versions_that_are_not_there_are_named(stage):
     with pytest.raises(WeightsRejected, match="version 3 is not published"):
         stage.pull(3)

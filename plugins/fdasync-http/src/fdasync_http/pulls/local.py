@@ -145,6 +145,9 @@ def _keep(local: Path, state: State) -> None:
 
 @contextmanager
 def _alone(local: Path) -> Iterator[None]:
+    if local.is_dir() and not (local / _OWN).is_dir() and any(local.iterdir()):
+        # files that a checkpoint does not have are removed from it
+        raise WeightsRejected(f"{local} holds what was not pulled; name an empty folder, or one that is not there")
     (local / _OWN).mkdir(parents=True, exist_ok=True)
     with (local / _OWN / "lock").open("w") as lock:
         # the caller ends this process at its deadline

@@ -53,7 +53,7 @@ async def pull_weights(request: Request, front: Front) -> Response:
     body = await read_json(request, PullBody, front.config)
     try:
         asked = _slime_pull(front, body)
-        await pull(asked, front.config.pull_s)
+        await _pull(front, asked)
     except (Refused, FdasyncError) as error:
         refused = refused_of(error)
         return reply(Updated(False, refused.message), refused.status)
@@ -85,7 +85,7 @@ class FetchBody(msgspec.Struct):
 async def fetch_weights(request: Request, front: Front) -> Response:
     """`POST /fetch_weights`: answers once the checkpoint holds that version, verified. Nothing is loaded."""
     body = await read_json(request, FetchBody, front.config)
-    await pull(_skyrl_pull(front, body), front.config.pull_s)
+    await _pull(front, _skyrl_pull(front, body))
     result = {"status": "ok", "target_version": body.target_version, "stats": {}}
     return reply({"status": "ok", "result": [result]})
 
@@ -100,6 +100,12 @@ def _skyrl_pull(front: Front, body: FetchBody) -> Pull:
     last = "" if body.uri is None else folder_within(config, body.uri, "uri")
     source = os.path.dirname(last) if body.sync_dir is None else folder_within(config, body.sync_dir, "sync_dir")
     return _checked(Pull("skyrl", local, _base(front), source, body.target_version, last))
+
+
+async def _pull(front: Front, asked: Pull) -> None:
+    """One after the other: each has a process, and the whole disk."""
+    async with front.pulling:
+        await pull(asked, front.config.pull_s)
 
 
 def _base(front: Front) -> str:
