@@ -75,6 +75,13 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.Choice(["npy", "prime_rl", "none"]),
     help="Form of expert rows at /inference/v1/generate.",
 )
+@click.option(
+    "--memory-saver",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "off"]),
+    help="What /server_info says of releasing memory: off for slime and Miles where they do not offload rollouts.",
+)
 @click.option("--ssl-certfile", type=_FILE, help="PEM file: serve HTTPS.")
 @click.option("--ssl-keyfile", type=_FILE, help="PEM file with the certificate's key.")
 @click.option("--ssl-ca-certs", type=_FILE, help="PEM file: clients must show a certificate of this authority.")
@@ -129,6 +136,7 @@ def http(**options: Any) -> None:
         weights_root=_absolute(taken["weights_root"]),
         pulls_root=_absolute(taken["pulls_root"]),
         rows=taken["rows"],
+        memory_saver=taken["memory_saver"],
         **limits,
     )
     listen = Listen(
@@ -156,8 +164,8 @@ def http(**options: Any) -> None:
 
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
-    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "ssl_certfile", "ssl_keyfile",
-    "ssl_ca_certs", "drain_s", "ready_fd", "connect_s", "keys", "traces",
+    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "memory_saver", "ssl_certfile",
+    "ssl_keyfile", "ssl_ca_certs", "drain_s", "ready_fd", "connect_s", "keys", "traces",
 )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             well; "": they write nothing.
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
             "prime_rl" as prime-rl's server, "none".
+        memory_saver: whether `/server_info` says that memory can be released. "auto": where it can be. "off": it never
+            does, for trainers that do not release any and compare this with their own setting.
         max_body_nbytes: most bytes of a request's body. Decoding it holds the loop, and with it every stream of the
             front: for some 6 ms a MiB of token ids.
         max_bodies_nbytes: most bytes of bodies that are being read at a time; a request that has more is answered with
@@ -48,6 +50,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weights_root: str = ""
     pulls_root: str = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
+    memory_saver: Literal["auto", "off"] = "auto"
     max_body_nbytes: int = 4 << 20
     max_bodies_nbytes: int = 512 << 20
     max_json_depth: int = 32

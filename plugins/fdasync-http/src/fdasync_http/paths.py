@@ -114,6 +114,7 @@ CONTROL: tuple[Path, ...] = (
     Path("/start_weight_update", _POST, vllm_groups.start_weight_update, vllm_groups.StartBody),
     Path("/finish_weight_update", _POST, vllm_groups.finish_weight_update, vllm_groups.FinishBody),
     Path("/update_weights", _POST, vllm_control.update_weights, vllm_control.UpdateBody),
-    Path("/weights_checker", ("GET", "POST"), checker.weights_checker, checker.CheckBody),
+    Path("/weights_checker", _GET, checker.weights_checker),
+    Path("/weights_checker", _POST, checker.weights_checker, checker.CheckBody),
     *[Path(path, refused.methods_of(path), refused.not_served) for path in refused.REASONS],
 )

@@ -166,7 +166,8 @@ class Miles:
     ],
 )
 async def test_miles_trains_a_step(stage_of, place, rows, mode):
-    async with stage_of(place) as stage:
+    # its trainer does not offload rollouts, and wants to read so
+    async with stage_of(place, memory_saver="off") as stage:
         miles, truth = Miles(stage, rows), stage.truth
         await miles.start()
         assert await miles.version() == "0"

@@ -63,7 +63,7 @@ async def server_info(request: Request, front: Front) -> Response:
             "encoder_only": False,
             "load_balance_method": "round_robin",
             "prefill_round_robin_balance": False,
-            "enable_memory_saver": facts.can_sleep,
+            "enable_memory_saver": facts.can_sleep and front.config.memory_saver == "auto",
             "enable_return_routed_experts": facts.captures_routing,
             "internal_states": [{"num_running_reqs": load.running, "num_waiting_reqs": load.waiting}],
         }
