@@ -64,6 +64,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         num_experts, top_k: of the routing; 0 where none is captured.
         top_k_by_layer: where layers differ, else None.
         aux: names of the other data that results have for each token, in order.
+        can_sleep: `sleep` can release memory; on a router: at every instance.
         weight_version: the caller's label of the weights in use.
         num_instances: engines that serve it: 1, or on a router the instances that it has a link to.
     """
@@ -87,6 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     top_k_by_layer: tuple[int, ...] | None
     aux: tuple[str, ...]
+    can_sleep: bool
     weight_version: str
     num_instances: int
 
@@ -529,6 +531,16 @@ class Generator(Protocol):
             version: as in `update_weights`. The label in use changes nothing.
 
         Raises BadInput, also for a label that other weights had; UpdateUnderWay; WeightsBroken; EngineClosed.
+        """
+
+    @abstractmethod
+    async def weights_fingerprint(self) -> str:
+        """Hash the weights that are in place, and return their fingerprint: 32 hex digits, as `update_weights` takes
+        them for `expected`. No step runs meanwhile; requests go on after it. Cancelling stops the waiting only.
+
+        Raises UpdateUnderWay; Asleep while the weights are released or dropped; WeightsBroken; ConfigError where the
+        runner cannot tell it; on a router WeightsDiffer where instances that get requests have different weights;
+        EngineClosed.
         """
 
     @abstractmethod

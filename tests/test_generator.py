@@ -14,6 +14,7 @@ import pytest
 
 import fdasync
 from fdasync import (
+    Asleep,
     BadInput,
     Engine,
     EngineClosed,
@@ -23,6 +24,7 @@ from fdasync import (
     Router,
     SamplingParams,
     SourceUnsupported,
+    UpdateUnderWay,
     WeightsRejected,
 )
 from fdasync.runner.synthetic import WEIGHTS_FILE
@@ -294,6 +296,25 @@ async def test_a_version_is_counted_up_given_again_and_given_without_new_weights
         await face.set_weight_version("step-10")
 
 
+async def test_the_fingerprint_is_that_of_the_weights_in_place(face: Generator, weights: Path) -> None:
+    async with face:
+        first = await face.weights_fingerprint()
+        running = await face.generate(PROMPT, LONG).__aenter__()
+        await anext(aiter(running))
+        # a request that runs goes on
+        assert await face.weights_fingerprint() == first
+        await running.finished()
+        await face.update_weights(None, weights)
+        assert await face.weights_fingerprint() == f"{RELOADED:032x}" != first
+        await face.sleep(1)
+        with pytest.raises(Asleep):
+            await face.weights_fingerprint()
+        await face.wake()
+        await face.begin_weight_update()
+        with pytest.raises(UpdateUnderWay):
+            await face.weights_fingerprint()
+
+
 async def test_a_reset_forgets_computed_blocks_and_disturbs_no_request(face: Generator) -> None:
     prompt = PROMPT * 4
     brief = SamplingParams(max_tokens=4, seed=7)
@@ -410,6 +431,7 @@ async def test_what_is_not_open_refuses_everything(face: Generator, weights: Pat
             lambda: face.reset_cache(),
             lambda: face.update_weights(9, str(weights)),
             lambda: face.set_weight_version("late"),
+            lambda: face.weights_fingerprint(),
         ):
             with pytest.raises(EngineClosed) as caught:
                 await call()
@@ -450,7 +472,8 @@ def test_every_method_of_the_face_is_each_ones_own() -> None:
     assert METHODS == [
         "start", "aclose", "generate", "complete", "abort", "abort_all", "pause", "resume", "sleep", "wake",
         "reset_cache", "update_weights", "join_weights_group", "leave_weights_group", "begin_weight_update",
-        "end_weight_update", "abandon_weight_update", "set_weight_version", "facts", "load", "watch",
+        "end_weight_update", "abandon_weight_update", "set_weight_version", "weights_fingerprint",
+        "facts", "load", "watch",
     ]  # fmt: skip
     for owner in (Engine, Router):
         assert not inspect.isabstract(owner)

@@ -31,8 +31,9 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": ()},
-    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": (), "fdasync.telemetry.sight": ()},
+    {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
+    {"fdasync.telemetry.sight": ("fdasync.request",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
@@ -99,7 +100,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.telemetry.sight.recording": (
-            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.scheduler", "fdasync.telemetry.sight.*",
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.request", "fdasync.scheduler",
+            "fdasync.telemetry.sight.*",
         ),
     },
     {
@@ -240,7 +242,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
-            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.pd.router.*", "fdasync.registry.*",
+            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.rpc",
+            "fdasync.ipc.service", "fdasync.pd.router.*", "fdasync.registry.*",
             "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
             "fdasync.telemetry.vllm_names",
         ),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fdasync.telemetry.sight.summary import Engine, Latency, Places, Summary
 
 _GOOD, _BAD, _ODD, _DIM = "green", "bold red", "yellow", "dim"
-_COLORS = {"running": _GOOD, "away": _BAD, "silent": _BAD, "failed": _BAD}
+_COLORS = {"running": _GOOD, "away": _BAD, "silent": _BAD, "failed": _BAD, "broken": _BAD, "waits_for_weights": _BAD}
 _NAME_COLUMNS = 12
 _BAR = 10
 _COLUMNS = ("name", "role", "state", "run", "wait", "blocks", "tok/s", "prompt/s", "ms/tok", "ttft s", "weights")
@@ -66,6 +66,9 @@ class Screen:
         summary = self._summary
         requests, rates, leases = summary.requests, summary.rates, summary.leases
         engines = f"{len(summary.engines)} engine{'s' * (len(summary.engines) != 1)}"
+        if summary.state != "running" or len(summary.states) > 1:
+            told = [f"{count} {_words_of(state)}" for state, count in summary.states.items()]
+            engines += f": {', '.join(told)}"
         title = Text.assemble(
             ("fdasync top", "bold"), f"  {summary.model}  weights {summary.weight_version}  {engines}"
         )
@@ -129,7 +132,7 @@ def _joined(cells: list[tuple[Text, int, int]]) -> Text:
 
 def _row(one: Engine) -> list[Text]:
     style = _ODD if one.problems and one.state == "running" else _COLORS.get(one.state, _ODD)
-    state = Text("slow" if one.slow else one.state, style=style)
+    state = Text("slow" if one.slow and one.state == "running" else _words_of(one.state), style=style)
     head = [Text(_end_of(one.name or one.address)), Text(one.role), state]
     if one.state in ("away", "silent"):
         return [*head, *[Text("-") for _ in _COLUMNS[_WORDS:]]]
@@ -145,6 +148,11 @@ def _row(one: Engine) -> list[Text]:
         one.weight_version[-_NAME_COLUMNS:],
     ]
     return [*head, *map(Text, told)]
+
+
+def _words_of(state: str) -> str:
+    """A state for people."""
+    return state.replace("_", " ")
 
 
 def _end_of(name: str) -> str:

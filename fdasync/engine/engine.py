@@ -288,6 +288,7 @@ class Engine(Generator):
         taps = runtime.taps.stats()
         return Numbers(
             stats=runtime.driver.scheduler.stats(),
+            doing=weights.state.doing,
             version=weights.state.version,
             namespace=runtime.namespace,
             waiting_for_place=frontend.num_waiting,
@@ -564,6 +565,10 @@ class Engine(Generator):
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""
         self.weights.relabel(version)
 
+    async def weights_fingerprint(self) -> str:
+        """See `Generator.weights_fingerprint`. Raises EngineFailed too."""
+        return await self.weights.fingerprint()
+
     # -- other instances ------------------------------------------------------------------------------
 
     def share(self) -> Shared:
@@ -691,6 +696,7 @@ class Engine(Generator):
             top_k=capacity.top_k,
             top_k_by_layer=capacity.top_k_by_layer,
             aux=tuple([name for name in names if name != ROUTING]),
+            can_sleep=not capacity.no_sleep,
             weight_version=self.weights.state.version,
             num_instances=1,
         )

@@ -170,6 +170,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         tokenizer, model_path, dtype: as in `ModelFacts`.
         top_k, num_hidden_layers, grammars, scores_prompts, tensor_parallel: as in `runner.base.Capacity`.
         max_step_tokens, max_requests: as in `EngineConfig`.
+        can_sleep: as in `ModelFacts`.
         weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
     """
 
@@ -192,6 +193,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     grammars: bool = False
     scores_prompts: bool = False
     tensor_parallel: Small = 1
+    can_sleep: bool = False
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):
@@ -701,6 +703,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 Verb = Literal[
     "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
     "leave_group", "begin_update", "update_part", "end_update", "abandon_update", "sleep", "wake",
+    "fingerprint",
 ]  # fmt: skip
 
 
@@ -713,6 +716,7 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
             or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
             no new requests, reply when all have ended. "begin_update", "update_part", "end_update" and
             "abandon_update": an update in parts; "join_group", "leave_group": as the methods of `Generator`.
+            "fingerprint": hash the weights in use.
         version, order: with "update_weights", "end_update" and "relabel": the caller's label, and its order.
         path: with "update_weights": the checkpoint folder; "": the weights come by `part`.
         mode: with "update_weights" and "begin_update": whether requests end or go on; see `Engine.update_weights`.
@@ -754,7 +758,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
-        expected, held: fingerprints of a WeightsDiffer.
+        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is that of the weights.
         state: what the instance does after the command.
         is_delta: the folder that the instance's weights came from last was a delta to those before.
     """

@@ -45,7 +45,7 @@ def test_80_x_24_has_everything_that_matters() -> None:
     summary = fleet(3, picks=(picks([[900, 0, 100], [500, 500, 500]], rows=10, counted=5),))
     lines = shown(summary, 80, 24)
     text = "\n".join(lines)
-    assert lines[0] == "fdasync top  Qwen3-30B-A3B  weights 0  4 engines"
+    assert lines[0] == "fdasync top  Qwen3-30B-A3B  weights 0  4 engines: 3 running, 1 away"
     assert "requests running 29,997  waiting 3,702" in text
     assert "tokens/s 300,000  prompt 1,200,000" in text
     assert "first token 0.2" in text
@@ -87,3 +87,25 @@ def test_what_is_not_known_is_a_dash() -> None:
     assert "hits     -" in text
     assert "experts  -" in text
     assert "! ipc:///run/: has not answered yet" in text
+
+
+def test_each_state_has_its_word_above_and_in_its_line() -> None:
+    states = ("running", "paused", "updating", "asleep", "waking", "waits_for_weights", "broken", "draining")
+    engines = [watched(f"m{number}", shown=sight(state=state)) for number, state in enumerate(states)]
+    lines = shown(summary_of(engines, model="m"), 150, 30)
+    words = [state.replace("_", " ") for state in states]
+    assert lines[0].endswith("8 engines: 1 running, 1 paused, 1 waits for weights, 1 broken, 1 updating, 1 asleep, "
+                             "1 waking, 1 draining")  # fmt: skip
+    told = {line.split()[0]: line for line in lines[8:]}
+    assert all(f" {word} " in told[f"m{number}"] for number, word in enumerate(words))
+    # what nobody but an update can end is a problem
+    assert [line.split(":")[0] for line in lines if line.startswith("! ")] == ["! m5", "! m6"]
+    alike = summary_of([watched("a", shown=sight(state="asleep"))], model="m")
+    assert shown(alike, 80, 24)[0].endswith("1 engine: 1 asleep")
+    assert "running" not in shown(summary_of([watched("a", shown=sight())], model="m"), 80, 24)[0]
+
+
+def test_80_columns_have_the_longest_word() -> None:
+    engines = [watched("m0", shown=sight(state="waits_for_weights", moments=(moment(1, tokens=5),)))]
+    lines = shown(summary_of(engines, model="m"), 80, 24)
+    assert any(" waits for weights " in line for line in lines)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fdasync import BadInput, Engine, WeightsBroken, WeightsDiffer, WeightsFingerprint
+from fdasync import Asleep, BadInput, ConfigError, Engine, WeightsBroken, WeightsDiffer, WeightsFingerprint
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, synthetic_config
@@ -89,3 +89,36 @@ async def test_a_runner_that_cannot_tell_is_no_proof(monkeypatch):
             await engine.update_weights(1, weights(99), expected=hexes(99))
         await engine.update_weights(1, weights(99))
         await ask(engine, 99)
+
+
+async def test_the_fingerprint_is_told_between_steps_and_an_engine_goes_on_without_one(monkeypatch, folder):
+    async with Engine(synthetic_config()) as engine:
+        await engine.update_weights(1, folder)
+        assert await engine.weights_fingerprint() == hexes(99)
+        await ask(engine, 99)
+        # tensors have none that an engine would know by itself
+        await engine.update_weights(2, weights(98))
+        assert await engine.weights_fingerprint() == hexes(98)
+        with pytest.raises(WeightsDiffer) as caught:
+            await engine.update_weights(3, weights(97), expected=hexes(99))
+        with pytest.raises(WeightsDiffer) as again:
+            await engine.weights_fingerprint()
+        assert again.value is caught.value
+        await engine.update_weights(3, weights(97))
+        monkeypatch.setattr(SyntheticRunner, "fingerprint_weights", Runner.fingerprint_weights)
+        with pytest.raises(ConfigError, match="cannot tell"):
+            await engine.weights_fingerprint()
+        await ask(engine, 97)
+        check_idle(engine)
+
+
+async def test_weights_that_a_sleep_dropped_have_no_fingerprint():
+    async with Engine(synthetic_config()) as engine:
+        await engine.update_weights(1, weights(99))
+        await engine.sleep(2)
+        for _ in range(2):
+            with pytest.raises(Asleep):
+                await engine.weights_fingerprint()
+            assert await engine.wake() == "waits_for_weights"
+        await engine.update_weights(2, weights(98))
+        assert await engine.weights_fingerprint() == hexes(98)

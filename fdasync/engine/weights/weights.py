@@ -16,7 +16,7 @@ from fdasync.engine.weights.source import folder_of, group_tensors_of
 from fdasync.engine.weights.state import WeightsState
 from fdasync.engine.weights.tasks import UpdateTask
 from fdasync.engine.weights.update import Asked, Updater, check_mode
-from fdasync.errors import BadInput
+from fdasync.errors import Asleep, BadInput, ConfigError, WeightsBroken
 from fdasync.events.catalog import WeightsRelabelled
 from fdasync.request import checked_fingerprint, next_order
 
@@ -124,6 +124,33 @@ class Weights:
             order = order or next_order(state.order, label)
             state.goes_on = state.goes_on and label
         state.take_label(label, order, weights_id)
+
+    async def fingerprint(self) -> str:
+        """See `Engine.weights_fingerprint`."""
+        self._check()
+        state = self.state
+        if state.broken is not None:
+            raise state.broken
+        state.check_idle()
+        state.check_awake("weights_fingerprint")
+        if state.dropped:
+            raise Asleep("weights_fingerprint", ("weights",))
+        told: list[str] = []
+        await self._task.run(self._hash(told))
+        return told[0]
+
+    async def _hash(self, told: list[str]) -> None:
+        try:
+            await self.pausing.quiet()
+            read = self._runtime.runner.fingerprint_weights()
+            told.append((await self._task.in_time("hashing weights", read)).weights_id)
+        except WeightsBroken as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            raise ConfigError("runner", error.problem) from error
+        finally:
+            self._task.finish()
+            self.pausing.go_on()
 
     async def aclose(self) -> bool:
         """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""

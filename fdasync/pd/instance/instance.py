@@ -485,6 +485,7 @@ class Instance:
             capacity.grammars,
             capacity.scores_prompts,
             capacity.tensor_parallel,
+            told.can_sleep,
         )
         role = engine.config.role
         assert role != "alone"
@@ -646,7 +647,7 @@ class Instance:
         assert self._context is not None
         try:
             sight = self.engine.sight(message.since, past_picks=message.past_picks)
-            if self._context.draining and sight.state in ("running", "paused"):
+            if self._context.draining and sight.state not in ("closing", "closed", "failed"):
                 sight = msgspec.structs.replace(sight, state="draining")
             peer.send(Seen(message.number, sight))
         except FdasyncError:
@@ -691,6 +692,8 @@ class Instance:
                 await self.engine.sleep(message.level, message.sleep, tags=message.tags or None)  # type: ignore[arg-type]
             elif message.verb == "wake":
                 await self.engine.wake(message.tags or None)
+            elif message.verb == "fingerprint":
+                held = await self.engine.weights_fingerprint()
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:

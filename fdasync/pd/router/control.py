@@ -429,6 +429,23 @@ class ControlPlane:
         refused = self._used.get(label, self._table.namespace) != self._table.namespace
         await self._change(Command(0, "relabel", version=label), "other weights had it" if refused else "")
 
+    async def fingerprint(self) -> str:
+        """Have instances hash their weights, but those that wait for others. Raises WeightsDiffer where they are not
+        the same."""
+        instances = [one for one in self._table.up() if not one.behind]
+        answers, silent = await self._ask_all(Command(0, "fingerprint"), self._config.command_s, instances)
+        failed = [_error_of(instance, done) for instance, done in answers if done.error]
+        failed += [error for _, error in silent]
+        if failed:
+            raise failed[0]
+        if not answers:
+            raise PeerUnreachable("router", "no instance is there")
+        first = answers[0][1].held
+        for instance, done in answers:
+            if done.held != first:
+                raise WeightsDiffer(first, done.held, where=instance.peer.name)
+        return first
+
     def _next_label(self) -> str:
         label = next_version(self._table.weight_version)
         while label in self._used:

@@ -487,6 +487,12 @@ class Router(Generator):
         self._check_open()
         await self.commands.relabel(version)
 
+    async def weights_fingerprint(self) -> str:
+        """See `Generator.weights_fingerprint`: of every instance that is up and has the router's weights. Raises the
+        first error of an instance, after all have answered."""
+        self._check_open()
+        return await self.commands.fingerprint()
+
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """See `Generator.pause`: pauses every instance that is up, with all of its requests, whichever router sent
         them. In mode "abort" the ends of requests may still be on their way when it returns.

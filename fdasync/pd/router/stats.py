@@ -114,6 +114,7 @@ def facts_of(table: InstanceTable) -> ModelFacts:
         top_k=facts.top_k,
         top_k_by_layer=facts.top_k_by_layer,
         aux=tuple([name for name in names if name != ROUTING]),
+        can_sleep=all(instance.facts.can_sleep for instance in alike),
         weight_version=table.weight_version,
         num_instances=len(table.up()),
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from fdasync.request import Doing
 from fdasync.telemetry.sight.latencies import NUM_BUCKETS
 
 Meta = msgspec.Meta
@@ -31,7 +32,8 @@ _Bucket = Annotated[int, Meta(ge=0, lt=NUM_BUCKETS)]
 _Counts = Annotated[tuple[tuple[_Bucket, _Count], ...], Meta(max_length=NUM_BUCKETS)]
 #: prompt tokens that were not computed: found on the device, on the host, in the store
 Hits = tuple[_Count, _Count, _Count]
-State = Literal["running", "paused", "draining", "closing", "closed", "failed"]
+#: what an engine that takes requests does, or how far its end is
+State = Literal[Doing, "draining", "closing", "closed", "failed"]
 
 
 class Moment(msgspec.Struct, frozen=True):

@@ -7,10 +7,11 @@ the screen of `fdasync top` show. Pure. Called by `cli/top.py` and the HTTP plug
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import msgspec
 
+from fdasync.request import Doing
 from fdasync.telemetry.sight.experts import Experts, experts_of
 from fdasync.telemetry.sight.latencies import added, quantile
 from fdasync.telemetry.sight.sight import MOMENT_S
@@ -28,6 +29,13 @@ SLOW = 1.5
 # sights that are older than this say nothing of now
 _STALE_S = 5.0
 _QUANTILES = (0.5, 0.9, 0.99)
+# from the one that serves most to those that serve nothing
+_STATES: tuple[str, ...] = (*get_args(Doing), "draining", "closing", "closed", "failed", "silent", "away")
+# what keeps an engine from going on until somebody brings weights
+_NEEDS = {
+    "waits_for_weights": "waits for weights: it has woken without any, and an update has to bring them",
+    "broken": "its weights are broken: an update has failed half-way, and another one has to mend that",
+}
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +148,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: its name.
+        state: of the engine that is nearest to running.
+        states: how many engines are in each state, from running on.
         weight_version: of the engines; several, if they differ, with commas.
         requests, device, host, slots, leases, queued_tokens: sums.
         rates: of all together; of a request that was handed over, its prompt and its output count once.
@@ -162,6 +172,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[Engine, ...]
     history: tuple[Past, ...] = ()
     experts: tuple[Experts, ...] = ()
+    state: str = "running"
+    states: dict[str, int] = {}
 
 
 def summary_of(
@@ -186,8 +198,12 @@ def summary_of(
     )
     present = [one for one in engines if one.state not in ("away", "silent")]
     versions = dict.fromkeys([one.weight_version for one in present])
+    said = [one.state for one in engines]
+    states = {state: said.count(state) for state in _STATES if state in said}
     return Summary(
         model=model,
+        state=next(iter(states), "away"),
+        states=states,
         weight_version=", ".join(versions),
         requests=_added(Requests, [one.requests for one in present]),
         device=_added(Places, [one.device for one in present]),
@@ -267,6 +283,8 @@ def _engine(one: Watched, recent: Sequence[Moment], slow: str) -> Engine:
     problems = [one.problem] if one.problem else []
     if one.is_up and silent:
         problems.append("does not say how it is" if sight is None else f"has not answered for {one.age_s:.0f} s")
+    if state in _NEEDS:
+        problems.append(_NEEDS[state])
     if sight is not None and one.is_up:
         if sight.store_problem:
             problems.append(f"without its store: {sight.store_problem}")

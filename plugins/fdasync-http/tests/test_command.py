@@ -301,7 +301,7 @@ def test_help_has_the_limits_in_a_group_of_their_own():
 
 
 # fields of the app's that are no limits
-SETTINGS = {"model", "dialect", "api_key", "admin_key", "weights_root", "rows"}
+SETTINGS = {"model", "dialect", "api_key", "admin_key", "weights_root", "pulls_root", "rows", "memory_saver"}
 LIMITS = [name for name in HttpConfig.__struct_fields__ if name not in SETTINGS]
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken
+from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsDiffer
 from fdasync.pd.messages import Done, KvEventBatch
 from tests.pd.router.weights_scene import come_back, dropped, problems, serve
 from tests.support.router_scene import NAMESPACE, done, in_scene, settle
@@ -113,3 +113,26 @@ async def test_a_label_that_another_router_gave_later_is_kept(scene):
     assert scene.m0.commands[-1].version == "theirs-1"
     with pytest.raises(BadInput, match="'1' was used before"):
         await scene.router.update_weights("1", "/w")
+
+
+@in_scene("m0", "m1")
+async def test_the_fingerprint_is_that_of_all_that_have_the_routers_weights(scene):
+    def says(held, error="", problem=""):
+        return lambda command: Done(command.number, error, problem, NAMESPACE, "0", 0, held=held)
+
+    scene.m0.obeys = scene.m1.obeys = says("a" * 32)
+    assert await scene.router.weights_fingerprint() == "a" * 32
+    assert [one.commands[-1].verb for one in (scene.m0, scene.m1)] == ["fingerprint"] * 2
+    scene.m1.obeys = says("b" * 32)
+    with pytest.raises(WeightsDiffer, match="m1") as caught:
+        await scene.router.weights_fingerprint()
+    assert (caught.value.expected, caught.value.held, caught.value.where) == ("a" * 32, "b" * 32, "m1")
+    scene.m1.obeys = says("", "UpdateUnderWay", "of this engine")
+    with pytest.raises(UpdateUnderWay, match="m1"):
+        await scene.router.weights_fingerprint()
+    # one with other weights waits for the router's, and is not asked
+    scene.m1.obeys = says("b" * 32)
+    again = await come_back(scene, "m1", OTHER)
+    asked = len(again.commands)
+    assert await scene.router.weights_fingerprint() == "a" * 32
+    assert len(again.commands) == asked

@@ -134,3 +134,19 @@ def test_it_crosses_json_as_it_is() -> None:
     told = summary_of([watched("a", shown=busy(0.01, picks=(picks([[1, 2]]),)))], model="m")
     assert msgspec.json.decode(msgspec.json.encode(told), type=Summary) == told
     assert summary_of([], model="m").rates.tokens_per_s == 0.0
+
+
+def test_the_whole_is_in_the_state_of_the_one_nearest_to_running() -> None:
+    def of(*states: str) -> Summary:
+        return summary_of([watched(state, shown=sight(state=state)) for state in states], model="m")
+
+    assert (of("asleep", "running").state, of("asleep", "running").states) == ("running", {"running": 1, "asleep": 1})
+    assert of("waking", "updating", "broken").state == "broken"
+    assert of("draining", "waking").state == "waking"
+    assert [problem.partition(":")[0] for problem in of("waits_for_weights", "broken", "asleep").problems] == [
+        "waits_for_weights",
+        "broken",
+    ]
+    away = summary_of([watched("a", shown=sight(state="asleep"), is_up=False, problem="silent")], model="m")
+    assert (away.state, away.states) == ("away", {"away": 1})
+    assert (summary_of([], model="m").state, summary_of([], model="m").states) == ("away", {})

@@ -84,8 +84,8 @@ _SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=Tru
 _FLOAT32 = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), chunk=1024)
 _FLOAT32_SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
 # Of weights that stay as they were stored: the left side of the product, whose 64 rows they fill beside 16 to 64 pairs.
-# A step of the loop is within a block that shares a scale. By the most pairs of an expert on average; of the best ones of
-# Qwen3-30B-A3B those that serve FP8 and MXFP4 about as well.
+# A step of the loop is within a block that shares a scale. By the most pairs of an expert on average; of the best ones
+# of Qwen3-30B-A3B those that serve FP8 and MXFP4 about as well.
 _STORED: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True, paired=True), Tile(128, 128, 4, 3, swap=True))),
     (24.0, Tiles(32, Tile(64, 128, 4, 3, swap=True, paired=True), Tile(128, 128, 4, 3, swap=True), chunk=1024)),

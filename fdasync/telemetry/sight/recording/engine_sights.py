@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.picks import PickTable
     from fdasync.events.catalog import RequestEnded
+    from fdasync.request import Doing
     from fdasync.scheduler import SchedulerStats
 
 # cut, so that it crosses links whatever an exception says
@@ -26,6 +27,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         stats: of its scheduler.
+        doing: what it does.
         version, namespace: of the weights in use.
         waiting_for_place, steps_in_flight: as in `Sight`.
         live_tokens: sampled for requests that have not ended.
@@ -33,6 +35,7 @@ class Numbers(NamedTuple):
     """
 
     stats: SchedulerStats
+    doing: Doing
     version: str
     namespace: bytes
     waiting_for_place: int
@@ -93,7 +96,7 @@ class EngineSights:
         stats = numbers.stats
         host, store = stats.hit_tokens_host, stats.hit_tokens_store
         return Sight(
-            state="paused" if stats.paused else "running",
+            state=numbers.doing,
             weight_version=numbers.version,
             waiting_for_place=numbers.waiting_for_place,
             waiting=stats.waiting,

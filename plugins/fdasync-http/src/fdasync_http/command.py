@@ -63,11 +63,24 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     "--weights-root", type=_FOLDER, help="Clients may load weights from folders in this one.  [default: none]"
 )
 @click.option(
+    "--pulls-root",
+    type=_FOLDER,
+    help="Clients may have checkpoints kept in this one, which follow a trainer's deltas (/pull_weights,"
+    " /fetch_weights).  [default: none]",
+)
+@click.option(
     "--rows",
     default="npy",
     show_default=True,
     type=click.Choice(["npy", "prime_rl", "none"]),
     help="Form of expert rows at /inference/v1/generate.",
+)
+@click.option(
+    "--memory-saver",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "off"]),
+    help="What /server_info says of releasing memory: off for slime and Miles where they do not offload rollouts.",
 )
 @click.option("--ssl-certfile", type=_FILE, help="PEM file: serve HTTPS.")
 @click.option("--ssl-keyfile", type=_FILE, help="PEM file with the certificate's key.")
@@ -115,14 +128,15 @@ def http(**options: Any) -> None:
     taken = {name: options.pop(name) for name in _OWN}
     limits, of_connections = limits_of(options)
     engine = None if connects else engine_config(options)
-    root = taken["weights_root"]
     config = HttpConfig(
         model=taken["served_model_name"],
         dialect=taken["dialect"],
         api_key=_key(taken["api_key_file"], "--api-key-file"),
         admin_key=_key(taken["admin_key_file"], "--admin-key-file"),
-        weights_root="" if root is None else str(root.absolute()),
+        weights_root=_absolute(taken["weights_root"]),
+        pulls_root=_absolute(taken["pulls_root"]),
         rows=taken["rows"],
+        memory_saver=taken["memory_saver"],
         **limits,
     )
     listen = Listen(
@@ -150,9 +164,13 @@ def http(**options: Any) -> None:
 
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
-    "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "drain_s", "ready_fd", "connect_s", "keys", "traces",
+    "api_key_file", "admin_key_file", "weights_root", "pulls_root", "rows", "memory_saver", "ssl_certfile",
+    "ssl_keyfile", "ssl_ca_certs", "drain_s", "ready_fd", "connect_s", "keys", "traces",
 )  # fmt: skip
+
+
+def _absolute(folder: Path | None) -> str:
+    return "" if folder is None else str(folder.absolute())
 
 
 def _key(path: Path | None, option: str) -> str:

@@ -26,8 +26,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         api_key: every path asks for `Authorization: Bearer KEY`; "": none does.
         admin_key: paths that control the engine ask for this key instead; "": they ask for `api_key`.
         weights_root: folder, and those below it, from which weights may be loaded; "": none may.
+        pulls_root: folder in which `/pull_weights` and `/fetch_weights` may write checkpoints, which may be loaded as
+            well; "": they write nothing.
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
             "prime_rl" as prime-rl's server, "none".
+        memory_saver: whether `/server_info` says that memory can be released. "auto": where it can be. "off": it never
+            does, for trainers that do not release any and compare this with their own setting.
         max_body_nbytes: most bytes of a request's body. Decoding it holds the loop, and with it every stream of the
             front: for some 6 ms a MiB of token ids.
         max_bodies_nbytes: most bytes of bodies that are being read at a time; a request that has more is answered with
@@ -35,6 +39,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         max_json_depth: most levels of arrays and objects in a body.
         max_live: most requests that generate at a time; the next one is answered with 429.
         body_timeout_s: longest that a body may take to arrive, in seconds.
+        pull_s: longest that a pull may take, in seconds.
         health_s: longest that the token of `/health_generate` may take, in seconds.
     """
 
@@ -43,12 +48,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_key: str = ""
     admin_key: str = ""
     weights_root: str = ""
+    pulls_root: str = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
+    memory_saver: Literal["auto", "off"] = "auto"
     max_body_nbytes: int = 4 << 20
     max_bodies_nbytes: int = 512 << 20
     max_json_depth: int = 32
     max_live: int = 4096
     body_timeout_s: float = 60.0
+    pull_s: float = 3600.0
     health_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -62,7 +70,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, low in (("max_body_nbytes", 1), ("max_bodies_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, f"{getattr(self, name)} is too small", limit=f"at least {low}")
-        for name in ("body_timeout_s", "health_s"):
+        for name in ("body_timeout_s", "pull_s", "health_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit="above 0, up to 1e6")
 

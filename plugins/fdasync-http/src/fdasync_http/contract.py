@@ -20,7 +20,8 @@ EVENTS = "text/event-stream"
 
 #: what a status means
 MEANINGS = {
-    200: "served", 400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
+    200: "served", 202: "memory is taken back, and an update has to bring the weights",
+    400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
     404: "there is no such model", 408: "the request did not arrive in time",
     409: "another request has this name, another update is under way, or memory is released",
     413: "the body is too large",
@@ -34,8 +35,15 @@ _CONTROL = (403,)
 _BODY = (413,)
 _ENGINE = (503,)
 
-_UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weights")
+_UPDATES = (
+    "/update_weights_from_disk", "/update_weight_version", "/update_weights", "/init_weights_update_group",
+    "/destroy_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update",
+    "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/weights_checker",
+)  # fmt: skip
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
+# an engine whose memory cannot be released; a call that is none of those that need nothing; weights that nobody spoils
+_IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc", "/weights_checker")
+_WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
     "/skyrl/v1/generate",
@@ -46,6 +54,7 @@ _NAMES_A_MODEL = (
 )  # fmt: skip
 _NEEDS_NO_ENGINE = (
     "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs", "/",
+    "/collective_rpc", "/finish_session",
 )  # fmt: skip
 
 # of the answer 200; (): it has no body
@@ -106,6 +115,9 @@ _QUERIES = {
             "tags", "the parts to take back, repeated; left out: all",
             {"type": "array", "items": {"type": "string", "enum": ["weights", "kv_cache", "cuda_graph", "scheduling"]}},
         ),
+    ),
+    "/finish_session": (
+        Query("session_id", "name of the conversation; it may not be left out", {"type": "string", "minLength": 1}),
     ),
     "/flush_cache": (
         Query("timeout", "not looked at: it never waits, and is asked again", {"type": "string"}),
@@ -205,8 +217,9 @@ def contract_of(path: Path, *, controls: bool) -> Contract:
         statuses.update(_ENGINE)
     if name in (*_UPDATES, *_GENERATES, *_SLEEPS):
         statuses.add(409)
-    if name in ("/sleep", "/release_memory_occupation"):
-        # an engine whose memory cannot be released
+    if name in _WAKES:
+        statuses.add(202)
+    if name in _IN_PART:
         statuses.add(501)
     if name in _NAMES_A_MODEL:
         statuses.add(404)

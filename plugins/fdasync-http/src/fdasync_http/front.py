@@ -5,6 +5,7 @@ Knows no dialect. Made by `application.py`; held by every room of paths.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -49,6 +50,9 @@ class Front:
         bodies: bytes of bodies that are being read.
         is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
+        snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
+        pulling: held while a checkpoint is pulled.
+        local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class Front:
         self.is_draining = is_draining
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.snapshot = ""
+        self.pulling = asyncio.Lock()
+        self.local_checkpoint = ""
 
     @contextmanager
     def place(self) -> Iterator[None]:

@@ -58,6 +58,7 @@ _LIMITS = (
         "--max-json-depth", "max_json_depth", click.IntRange(2, 512), "Levels of arrays and objects; above it 400."
     ),
     _Limit("--body-timeout-s", "body_timeout_s", _SECONDS, "For a body to arrive; then 408."),
+    _Limit("--pull-s", "pull_s", _SECONDS, "For a version that is pulled; then 503."),
     _Limit("--health-s", "health_s", _SECONDS, "For the token of /health_generate."),
     _Limit("--max-connections", "max_connections", _COUNT, "Open connections; above it 429."),
     _Limit(

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from fdasync_http.paths import Path
 
 # trainers read these fields where an update is refused
-_UPDATED = "/update_weights_from_disk"
+_UPDATED = (
+    "/update_weights_from_disk", "/pull_weights", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update", "/weights_checker",
+)  # fmt: skip
 _RETRY = {"retry-after": {"description": "seconds until the next try", "schema": {"type": "string"}}}
 _FIELD = re.compile(r"    (\w[\w, ]*): (.*)")
 
@@ -129,11 +132,11 @@ def _summary(path: Path, words: str) -> str:
 
 
 def _response(path: Path, status: int, contract: Contract, schemas: dict[type[Any], Any]) -> dict[str, Any]:
-    if status == 200:
+    if status in (200, 202):
         content = {media: {"schema": _body_of(media, path)} for media in contract.media}
         return {"description": MEANINGS[status], **({"content": content} if content else {})}
     schema = schemas[ErrorBody]
-    if path.path == _UPDATED:
+    if path.path in _UPDATED:
         schema = {"anyOf": [schema, schemas[Updated]]}
     answer: dict[str, Any] = {"description": MEANINGS[status], "content": {JSON: {"schema": schema}}}
     if status == 429:

@@ -12,8 +12,9 @@ from fdasync_http.openai.completions import completions
 from fdasync_http.openai.models import model, models
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from fdasync_http.openai.types import ChatBody, CompletionBody
+from fdasync_http.pulls import serve as pulls
 from fdasync_http.rollout.generate import RolloutBody, rollout
-from fdasync_http.sglang import asked, control, generate, groups, info
+from fdasync_http.sglang import asked, checker, control, generate, groups, info
 from fdasync_http.sight import page, sight
 from fdasync_http.vllm import control as vllm_control
 from fdasync_http.vllm import generate as vllm_generate
@@ -80,6 +81,7 @@ USE: tuple[Path, ...] = (
     Path("/ping", ("GET", "POST"), vllm_control.ping),
     Path("/liveness", _GET, vllm_control.ping),
     Path("/workers", _GET, vllm_control.workers),
+    Path("/finish_session", _POST, pulls.finish_session),
 )
 
 #: paths that control the engine
@@ -94,6 +96,9 @@ CONTROL: tuple[Path, ...] = (
     Path("/update_weights_from_distributed", _POST, groups.update_weights_from_distributed, groups.ReceiveBody),
     Path("/begin_weight_update", _POST, groups.begin_weight_update, groups.BeginBody),
     Path("/end_weight_update", _POST, groups.end_weight_update, groups.EndBody),
+    Path("/pull_weights", _POST, pulls.pull_weights, pulls.PullBody),
+    Path("/fetch_weights", _POST, pulls.fetch_weights, pulls.FetchBody),
+    Path("/collective_rpc", _POST, pulls.collective_rpc, pulls.CallBody),
     Path("/update_weight_version", _POST, control.update_weight_version, control.VersionBody),
     Path("/release_memory_occupation", _POST, control.release_memory_occupation, control.MemoryBody),
     Path("/resume_memory_occupation", _POST, control.resume_memory_occupation, control.MemoryBody),
@@ -109,5 +114,7 @@ CONTROL: tuple[Path, ...] = (
     Path("/start_weight_update", _POST, vllm_groups.start_weight_update, vllm_groups.StartBody),
     Path("/finish_weight_update", _POST, vllm_groups.finish_weight_update, vllm_groups.FinishBody),
     Path("/update_weights", _POST, vllm_control.update_weights, vllm_control.UpdateBody),
-    *[Path(path, _POST, refused.not_served) for path in refused.REASONS],
+    Path("/weights_checker", _GET, checker.weights_checker),
+    Path("/weights_checker", _POST, checker.weights_checker, checker.CheckBody),
+    *[Path(path, refused.methods_of(path), refused.not_served) for path in refused.REASONS],
 )

@@ -1,7 +1,6 @@
 """Paths of other servers that are refused here: the answer names the reason and the safe path.
 
-Pickled tensors run code of their sender (CVE-2025-10164 and its bypass), and an arbitrary call into a worker is no
-interface. Called by `application.py`.
+Pickled tensors run code of their sender (CVE-2025-10164 and its bypass). Called by `application.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ _BROADCASTER = (
     "prime-rl's broadcaster sends the names of tensors as a pickle, which runs its sender's code; join a group of"
     f" torch.distributed by /init_weights_update_group, or {_DISK}"
 )
-_LOOK = "weights are not read out over HTTP; expected_weights_id of an update compares all of them"
-_DELTA = f"deltas of weights are not served; {_DISK}"
+_LOOK = (
+    "weights are not read out: no runner gives tensors back by name; /weights_checker tells the fingerprint of all of"
+    " them, and expected_weights_id of an update compares it"
+)
+_CHECK = "ask /weights_checker (SGLang), which tells the fingerprint of all weights and compares it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
 #: why a path is not served, and what is
@@ -31,20 +33,20 @@ REASONS = {
     "/update_weights_from_tensor": _PICKLE,
     "/update_weights_from_ipc": _PICKLE,
     "/load_lora_adapter_from_tensors": _PICKLE,
-    "/collective_rpc": "calls into workers are not served: each control path has a name of its own",
     "/init_broadcaster": _BROADCASTER,
     "/start_draft_weight_update": "draft models are not served; the model's own prediction layers are updated with it",
-    "/pull_weights": _DELTA,
-    "/fetch_weights": _DELTA,
-    "/finish_session": _DELTA,
-    "/weights_checker": _LOOK,
-    "/weight_checker": _LOOK,
+    "/weight_checker": _CHECK,
     "/get_weights_by_name": _LOOK,
     "/load_lora_adapter": _LORA,
     "/unload_lora_adapter": _LORA,
     "/v1/load_lora_adapter": _LORA,
     "/v1/unload_lora_adapter": _LORA,
 }
+
+
+def methods_of(path: str) -> tuple[str, ...]:
+    """Of HTTP, as the server that is meant takes them."""
+    return ("GET", "POST") if path == "/get_weights_by_name" else ("POST",)
 
 
 async def not_served(request: Request, _front: Front) -> Response:

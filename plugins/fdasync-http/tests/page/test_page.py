@@ -158,3 +158,46 @@ async def _read(page: Any, url: str, router: fdasync.Router, new: Path, folder: 
     assert await page.eval("document.getElementById('pause').getAttribute('aria-pressed')") == "true"
     assert page.complaints == []
     assert {address.partition("?")[0] for address in page.asked} == {f"{url}/", f"{url}/v1/sight"}
+
+
+async def test_who_reads_the_page_tells_each_state_from_the_others(tmp_path: Path, browse: Any) -> None:
+    """One instance in each state, and the words for all of them together."""
+    states = ["running", "paused", "updating", "asleep", "waits_for_weights", "broken"]
+    tensors = [("weights", "uint64", (1,), b"\5" + bytes(7))]
+    async with AsyncExitStack() as stack:
+        engines, addresses = {}, []
+        for state in states:
+            config = synthetic_config({}, role="mixed", host_blocks=64)
+            addresses.append(f"ipc://{tmp_path}/{state}")
+            instance = Instance(
+                config, listen=addresses[-1], name=f"i-{state}", transport="shm", transfer_process=False
+            )
+            engines[state] = (await stack.enter_async_context(instance)).engine
+        router = await stack.enter_async_context(fdasync.connect(addresses))
+        served = await stack.enter_async_context(serving(app(router), Listen(port=0, drain_s=1.0)))
+        page = await stack.enter_async_context(browse())
+        await page.open(f"{served.url}/")
+        await page.until("document.getElementById('state').textContent === 'running'")
+        await engines["paused"].pause()
+        await engines["updating"].begin_weight_update()
+        await engines["asleep"].sleep(1)
+        await engines["waits_for_weights"].update_weights(1, tensors)
+        await engines["waits_for_weights"].sleep(2)
+        await engines["waits_for_weights"].wake()
+        with pytest.raises(fdasync.WeightsBroken):
+            await engines["broken"].update_weights(1, tensors, expected="0" * 32)
+        words = [state.replace("_", " ") for state in states]
+        cells = "[...document.querySelectorAll('#engines tbody tr')].map(row => row.cells[2])"
+        await page.until(f"{cells}.map(cell => cell.textContent).join() === {json.dumps(','.join(words))}")
+        kinds = await page.eval(f"{cells}.map(cell => cell.className)")
+        assert kinds == ["word good", "word", "word", "word", "word bad", "word bad"]
+        assert await page.eval("document.getElementById('state').textContent") == ", ".join(
+            [f"1 {words[at]}" for at in (0, 1, 4, 5, 2, 3)]
+        )
+        problems = await page.eval("[...document.querySelectorAll('#problems li')].map(one => one.textContent)")
+        for state, told in (("waits_for_weights", "waits for weights"), ("broken", "weights are broken")):
+            assert any(problem.startswith(f"i-{state}: ") and told in problem for problem in problems)
+        assert not any(problem.startswith(("i-running", "i-paused", "i-updating", "i-asleep")) for problem in problems)
+        # also for those who do not see it
+        assert "status" in [role for role, _ in await page.accessible()]
+        assert page.complaints == []

@@ -174,7 +174,6 @@ async def test_a_server_tells_what_it_is(scene):
     ("path", "told"),
     [
         ("/update_weights_from_tensor", "pickle"),
-        ("/pull_weights", "deltas"),
         ("/update_weights_from_ipc", "pickle"),
         ("/collective_rpc", "not served"),
         ("/load_lora_adapter", "LoRA"),

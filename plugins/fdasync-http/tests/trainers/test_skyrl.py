@@ -4,8 +4,9 @@ From contracts.md: 3.1 (`/skyrl/v1/generate` with rows, `/inference/v1/generate`
 repeats broken connections only: every answer above 399 ends the run. Under a `keep` pause requests go on by themselves;
 after an `abort` pause its callers send what they have as a longer prompt.
 
-SkyRL's trainer broadcasts, which is refused; the refusals are compared. The update itself is played with a folder in
-`/update_weights`: its source would have to name `weight_dir` there, where it names tensors now.
+SkyRL's trainer broadcasts, which is refused; the refusals are compared. Its deltas are played in `tests/pulls`. The
+update itself is played with a folder in `/update_weights`: its source would have to name `weight_dir` there, where it
+names tensors now.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ class SkyRL:
         """What its trainer calls for an update, and around it."""
         for path, body, told in (
             ("/init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.1"}}, "weight_dir"),
-            ("/fetch_weights", {"target_version": 1, "sync_dir": "/x", "uri": "y"}, "weight_dir"),
             ("/collective_rpc", {"method": "update"}, "not served"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a", "load_inplace": True}, "merge"),
         ):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from fdasync import MemoryPart, PauseMode, SleepMode
+    from fdasync import Doing, MemoryPart, PauseMode, SleepMode
     from fdasync_http.front import Front
 
 
@@ -130,10 +130,18 @@ async def release_memory_occupation(request: Request, front: Front) -> Response:
 
 
 async def resume_memory_occupation(request: Request, front: Front) -> Response:
-    """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused."""
+    """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused. 202
+    where an update has to bring weights first."""
     body = await read_json(request, MemoryBody, front.config)
-    await front.generator.wake(body.tags or None)
-    return reply({"message": "memory is taken back", "status": "ok"})
+    return woken(await front.generator.wake(body.tags), {"message": "memory is taken back", "status": "ok"})
+
+
+def woken(doing: Doing, told: dict[str, str]) -> Response:
+    """The answer after a wake: 202 where weights that were dropped are still missing, which clients take for 200."""
+    if doing == "waits_for_weights":
+        missing = "memory is taken back, and an update has to bring the weights: requests wait for it"
+        return reply({**told, "message": missing, "doing": doing}, 202)
+    return reply({**told, "doing": doing})
 
 
 async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Sequence[MemoryPart] | None) -> None:
@@ -164,10 +172,10 @@ class UpdateBody(msgspec.Struct):
 
 
 class Updated(msgspec.Struct, frozen=True):
-    """The answer to every update.
+    """The answer to every update, and to a pull.
 
     Attributes:
-        success: the new weights are in use.
+        success: the new weights are in use, or were pulled.
         message: why not, or which they are.
         num_paused_requests: always 0: no request is held back for an update.
     """

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from fdasync import Load
     from fdasync_http.front import Front
 
 
@@ -62,7 +63,7 @@ async def server_info(request: Request, front: Front) -> Response:
             "encoder_only": False,
             "load_balance_method": "round_robin",
             "prefill_round_robin_balance": False,
-            "enable_memory_saver": False,
+            "enable_memory_saver": facts.can_sleep and front.config.memory_saver == "auto",
             "enable_return_routed_experts": facts.captures_routing,
             "internal_states": [{"num_running_reqs": load.running, "num_waiting_reqs": load.waiting}],
         }
@@ -74,20 +75,41 @@ async def get_weight_version(_request: Request, front: Front) -> Response:
     return reply({"weight_version": front.generator.facts().weight_version})
 
 
-def _check_health(front: Front) -> None:
-    """Raise what makes requests fail."""
+# what a request that comes now waits for
+_WAITS = {
+    "paused": "it is paused",
+    "waits_for_weights": "it waits for weights: an update has to bring them",
+    "broken": "its weights are broken, and an update has to mend them",
+    "updating": "weights are being updated",
+    "asleep": "it is asleep: its memory is released",
+    "waking": "it takes its memory back",
+}
+
+
+def _check_health(front: Front) -> Load:
+    """Raise what makes requests fail; returns the load."""
     # raises where a router has no instance any more
     front.generator.facts()
-    instances = front.generator.load().instances
+    load = front.generator.load()
+    if load.doing == "broken":
+        raise _waiting(load)
+    instances = load.instances
     if instances and not any(one.is_up and not one.problem for one in instances):
         problems = [f"{one.name}: {one.problem}" for one in instances if one.problem]
         raise Refused(503, "; ".join(["no instance is up", *problems]), code="unhealthy")
+    return load
+
+
+def _waiting(load: Load) -> Refused:
+    """The answer of one that plans no steps: the word is its code."""
+    up = [one for one in load.instances if one.is_up]
+    each = [f"{one.name or one.address}: {', '.join(filter(None, [one.doing, one.problem]))}" for one in up]
+    return Refused(503, "; ".join([_WAITS[load.doing], *each]), code=load.doing)
 
 
 async def health(_request: Request, front: Front) -> Response:
-    """`GET /health`: 200 while requests can be made."""
-    _check_health(front)
-    return reply({"status": "ok"})
+    """`GET /health`: 200 while requests can be made, also where they wait; `doing` says for what."""
+    return reply({"status": "ok", "doing": _check_health(front).doing})
 
 
 async def live(_request: Request, front: Front) -> Response:
@@ -104,21 +126,22 @@ async def live(_request: Request, front: Front) -> Response:
 
 async def ready(_request: Request, front: Front) -> Response:
     """`GET /ready`: 200 while a request that came now would be computed: instances have joined with their weights, and
-    nothing drains, is paused, or is being updated."""
+    nothing drains, is paused, asleep, or being updated. The code of the error is the word for it."""
     if front.is_draining():
         raise Refused(503, "the server drains, and ends", code="draining")
-    _check_health(front)
     load = front.generator.load()
-    if load.paused or load.updating:
-        raise Refused(503, "weights are being updated" if load.updating else "it is paused", code="paused")
-    return reply({"status": "ok"})
+    if load.doing != "running":
+        raise _waiting(load)
+    _check_health(front)
+    return reply({"status": "ok", "doing": load.doing})
 
 
 async def health_generate(request: Request, front: Front) -> Response:
-    """`GET /health_generate`: 200 once a token was generated within `health_s`. A paused engine is healthy."""
-    _check_health(front)
-    if front.generator.load().paused:
-        return reply({"status": "paused"})
+    """`GET /health_generate`: 200 once a token was generated within `health_s`. One that waits for a call to go on is
+    healthy: `status` says what it does."""
+    load = _check_health(front)
+    if load.doing != "running":
+        return reply({"status": load.doing})
 
     async def work() -> Response:
         params = SamplingParams(max_tokens=1, temperature=0.0)

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
-from fdasync_http.sglang.control import reply
+from fdasync_http.pulls.serve import fetched
+from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
 from fdasync_http.sglang.groups import tensors_of
 from fdasync_http.vllm.groups import STATELESS
@@ -96,14 +97,13 @@ class WakeBody(msgspec.Struct):
 
 async def wake_up(request: Request, front: Front) -> Response:
     """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
-    paused. Graphs come with the blocks."""
+    paused. Graphs come with the blocks. 202 where an update has to bring weights first."""
     body = await read_json(request, WakeBody, front.config)
     tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
     if tags is not None and "kv_cache" in tags:
         # vLLM knows no part of its own for them
         tags = [*tags, "cuda_graph"]
-    await front.generator.wake(tags)
-    return reply({"status": "awake"})
+    return woken(await front.generator.wake(tags), {"status": "awake"})
 
 
 async def is_sleeping(_request: Request, front: Front) -> Response:
@@ -161,6 +161,7 @@ class UpdateInfo(msgspec.Struct):
 
     Attributes:
         weight_dir, weights_path: a checkpoint folder within `weights_root`.
+        target_version: what `/fetch_weights` has brought last, as SkyRL sends it.
         weight_version: label of these weights; None: the last one, counted up.
         expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
             is another, and no step uses them); None: any.
@@ -172,6 +173,7 @@ class UpdateInfo(msgspec.Struct):
 
     weight_dir: str | None = None
     weights_path: str | None = None
+    target_version: int | None = None
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
     names: list[str] | None = None
@@ -208,6 +210,8 @@ def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:
     named = info.weight_dir or info.weights_path
     if named:
         return folder_within(front.config, named, "weight_dir")
+    if info.names is None and info.target_version is not None:
+        return fetched(front, info.target_version)
     if info.names is None:
         words = "name a checkpoint folder in weight_dir, or tensors of a group in names, dtype_names and shapes"
         raise Refused(400, words, param="weight_dir", code="not_served")

@@ -2,7 +2,7 @@
 
 vLLM's own group is a NCCL communicator whose identifier its store carries as a pickle, and prime-rl's carries the names
 of tensors as one: neither is read here. A client that names a `group_name` means a group of torch's, as SGLang's
-clients make it. Called by `application.py`.
+clients make it; SkyRL's, where it has deltas, names a checkpoint's folder instead. Called by `application.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.sglang.control import reply
 from fdasync_http.sglang.groups import backend_of, port_of
+from fdasync_http.weights import local_within
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -37,6 +38,8 @@ class InitInfo(msgspec.Struct):
         master_address, master_port, rank_offset, world_size: as of `/init_weights_update_group`.
         group_name: of a group of `torch.distributed`; None: it is one of vLLM's own, which is refused.
         backend: "gloo" or "nccl".
+        local_checkpoint_dir: of SkyRL's deltas, instead of a group: folder in `pulls_root` of the checkpoint that
+            `/fetch_weights` writes.
     """
 
     master_address: str = ""
@@ -45,6 +48,7 @@ class InitInfo(msgspec.Struct):
     world_size: int = 0
     group_name: str | None = None
     backend: str = "nccl"
+    local_checkpoint_dir: str | None = None
 
 
 class InitBody(msgspec.Struct):
@@ -58,8 +62,11 @@ class InitBody(msgspec.Struct):
 
 
 async def init_weight_transfer_engine(request: Request, front: Front) -> Response:
-    """`POST /init_weight_transfer_engine`: answers once the ranks have met."""
+    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or the checkpoint's folder is known."""
     info = (await read_json(request, InitBody, front.config)).init_info
+    if info.local_checkpoint_dir is not None:
+        front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, "init_info.local_checkpoint_dir")
+        return reply({"message": "Weight transfer initialized"})
     if info.group_name is None:
         raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
     group = WeightsGroup(

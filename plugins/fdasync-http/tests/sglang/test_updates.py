@@ -1,0 +1,155 @@
+"""Updates in parts over HTTP without a trainer: what is refused while one is open, what is said twice, what waits.
+
+`tests/trainers/test_groups.py` plays whole updates with a trainer's broadcasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fdasync_http.paths import CONTROL, USE
+from fdasync_http.refused import REASONS
+
+from fdasync.testing import until
+
+PROMPT = [5, 6, 7, 8, 9]
+#: the paths that issue 21 names
+WIRE = {
+    "/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group",
+    "/begin_weight_update", "/end_weight_update", "/release_memory_occupation", "/resume_memory_occupation",
+    "/pull_weights", "/weights_checker", "/get_weights_by_name", "/sleep", "/wake_up", "/is_sleeping",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info",
+    "/init_broadcaster", "/fetch_weights", "/finish_session",
+}  # fmt: skip
+
+
+async def post(scene, path, body=None, status=200):
+    answer = await scene.client.post(path, json={} if body is None else body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def ask(scene, tokens=4):
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0}}
+    return asyncio.ensure_future(scene.client.post("/generate", json=body))
+
+
+def ask_vllm(scene, tokens=4):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}}
+    return asyncio.ensure_future(scene.client.post("/inference/v1/generate", json=body))
+
+
+def test_every_path_is_there_and_few_are_refused():
+    there = {path.path for path in (*USE, *CONTROL)}
+    assert there >= WIRE
+    # a pickle, and what no runner has
+    assert WIRE & set(REASONS) == {"/init_broadcaster", "/get_weights_by_name"}
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("/begin_weight_update", "/end_weight_update"), ("/start_weight_update", "/finish_weight_update")],
+)
+async def test_a_second_update_while_one_is_open_is_409_and_requests_wait(scene, begin, end):
+    folder = scene.new_weights("step-1", 77)
+    await post(scene, begin)
+    waiting = [ask(scene), ask_vllm(scene)]
+    await until(lambda: scene.generator.load().live == 2)
+    tensors = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}
+    join = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 5, "backend": "gloo"}
+    for path, body in (
+        ("/begin_weight_update", {}),
+        ("/start_weight_update", {}),
+        ("/update_weights_from_disk", {"model_path": str(folder)}),
+        ("/update_weights", {"weight_dir": str(folder)}),
+        ("/init_weights_update_group", {"group_name": "g", **join}),
+        ("/init_weight_transfer_engine", {"init_info": {"group_name": "g", **join}}),
+        ("/update_weight_version", {"new_version": "best", "abort_all_requests": False}),
+        ("/sleep?mode=keep", {}),
+        ("/release_memory_occupation", {}),
+        ("/wake_up", {}),
+        ("/resume_memory_occupation", {}),
+    ):
+        await post(scene, path, body, 409)
+    assert (await scene.client.get("/ready")).json()["error"]["code"] == "updating"
+    assert not any(call.done() for call in waiting)
+    # no part came, so nothing is new
+    await post(scene, end, {"weight_version": "5"})
+    for answer in await asyncio.gather(*waiting):
+        assert answer.status_code == 200
+    assert (await scene.client.get("/weight_info")).json() == {"weight_version": "0"}
+    # nothing is open any more
+    await post(scene, end, {}, 400)
+    # a tensor of a group that nobody joined is refused, and the update with it
+    await post(scene, begin)
+    await post(scene, "/update_weights_from_distributed", {"group_name": "nobody", **tensors}, 400)
+    assert (await ask(scene)).status_code == 200
+
+
+async def test_a_trainer_that_starts_anew_ends_what_it_left_open(scene):
+    await post(scene, "/begin_weight_update")
+    for _ in range(2):
+        assert (await post(scene, "/destroy_weights_update_group", {"group_name": "g"}))["success"]
+    assert (await ask(scene)).status_code == 200
+    await post(scene, "/begin_weight_update")
+    await post(scene, "/end_weight_update")
+
+
+async def test_what_vllms_clients_run_at_a_sleep_ends_as_their_abort(scene_of):
+    async with scene_of(runner={"step_s": 0.01}) as scene:
+        running = ask_vllm(scene, 200)
+        await until(lambda: scene.generator.load().running == 1)
+        await post(scene, "/sleep")
+        (choice,) = (await running).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        waiting = ask_vllm(scene)
+        await until(lambda: scene.generator.load().live == 1)
+        await post(scene, "/wake_up")
+        (choice,) = (await waiting).json()["choices"]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 4)
+
+
+async def test_weights_are_not_read_out(scene_of):
+    async with scene_of() as scene:
+        for method in ("GET", "POST"):
+            answer = await scene.client.request(method, "/get_weights_by_name")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_served")
+            assert "/weights_checker" in answer.json()["error"]["message"]
+
+
+async def test_the_checker_tells_whether_an_update_brought_the_weights_of_before(scene):
+    async def check(action, status=200, **more):
+        return await post(scene, "/weights_checker", {"action": action, "selector": "all", **more}, status)
+
+    assert not (await check("compare", 400))["success"]
+    for number in (77, 78):
+        folder = scene.new_weights(f"step-{number}", number)
+        await post(scene, "/update_weights_from_disk", {"model_path": str(folder)})
+        told = (await scene.client.get("/weights_checker")).json()
+        assert (told["success"], told["per_engine_checksum"]) == (True, f"{number:032x}")
+        if number == 77:
+            assert (await check("snapshot"))["success"]
+            assert (await check("compare", allow_quant_error=False))["success"]
+    other = await check("compare", 400)
+    assert (other["success"], other["per_engine_checksum"]) == (False, f"{78:032x}")
+    assert f"{77:032x}" in other["message"]
+    folder = scene.new_weights("back", 77)
+    await post(scene, "/update_weights_from_disk", {"model_path": str(folder)})
+    assert (await check("compare"))["success"]
+    refused = await check("reset_tensors", 501)
+    assert "expected_weights_id" in refused["error"]["message"]
+    assert (await check("checksum", 400, skip_tensor_list=["lm_head"]))["error"]["param"] == "skip_tensor_list"
+    await check("spoil", 400)
+    # in a pause too, which stays, and not in an update
+    await post(scene, "/pause_generation")
+    assert (await check("compare"))["success"]
+    await until(lambda: scene.generator.load().doing == "paused")
+    await post(scene, "/continue_generation")
+    await post(scene, "/begin_weight_update")
+    await check("checksum", 409)
+    await post(scene, "/end_weight_update")
+    await post(scene, "/sleep", {"level": 1})
+    await check("checksum", 409)
+    await post(scene, "/wake_up")
+    assert (await ask(scene)).status_code == 200
