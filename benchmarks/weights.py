@@ -93,7 +93,7 @@ def write_config(folder: Path, *, small: bool) -> None:
 
 def config_of(folder: Path, device: str) -> EngineConfig:
     own: dict[str, Any] = {"weights": "random", "dtype": "bfloat16", "device": device}
-    own |= {"num_threads": 1} if device == "cpu" else {}
+    own |= {"num_threads": 1} if device == "cpu" else {"cuda_graphs": False}
     return EngineConfig(
         model=str(folder), runner_config=own, num_blocks=256, max_context_tokens=1024, max_running=REQUESTS,
         max_step_tokens=64, process="worker", update_deadline_s=CALL_S, start_deadline_s=CALL_S,

@@ -1,7 +1,8 @@
 """An update in parts: open from `begin` to `end`, and no step runs meanwhile. Its parts are tensors of a group.
 
-One that nobody goes on with ends by itself; one that ends before it is whole leaves the weights broken. Knows no blocks
-and no schedule. Called by `engine/engine.py`, `pd/instance/instance.py` and `weights.py`.
+An update whose next part or end does not come within the limit of an update ends by itself. An update that ends before
+it is whole leaves the weights broken. Knows no blocks and no schedule. Called by `engine/engine.py`,
+`pd/instance/instance.py` and `weights.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _OpenUpdate:
         begun: no step is in flight, and parts may come.
         label: that a part was given last; None: none was.
         parts: how many have come.
-        timer: ends an update that nobody goes on with.
+        timer: ends the update when neither a part nor its end comes in time.
     """
 
     __slots__ = ("begun", "label", "mode", "parts", "timer")
@@ -161,7 +162,7 @@ class PartUpdates:
         self._lapse(self._open, "was abandoned")
 
     def stop(self) -> None:
-        """The engine ends: nobody waits for the next part."""
+        """The engine ends: stop waiting for the next part."""
         if self._open is not None:
             self._stop_waiting(self._open)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.synthetic.oracle import SyntheticConfig
 
-#: content that no step has written, and weights that nobody has
+#: content that no step has written, and weights after they were dropped
 SPOILT = 0xEEEE
 
 

@@ -88,7 +88,7 @@ def _product(  # type: ignore[no-untyped-def]
     """float32 [ROWS, BM]: rows `row` of the matrix [N, INNER] of expert `e`, at the K inner places from `begin` on, by
     BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`."""
     sums = tl.zeros((ROWS, BM), tl.float32)
-    # past its end the matrix's first row is read: what comes of it is not stored
+    # rows past the matrix's end are replaced by its first row, and their sums are not stored
     place = row if EVEN_N else tl.where(row < N, row, 0)
     own = e.to(tl.int64) * N + place
     EVEN_K: tl.constexpr = K % BK == 0

@@ -41,7 +41,7 @@ _UPDATES = (
     "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/weights_checker",
 )  # fmt: skip
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
-# an engine whose memory cannot be released; a call that is none of those that need nothing; weights that nobody spoils
+# refused where the memory cannot be released; calls of workers but SkyRL's two; `reset_tensors`
 _IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc", "/weights_checker")
 _WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (

@@ -21,7 +21,7 @@ def folder_within(config: HttpConfig, named: str, field: str) -> str:
     roots = [root for root in (config.weights_root, config.pulls_root) if root]
     if not roots:
         raise Refused(400, "no folder of weights is open to clients; start with --weights-root DIR", param=field)
-    folder = Path(resolved(config, named, field))
+    folder = Path(resolved(named, field))
     if not any(_is_within(folder, root) for root in roots):
         problem = f"{named} is outside of the folder of weights, {' or '.join(roots)}"
         raise Refused(400, problem, param=field)
@@ -37,13 +37,13 @@ def local_within(config: HttpConfig, named: str, field: str) -> str:
     if not root:
         problem = "no folder is open to checkpoints that are pulled; start with --pulls-root DIR"
         raise Refused(400, problem, param=field)
-    folder = Path(resolved(config, named, field))
+    folder = Path(resolved(named, field))
     if folder == Path(root).resolve() or not _is_within(folder, root):
         raise Refused(400, f"{named} does not lie in the folder of pulled checkpoints, {root}", param=field)
     return str(folder)
 
 
-def resolved(_config: HttpConfig, named: str, field: str) -> str:
+def resolved(named: str, field: str) -> str:
     """A path that a client names, wherever it leads. Raises Refused (400) for one that can be none."""
     if not named or "\0" in named:
         raise Refused(400, f"{named!r} is no folder", param=field)

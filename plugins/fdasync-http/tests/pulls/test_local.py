@@ -1,4 +1,4 @@
-"""A checkpoint follows what is published, and is never in its place with bytes that nobody checked."""
+"""A checkpoint follows what is published, and is never in its place before its bytes were checked."""
 
 from __future__ import annotations
 

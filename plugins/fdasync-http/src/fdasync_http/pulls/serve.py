@@ -61,10 +61,10 @@ async def pull_weights(request: Request, front: Front) -> Response:
 
 
 def _slime_pull(front: Front, body: PullBody) -> Pull:
-    config, version = front.config, body.target_version
+    config, version, named = front.config, body.target_version, body.source_dir
     local = local_within(config, body.local_checkpoint_dir, "local_checkpoint_dir")
     # version 0 is the engine's own checkpoint, and nothing is read of what is published, which need not be there yet
-    source = (folder_within if version else resolved)(config, body.source_dir, "source_dir")
+    source = folder_within(config, named, "source_dir") if version else resolved(named, "source_dir")
     return _checked(Pull("slime", local, _base(front), source, version))
 
 

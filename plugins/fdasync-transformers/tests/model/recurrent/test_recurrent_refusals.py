@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,7 +61,7 @@ def test_a_scan_without_a_state_is_found_by_what_it_computes() -> None:
 def test_the_single_token_form_has_the_bounds_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model("nemotron_h", time_step_min=0.5)
     refuse_forgetful(model)
-    monkeypatch.setattr(steps, "bounded_time_steps", lambda _: nullcontext())
+    monkeypatch.setattr(steps, "bounded_forward", lambda _: None)
     with pytest.raises(UnsupportedModel, match=r"a token of model.layers.0.mixer"):
         refuse_forgetful(model)
 

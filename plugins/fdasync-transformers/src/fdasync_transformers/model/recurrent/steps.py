@@ -17,7 +17,7 @@ from fdasync.errors import InvariantBroken
 from fdasync_transformers.model.recurrent.cache import StateCache, StateLayer
 from fdasync_transformers.model.recurrent.mixers import find_mixers
 from fdasync_transformers.model.recurrent.outputs import joined, per_token
-from fdasync_transformers.model.recurrent.time_steps import bounded_time_steps
+from fdasync_transformers.model.recurrent.time_steps import bounded_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +45,7 @@ class MixedForward:
         self.mixer = mixer
         self.library: Callable[..., Any] = own.library if isinstance(own, MixedForward) else own
         self.compute: Compute | None = None
+        self._bounded = bounded_forward(mixer.module) or self.library
         module: Any = mixer.module
         module.forward = self
 
@@ -61,8 +62,7 @@ class MixedForward:
         """The library's answer to one piece, with this state."""
         mixer = self.mixer
         named = {mixer.hidden: hidden, mixer.cache: StateCache(mixer.layer, layer), **others}
-        with bounded_time_steps(mixer.module):
-            return self.library(**named)
+        return self._bounded(**named)
 
     def detach(self) -> None:
         """The module has the forward again that it had."""
