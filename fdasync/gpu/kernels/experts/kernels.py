@@ -59,6 +59,41 @@ def _weights(  # type: ignore[no-untyped-def]
         return tl.load(at, mask=inside, other=0.0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def put_activation(  # type: ignore[no-untyped-def]
+    gate, up, bias, out, e, place, real, column, alpha, limit, bias_expert,
+    N: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Store the activation of sums [BM, BN] of gate and up, with their biases, at a tile's places in grouped order."""
+    inside = column < N
+    if BIASED:
+        biases = bias + e.to(tl.int64) * bias_expert
+        gate_row = column * 2 if INTERLEAVED else column
+        gate = plus_bias(gate, tl.load(biases + gate_row, mask=inside, other=0.0)[None, :])
+        if GATED:
+            up_row = column * 2 + 1 if INTERLEAVED else N + column
+            up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
+    value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
+    at = out + place[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(at, value, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_parts(  # type: ignore[no-untyped-def]
+    sums, bias, weights, out, e, pair, real, column, bias_expert, out_slice, N: tl.constexpr, BIASED: tl.constexpr
+):
+    """Store sums [BM, BN] of the second product, with their bias and times the routing weights, at the pairs' places in
+    the program's slice."""
+    inside = column < N
+    if BIASED:
+        own = bias + e.to(tl.int64) * bias_expert + column
+        sums = plus_bias(sums, tl.load(own, mask=inside, other=0.0)[None, :])
+    sums *= tl.load(weights + pair).to(tl.float32)[:, None]
+    at = out + tl.program_id(1).to(tl.int64) * out_slice + pair[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def experts_gate_up(  # type: ignore[no-untyped-def]
     x, w, bias, out, order, tiles, ids, live, alpha, limit,
@@ -129,15 +164,10 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     if SWAP:
         gate = tl.trans(gate)
         up = tl.trans(up)
-    inside = column < N
-    if BIASED:
-        biases = bias + e.to(tl.int64) * bias_expert
-        gate = plus_bias(gate, tl.load(biases + gate_row, mask=inside, other=0.0)[None, :])
-        if GATED:
-            up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
-    value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
-    at = out + place[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(at, value, mask=real[:, None] & inside[None, :])
+    put_activation(
+        gate, up, bias, out, e, place, real, column, alpha, limit, bias_expert,
+        N, KIND, FORM, GATED, BIASED, INTERLEAVED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
@@ -184,13 +214,7 @@ def experts_down(  # type: ignore[no-untyped-def]
         let_next_come(OVERLAP)
     if SWAP:
         sums = tl.trans(sums)
-    inside = column < N
-    if BIASED:
-        own = bias + e.to(tl.int64) * bias_expert + column
-        sums = plus_bias(sums, tl.load(own, mask=inside, other=0.0)[None, :])
-    sums *= tl.load(weights + pair).to(tl.float32)[:, None]
-    at = out + tl.program_id(1).to(tl.int64) * out_slice + pair[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    put_parts(sums, bias, weights, out, e, pair, real, column, bias_expert, out_slice, N, BIASED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

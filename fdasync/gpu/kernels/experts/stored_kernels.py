@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.experts.activation import activate
-from fdasync.gpu.kernels.experts.kernels import expert_of, rows_of
-from fdasync.gpu.kernels.linear.kernel import plus_bias, times
+from fdasync.gpu.kernels.experts.kernels import expert_of, put_activation, put_parts, rows_of
+from fdasync.gpu.kernels.linear.kernel import times
 from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -171,20 +170,10 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BN, BM)), (1, 2, 0)))
     if SINGLE:
         let_next_come(OVERLAP)
-    gate = tl.trans(gate)
-    up = tl.trans(up)
-    column = first + tl.arange(0, BN)
-    inside = column < N
-    if BIASED:
-        biases = bias + e.to(tl.int64) * bias_expert
-        gate_row = column * 2 if INTERLEAVED else column
-        gate = plus_bias(gate, tl.load(biases + gate_row, mask=inside, other=0.0)[None, :])
-        if GATED:
-            up_row = gate_row + 1 if INTERLEAVED else N + column
-            up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
-    value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
-    at = out + place[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(at, value, mask=real[:, None] & inside[None, :])
+    put_activation(
+        tl.trans(gate), tl.trans(up), bias, out, e, place, real, first + tl.arange(0, BN), alpha, limit, bias_expert,
+        N, KIND, FORM, GATED, BIASED, INTERLEAVED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
@@ -209,11 +198,4 @@ def stored_down(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if SINGLE:
         let_next_come(OVERLAP)
-    sums = tl.trans(sums)
-    inside = column < N
-    if BIASED:
-        own = bias + e.to(tl.int64) * bias_expert + column
-        sums = plus_bias(sums, tl.load(own, mask=inside, other=0.0)[None, :])
-    sums *= tl.load(weights + pair).to(tl.float32)[:, None]
-    at = out + tl.program_id(1).to(tl.int64) * out_slice + pair[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    put_parts(tl.trans(sums), bias, weights, out, e, pair, real, column, bias_expert, out_slice, N, BIASED)
