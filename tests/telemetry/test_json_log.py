@@ -376,7 +376,9 @@ async def test_a_reader_that_is_stuck_costs_lines_and_no_time(kind):
             text += read_all(end)
     lines = parse(text)
     told = [line["count"] for line in lines if line["event"] == "LinesDropped"]
-    assert told == [stuck]
+    # a burst may overrun the buffer before the kernel's own is full: that is told at once, and the rest at the end
+    assert sum(told) == stuck
+    assert lines[-2]["event"] == "LinesDropped"
     assert lines[-1]["key"] == "last"
     count = len([line for line in lines if line["event"] in ("BlockDamaged", "RequestEnded")])
     assert count + stuck == seen.pending + 200

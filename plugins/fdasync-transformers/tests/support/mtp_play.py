@@ -40,8 +40,8 @@ def open_mtp(
     settings = TransformersConfig(**{"dtype": "float32", "device": "cpu", "mtp": True, **(config or {})})
     known = RunnerLimits(model=str(folder), **{**LIMITS, **limits})
 
-    def step_model(model: Any, layout: Any) -> StepModel:
-        return StepModel(model, layout, fixed=known.numerics == "fixed")
+    def step_model(model: Any, layout: Any, state: Any) -> StepModel:
+        return StepModel(model, layout, fixed=known.numerics == "fixed", state=state)
 
     return open_model(checkpoint, settings, known, CPU, step_model, LiveRows(), collectives)
 
