@@ -50,6 +50,7 @@ class Block:
         last_use: when it was used last, in the index's own count; leaves of a chain before their parents.
         device_list, host_list: the lists of `prefix.py` that it is in; None: none.
         snapshot: the recurrent state at its end (`snapshots.py`); None: there is none.
+        with_state: a store's object of it has that state, too.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Block:
         "stored",
         "uses",
         "wanted",
+        "with_state",
     )
 
     def __init__(self, block_id: int, host: int, slot: Slot | None) -> None:
@@ -96,6 +98,12 @@ class Block:
         self.device_list: Lru | None = None
         self.host_list: Lru | None = None
         self.snapshot: Snapshot | None = None
+        self.with_state = False
+
+    @property
+    def can_be_written(self) -> bool:
+        """All that a store's object of it has is whole on the host."""
+        return self.on_host and (not self.with_state or (self.snapshot is not None and self.snapshot.on_host))
 
     @property
     def usable(self) -> bool:
@@ -124,6 +132,10 @@ class Block:
         self.wanted = False
         self.heard(stored=False)
         return 1
+
+    def without_state(self) -> int:
+        """Its snapshot is lost to the host; returns 1 if it was wanted in the store with it, else 0."""
+        return self.give_up() if self.with_state else 0
 
     def __repr__(self) -> str:
         return f"Block({self.id}, host={self.host}, slot={self.slot}, pins={self.ref_count}, sealed={self.sealed})"

@@ -69,6 +69,11 @@ class Carrier(Protocol):
     """A block, as far as its snapshot knows it (`Block` in `blocks.py`)."""
 
     snapshot: Snapshot | None
+    key: bytes | None
+
+    def without_state(self) -> int:
+        """Its snapshot is lost to the host: no store can have it with its state. Returns 1 if one was to, else 0."""
+        ...
 
 
 class Snapshot:
@@ -84,6 +89,8 @@ class Snapshot:
         busy: the last step that reads or writes its place on the device; -1: none.
         pins: sequences that are about to start from it.
         moves: copies in flight that read or write it.
+        holds: transfers to and from a store or another instance that use its place on the host, and requests that wait
+            to start from it.
         arriving: the copy that brings it to the device, while under way; else -1.
         uses: how often a sequence started from it.
     """
@@ -92,6 +99,7 @@ class Snapshot:
         "arriving",
         "block",
         "busy",
+        "holds",
         "host",
         "moves",
         "on_device",
@@ -112,6 +120,7 @@ class Snapshot:
         self.busy = step
         self.pins = 0
         self.moves = 0
+        self.holds = 0
         self.arriving = -1
         self.uses = 0
 
@@ -135,13 +144,14 @@ class SnapshotPool:
         taken, resumed: snapshots that steps took, and sequences that started from one.
         lost: snapshots that left their last place to make room for others.
         refused: snapshots that were not taken since no place was free.
+        unwritten: blocks that a store should have got and did not, since their snapshot had to make room.
     """
 
     def __init__(self, num_places: int, num_host_places: int = 0) -> None:
         self.num_places = num_places
         self.num_host_places = num_host_places
         self.done_step = -1
-        self.taken = self.resumed = self.lost = self.refused = 0
+        self.taken = self.resumed = self.lost = self.refused = self.unwritten = 0
         self._free = list(range(num_places - 1, -1, -1))
         self._host_free = list(range(num_host_places - 1, -1, -1))
         # in the order of last use
@@ -229,6 +239,7 @@ class SnapshotPool:
     def drop(self, snapshot: Snapshot) -> None:
         """No sequence will start from it any more. Its places come back when nothing uses them."""
         if snapshot.block is not None:
+            self.unwritten += snapshot.block.without_state()
             snapshot.block.snapshot = None
             snapshot.block = None
         self._settle(snapshot)
@@ -288,18 +299,48 @@ class SnapshotPool:
     @property
     def has_host_room(self) -> bool:
         """A snapshot could be copied out, without another one being on the device alone for it."""
-        return bool(self._host_free) or any(one.place < 0 and not self._in_use(one) for one in self._live)
+        idle = (one for one in self._live if one.place < 0 and not one.holds and not self._in_use(one))
+        return bool(self._host_free) or any(idle)
 
     def add_host(self, snapshot: Snapshot) -> bool:
         """Give a snapshot of the device a place on the host, to be filled by a copy; False: there is none. Snapshots
         that are on the host alone go first for it."""
+        if not self._make_host_room():
+            return False
+        snapshot.host = self._host_free.pop()
+        return True
+
+    def receive(self, block: Carrier) -> Snapshot | None:
+        """A place on the host for the snapshot of `block`, which has none, to be filled by a transfer, which holds it;
+        None: there is no place."""
+        if block.snapshot is not None:
+            raise InvariantBroken(f"{block} has a snapshot already")
+        if not self._make_host_room():
+            return None
+        snapshot = Snapshot(block, -1, -1)
+        snapshot.on_device = False
+        snapshot.host = self._host_free.pop()
+        snapshot.holds = 1
+        block.snapshot = snapshot
+        self._use(snapshot)
+        return snapshot
+
+    def received(self, snapshot: Snapshot) -> None:
+        """Its bytes on the host are whole; the transfer holds it yet."""
+        snapshot.on_host = True
+
+    def unhold(self, snapshot: Snapshot) -> None:
+        """A transfer, or a request that waits, lets go of its place on the host."""
+        snapshot.holds -= 1
+        self._settle(snapshot)
+
+    def _make_host_room(self) -> bool:
         if not self._host_free:
-            idle = [one for one in self._live if one.on_host and not one.moves and not one.pins]
+            idle = [one for one in self._live if one.on_host and not (one.moves or one.pins or one.holds)]
             victim = next((one for one in idle if one.place < 0), idle[0] if idle else None)
             if victim is None:
                 return False
             self._leave_host(victim)
-        snapshot.host = self._host_free.pop()
         return True
 
     def moved(self, snapshot: Snapshot) -> None:
@@ -322,7 +363,7 @@ class SnapshotPool:
 
     def _settle(self, snapshot: Snapshot) -> None:
         """Take back the places of a snapshot that no block has, as soon as nothing uses them."""
-        if snapshot.block is not None or snapshot not in self._live or self._in_use(snapshot):
+        if snapshot.block is not None or snapshot not in self._live or snapshot.holds or self._in_use(snapshot):
             return
         del self._live[snapshot]
         if snapshot.place >= 0:
@@ -342,11 +383,11 @@ class SnapshotPool:
         for snapshot in self._live:
             if snapshot.block is not None and snapshot.block.snapshot is not snapshot:
                 raise InvariantBroken(f"{snapshot} has a block that does not know it")
-            if snapshot.block is None and not self._in_use(snapshot):
+            if snapshot.block is None and not (snapshot.holds or self._in_use(snapshot)):
                 raise InvariantBroken(f"{snapshot} belongs to no block, and keeps its place")
-            if not (snapshot.on_device or snapshot.on_host):
+            if not (snapshot.on_device or snapshot.on_host or snapshot.holds):
                 raise InvariantBroken(f"{snapshot} is nowhere")
             if snapshot.on_device and snapshot.place < 0:
                 raise InvariantBroken(f"{snapshot} is on the device, and has no place there")
-            if snapshot.pins < 0 or snapshot.moves < 0:
+            if snapshot.pins < 0 or snapshot.moves < 0 or snapshot.holds < 0:
                 raise InvariantBroken(f"{snapshot} was given back twice")

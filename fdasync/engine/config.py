@@ -100,7 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             and no more than it has blocks.
         state_every_tokens: besides the ends of prompts and answers and the places where prompts part, snapshots are
             taken at the multiples of this, which is one of block_tokens; "auto": such that they take as many bytes as
-            the KV between them.
+            the KV between them. A store keeps these alone; engines with different numbers share no stored block.
         role: "alone", or the role among instances (`fdasync.pd`): "prefill" instances hand requests to "decode"
             instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
         leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
@@ -420,10 +420,21 @@ def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
 
 
 def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
-    """Places of snapshots on the host. Raises ConfigError if they cannot fit into memory."""
+    """Places of snapshots on the host. Raises ConfigError if they cannot fit into memory, where there is no host tier
+    for them, and where a store needs some."""
     blocks = host_blocks(config, capacity)
-    if not capacity.state_specs or not blocks:
+    if not capacity.state_specs:
         return 0
+    if not blocks:
+        if config.host_snapshots not in ("auto", 0):
+            raise ConfigError(
+                "config.host_snapshots", "are asked for, and there is no host tier", hint="set host_blocks too"
+            )
+        return 0
+    if config.store and config.host_snapshots == 0:
+        raise ConfigError(
+            "config.host_snapshots", "is 0: states come from the store, and go there, by way of the host", limit=1
+        )
     stride = host_nbytes(1, capacity.snapshot_nbytes) - host_nbytes(0, capacity.snapshot_nbytes)
     if config.host_snapshots == "auto":
         return min(blocks, max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_SNAPSHOTS))
@@ -434,22 +445,21 @@ def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
     return config.host_snapshots
 
 
-def _state_every_tokens(config: EngineConfig, capacity: Capacity) -> int:
-    """Raises ConfigError."""
-    size = capacity.block_tokens
-    if config.state_every_tokens == "auto":
-        return -(-capacity.snapshot_nbytes // capacity.block_nbytes) * size
-    if config.state_every_tokens % size:
-        raise ConfigError(
-            "config.state_every_tokens", f"is {config.state_every_tokens}", limit=f"a multiple of block_tokens={size}"
-        )
-    return config.state_every_tokens
+def with_state_every(config: EngineConfig, capacity: Capacity) -> Capacity:
+    """A runner's capacity, and how often states are kept. Raises ConfigError."""
+    if not capacity.state_specs:
+        return capacity
+    size, every = capacity.block_tokens, config.state_every_tokens
+    if every == "auto":
+        every = -(-capacity.snapshot_nbytes // capacity.block_nbytes) * size
+    if every % size:
+        raise ConfigError("config.state_every_tokens", f"is {every}", limit=f"a multiple of block_tokens={size}")
+    return msgspec.structs.replace(capacity, state_every_tokens=every)
 
 
 def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
     """What a model with recurrent layers cannot do yet. Raises ConfigError."""
     for field, there, what in (
-        ("store", bool(config.store), "stores keep KV and rows alone so far"),
         ("role", config.role != "alone", "instances hand KV and rows over alone so far"),
         ("speculation", capacity.max_run_tokens > 1, "a state cannot go back to the last accepted token so far"),
     ):
@@ -501,7 +511,8 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         recurrent=recurrent,
         num_snapshots=capacity.num_snapshots,
         num_host_snapshots=host_snapshots(config, capacity),
-        state_every_tokens=_state_every_tokens(config, capacity) if recurrent else capacity.block_tokens,
+        state_every_tokens=capacity.state_every_tokens if recurrent else capacity.block_tokens,
+        snapshot_nbytes=capacity.snapshot_nbytes,
     )
 
 

@@ -66,6 +66,8 @@ def namespace_of(capacity: Capacity) -> bytes:
         parts = (*parts, f"sum_slices={capacity.sum_slices}")
     if capacity.state_specs:
         parts = (*parts, [(spec.name, spec.shape, spec.dtype, spec.layers) for spec in capacity.state_specs])
+        # which blocks' objects carry a state
+        parts = (*parts, capacity.state_every_tokens)
     return root_key(msgspec.msgpack.encode(parts))
 
 

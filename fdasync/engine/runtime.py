@@ -17,7 +17,7 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.picks import PickShape
 from fdasync.cache.store.base import Store
-from fdasync.engine.config import make_policy, resolve
+from fdasync.engine.config import make_policy, resolve, with_state_every
 from fdasync.engine.driver import Driver
 from fdasync.engine.output import OutputProcessor
 from fdasync.engine.prepare import Rehasher, namespace_of
@@ -228,7 +228,7 @@ class Runtime:
         began = loop.time()
         try:
             async with Within(config.start_deadline_s):
-                self.capacity = capacity = await self.runner.open()
+                self.capacity = capacity = with_state_every(config, await self.runner.open())
                 self.update_limit_s = config.update_limit_s(loop.time() - began)
                 _check_answer(config, capacity)
                 self.namespace = namespace_of(capacity)
@@ -269,6 +269,7 @@ class Runtime:
                 self._stack.store,
                 self._host,
                 self._arena,
+                self._snapshots,
                 closing=self._closing,
                 on_error=on_failure,
             )
@@ -323,8 +324,8 @@ class Runtime:
         self._stack = StoreStack(
             self._config, self.capacity, self._host, self._given_store, self._closing, self.bus.publish
         )
-        regions = [self._host.region] + ([self._arena.region] if self._arena is not None else [])
-        await self._stack.open(regions)
+        arenas = (self._host, self._arena, self._snapshots)
+        await self._stack.open([arena.region for arena in arenas if arena is not None])
 
     def _standing(self) -> list[Event]:
         """What a later subscriber gets first: taps that failed, and that the store is left alone."""

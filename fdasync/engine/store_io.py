@@ -45,7 +45,8 @@ class StoreIO:
 
     Args:
         store: open; owned by the caller.
-        host, arena: where KV and rows are; `arena` is None when capture is off.
+        host, arena, snapshots: where KV, rows and snapshots are; `arena` is None when capture is off, `snapshots` for
+            a model without recurrent state.
         closing: the deadline of `aclose`, which other parts of the engine share.
         on_error: ends the engine with an error that no store may raise.
 
@@ -59,6 +60,7 @@ class StoreIO:
         store: Store,
         host: HostArena,
         arena: AuxArena | None,
+        snapshots: HostArena | None = None,
         *,
         closing: Closing,
         on_error: Callable[[BaseException], None],
@@ -67,6 +69,7 @@ class StoreIO:
         self._store = store
         self._host = host
         self._arena = arena
+        self._snapshots = snapshots
         self._closing = closing
         self._on_error = on_error
         self._waits: dict[asyncio.Task[None], None] = {}
@@ -75,6 +78,7 @@ class StoreIO:
         self.refusals = Refusals()
         rows_nbytes = 0 if arena is None else sum(part.nbytes for part in arena.parts(0, AUX_REGION))
         self._item_nbytes = host.stride_nbytes + rows_nbytes
+        self._state_region = AUX_REGION if arena is None else AUX_REGION + 1
 
     def look_up(self, action: LookUp) -> None:
         """Start the action; `LookedUp` answers it."""
@@ -178,8 +182,7 @@ class StoreIO:
         started = loop.time()
         arrived = [False] * len(action.keys)
         calls = [
-            self._call(self._get(action, batch, arrived), f"fetch {action.fetch_id}")
-            for batch in self._batches(len(action.keys))
+            self._call(self._get(action, batch, arrived), f"fetch {action.fetch_id}") for batch in self._batches(action)
         ]
         _, late = await wait_within(calls, action.deadline - started)
         self._bus.publish(
@@ -188,7 +191,7 @@ class StoreIO:
                 arrived=tuple(arrived),
                 late=bool(late),
                 seconds=loop.time() - started,
-                nbytes=sum(arrived) * self._item_nbytes,
+                nbytes=self._nbytes(action, arrived),
             )
         )
         if late:
@@ -224,7 +227,7 @@ class StoreIO:
         timed_out: asyncio.Future[None] = loop.create_future()
         calls = [
             self._call(self._put(action, batch, stored, timed_out), f"write {action.put_id}")
-            for batch in self._batches(len(action.keys))
+            for batch in self._batches(action)
         ]
         late: set[asyncio.Task[None]] = set(calls)
         while late and not timed_out.done():
@@ -237,7 +240,7 @@ class StoreIO:
                 stored=tuple(stored),
                 late=bool(late),
                 seconds=loop.time() - started,
-                nbytes=sum(stored) * self._item_nbytes,
+                nbytes=self._nbytes(action, stored),
             )
         )
         if late:
@@ -279,8 +282,30 @@ class StoreIO:
         parts = [self._host.header(host, HOST_REGION), self._host.payload(host, HOST_REGION)]
         if self._arena is not None:
             parts += self._arena.parts(action.slots[number], AUX_REGION)
+        place = action.snapshots_host[number] if action.snapshots_host else -1
+        if place >= 0:
+            assert self._snapshots is not None
+            parts.append(self._snapshots.payload(place, self._state_region))
         return Item(object_key(action.namespace, action.keys[number]), tuple(parts))
 
-    def _batches(self, count: int) -> list[range]:
-        most = max(1, min(_CALL_NBYTES // self._item_nbytes, self._store.capabilities.max_batch))
-        return [range(first, min(first + most, count)) for first in range(0, count, most)]
+    def _sizes(self, action: FetchBlocks | StoreBlocks) -> list[int]:
+        """Bytes of each block's object, about."""
+        state_nbytes = 0 if self._snapshots is None else self._snapshots.stride_nbytes
+        places = action.snapshots_host or (-1,) * len(action.keys)
+        return [self._item_nbytes + (place >= 0) * state_nbytes for place in places]
+
+    def _nbytes(self, action: FetchBlocks | StoreBlocks, moved: list[bool]) -> int:
+        return sum(nbytes for nbytes, came in zip(self._sizes(action), moved, strict=True) if came)
+
+    def _batches(self, action: FetchBlocks | StoreBlocks) -> list[range]:
+        """Runs of blocks of which each is one call: as many as stay within its bytes, and one at least."""
+        most = self._store.capabilities.max_batch
+        batches: list[range] = []
+        first = nbytes = 0
+        for number, item_nbytes in enumerate(self._sizes(action)):
+            if number > first and (nbytes + item_nbytes > _CALL_NBYTES or number - first == most):
+                batches.append(range(first, number))
+                first, nbytes = number, 0
+            nbytes += item_nbytes
+        batches.append(range(first, len(action.keys)))
+        return batches

@@ -140,6 +140,9 @@ def schema_of(capacity: Capacity, host: HostArena) -> BlockSchema:
     sections += [
         Section(spec.name, spec.dtype, (size, *spec.shape), size * spec.token_nbytes) for spec in capacity.aux_specs
     ]
+    state = None
+    if capacity.state_specs:
+        state = Section("state", "uint8", (capacity.snapshot_nbytes,), capacity.snapshot_nbytes)
     return BlockSchema(
         layout=capacity.kv_layout,
         kv_dtype=capacity.kv_dtype,
@@ -147,4 +150,5 @@ def schema_of(capacity: Capacity, host: HostArena) -> BlockSchema:
         sections=tuple(sections),
         zeros=host.zeros(HOST_REGION),
         trash=host.trash(HOST_REGION),
+        state=state,
     )

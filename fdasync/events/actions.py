@@ -315,6 +315,8 @@ class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
         host: host block ids.
         slots, generations: of the rows; both empty when capture is off.
         deadline: engine time.
+        snapshots_host: places on the host for the snapshots that the blocks carry, -1 for a block that carries none;
+            empty if none does.
     """
 
     fetch_id: int
@@ -324,6 +326,7 @@ class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     deadline: float
+    snapshots_host: tuple[int, ...] = ()
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
@@ -335,6 +338,7 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
         host: host block ids.
         slots, generations: of their rows, and the use of each slot that they must have been written for; both empty if
             there are no rows.
+        snapshots_host: places of the snapshots that the objects get, as in `FetchBlocks`.
     """
 
     put_id: int
@@ -343,6 +347,7 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     host: tuple[int, ...]
     slots: tuple[int, ...]
     generations: tuple[int, ...]
+    snapshots_host: tuple[int, ...] = ()
 
 
 class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):

@@ -99,6 +99,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             carry snapshots of it, and a sequence starts behind cached tokens only from one (`SeqStart.snapshot`).
         num_snapshots: places of snapshots on the device that `bind` will allocate, beside a live state for each of
             `max_running` sequences.
+        state_every_tokens: the engine's: sequences take snapshots at its multiples, and stores keep those.
         moe_layer_ids: hidden-layer numbers of the routing's rows.
         num_hidden_layers: of the model, dense ones included; 0: not told.
         num_experts, top_k: of the routing.
@@ -138,6 +139,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     aux_specs: tuple[AuxSpec, ...] = ()
     state_specs: tuple[StateSpec, ...] = ()
     num_snapshots: int = 0
+    state_every_tokens: int = 0
     moe_layer_ids: tuple[int, ...] = ()
     num_hidden_layers: int = 0
     num_experts: int = 0

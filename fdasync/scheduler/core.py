@@ -105,7 +105,7 @@ class Scheduler:
         self.snapshot_planner = (
             None if snapshots is None else SnapshotPlanner(config, snapshots, self.index, self.swap_planner)
         )
-        self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep)
+        self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep, self.swap_planner.keep_snapshot)
         self.weights = Weights(config.namespace, config.weight_version)
         self.pausing = Pausing()
         self._writes = WritePolicy(config, self.swap_planner, self.store_planner)

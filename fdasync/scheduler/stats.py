@@ -89,7 +89,7 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         fetched_blocks=store_planner.fetched,
         late_fetched_blocks=store_planner.late_fetched,
         written_blocks=store_planner.written,
-        dropped_writes=store_planner.dropped + swap_planner.dropped,
+        dropped_writes=store_planner.dropped + swap_planner.dropped + snapshots.unwritten,
         forgotten_blocks=store_planner.chains.forgotten,
         fetch_cut_offs=store_planner.cut_off,
         moving=swap_planner.num_in_flight,
@@ -153,9 +153,12 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
     if index.pool.snapshots is not None:
         pinned = Counter([id(seq.resume) for seq in live if seq.resume is not None])
         pinned += Counter([id(seq.resume) for seq in queues.draining() if seq.resume is not None])
+        held_snapshots = store_planner.snapshot_holds(live)
         for snapshot in index.pool.snapshots.live():
             if snapshot.pins != pinned[id(snapshot)]:
                 raise InvariantBroken(f"{pinned[id(snapshot)]} sequences are about to start from {snapshot}")
+            if snapshot.holds != held_snapshots[id(snapshot)]:
+                raise InvariantBroken(f"{held_snapshots[id(snapshot)]} transfers and requests hold {snapshot}")
     swap_planner.check()
     decode_side.check()
     held: dict[HostHold, int] = {

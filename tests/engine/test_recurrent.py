@@ -84,7 +84,8 @@ async def test_an_engine_that_slept_goes_on_from_the_host():
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"store": "memory", "host_blocks": 8}, "store"),
+        ({"store": "memory", "host_blocks": 8, "host_snapshots": 0}, "host_snapshots"),
+        ({"host_snapshots": 3}, "host_snapshots"),
         ({"role": "mixed", "host_blocks": 8}, "role"),
         ({"state_every_tokens": 6}, "state_every_tokens"),
     ],

@@ -195,7 +195,8 @@ class Table:
         if late:
             # what is done is not held any longer
             held = tuple([host for host, ok in zip(transfer.host, done, strict=True) if not ok])
-            self.late[number] = replace(transfer, host=held)
+            states = tuple([place for place, ok in zip(transfer.snapshots_host, done, strict=False) if not ok])
+            self.late[number] = replace(transfer, host=held, snapshots_host=states)
 
     def returned(self, number: int, arrived: str) -> LateTransferEnded:
         """The late rest of a fetch or a write ended; "+" or "-" for each of its blocks."""
@@ -279,6 +280,11 @@ class Table:
         assert not ins or max(ins.values()) == 1, "a host block is copied in twice at a time"
         assert not read or max(read.values()) == 1, "a host block is being stored twice"
         assert not written.keys() & (ins.keys() | read.keys()), "a host block is read while it is written"
+        written = Counter(place for one in (*outs, *fetches) for place in one.snapshots_host if place >= 0)
+        ins = Counter(place for one in copies if isinstance(one, SwapIn) for place in one.snapshots_host)
+        read = Counter(place for put in puts for place in put.snapshots_host if place >= 0)
+        assert not written or max(written.values()) == 1, "a snapshot's place on the host has two writers"
+        assert not written.keys() & (ins.keys() | read.keys()), "a snapshot is read while it is written"
 
     def sampled(self, step: RunStep) -> int:
         return self._counts.pop(step.step_id)

@@ -1,10 +1,11 @@
 """The object that a store keeps for one block and rank: self-describing, and checked before it is used.
 
-On disk: a header page, then the sections (KV first, then one for each aux spec), each at a multiple of 4 KiB. The
-page is little-endian: magic (8 bytes), format version (uint32), length of the table (uint32), length of the whole
-object (uint64), the table (`BlockHeader`, msgpack), zeros, and in its last 8 bytes the XXH3-64 of all before. The
-table names what the block is (namespace, key, rank, layout, dtypes, shapes) and the XXH3-64 of every section. Between
-sections are zeros. An object of another version is damage like any other: stores are caches, nothing is migrated.
+On disk: a header page, then the sections (KV first, then one for each aux spec, and behind those the recurrent state
+of a block that carries it), each at a multiple of 4 KiB. The page is little-endian: magic (8 bytes), format version
+(uint32), length of the table (uint32), length of the whole object (uint64), the table (`BlockHeader`, msgpack), zeros,
+and in its last 8 bytes the XXH3-64 of all before. The table names what the block is (namespace, key, rank, layout,
+dtypes, shapes) and the XXH3-64 of every section. Between sections are zeros. An object of another version is damage
+like any other: stores are caches, nothing is migrated.
 
 Pure functions over bytes, which know no store, no file and no loop. `checked.py`, which writes and checks objects
 around any store, and `file/admin.py`, which verifies a folder, call them.
@@ -91,7 +92,7 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
     """One run of bytes of an object.
 
     Attributes:
-        name: "kv", or the name of an aux spec.
+        name: "kv", the name of an aux spec, or "state".
         dtype, shape: compared with the schema's, never interpreted.
         nbytes: without padding, at least 1.
     """
@@ -110,6 +111,9 @@ class BlockSchema(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype: e.g. "bfloat16": compared only.
         block_tokens: tokens of a block.
         sections: the first is "kv", then one for each aux spec.
+        state: the section behind those in the objects of some blocks; None: no block carries recurrent state. A
+            block's key decides whether it has it: the writer and every reader must agree (`state_every_tokens` is a
+            part of the namespace).
         zeros: a page of zeros, never written; padding is written from it.
         trash: a page that padding is read into; its bytes are never used.
     """
@@ -120,11 +124,21 @@ class BlockSchema(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
     zeros: Part
     trash: Part
+    state: Section | None = None
+
+    def layout_of(self, *, with_state: bool) -> tuple[Section, ...]:
+        """The sections of an object, with the state's or without."""
+        return (*self.sections, self.state) if with_state and self.state is not None else self.sections
 
     @property
     def object_nbytes(self) -> int:
-        """Bytes of a whole object: header page, sections, padding."""
-        return PAGE_NBYTES + sum(page_aligned(section.nbytes) for section in self.sections)
+        """Bytes of a whole object without a state: header page, sections, padding."""
+        return self.nbytes_of(with_state=False)
+
+    def nbytes_of(self, *, with_state: bool) -> int:
+        """Bytes of a whole object, with the state's section or without."""
+        sections = self.layout_of(with_state=with_state)
+        return PAGE_NBYTES + sum(page_aligned(section.nbytes) for section in sections)
 
 
 class SectionEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -168,10 +182,12 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def make_header(schema: BlockSchema, key: str, checksums: Sequence[int]) -> BlockHeader:
-    """The header of an object with this key whose sections have these checksums. Raises BadInput."""
+    """The header of an object with this key whose sections have these checksums; one more than `schema.sections`: it
+    has the state's section, too. Raises BadInput."""
     entries = []
     offset = PAGE_NBYTES
-    for section, checksum in zip(schema.sections, checksums, strict=True):
+    sections = schema.layout_of(with_state=len(checksums) > len(schema.sections))
+    for section, checksum in zip(sections, checksums, strict=True):
         entries.append(SectionEntry(section.name, section.dtype, section.shape, offset, section.nbytes, checksum))
         offset += page_aligned(section.nbytes)
     return BlockHeader(*parse_key(key), schema.layout, schema.kv_dtype, schema.block_tokens, tuple(entries))
@@ -193,12 +209,12 @@ class HeaderPages:
     fewer bytes, takes the long way.
     """
 
-    def __init__(self, schema: BlockSchema) -> None:
-        """Raises BadInput if the table does not fit into a page."""
+    def __init__(self, schema: BlockSchema, *, with_state: bool = False) -> None:
+        """`with_state`: those of blocks that carry a state. Raises BadInput if the table does not fit into a page."""
         self._schema = schema
         # found by bytes that no text has, and no number but a checksum
         namespace, name = b"\xff" * 16, b"\xfe" * 16
-        checksums = [2**64 - 1 - number for number in range(len(schema.sections))]
+        checksums = [2**64 - 1 - number for number in range(len(schema.layout_of(with_state=with_state)))]
         page = write_header(make_header(schema, object_key(namespace, name), checksums))
         self._body = page[: -_CHECKSUM.size]
         self._namespace, self._name = page.index(namespace), page.index(name)
@@ -262,15 +278,16 @@ def check_key(header: BlockHeader, key: str) -> None:
         raise DamagedBlock("rank", f"it says {header.rank}, and lies at {key}")
 
 
-def check_schema(header: BlockHeader, schema: BlockSchema) -> None:
-    """Raise DamagedBlock unless an engine with this schema can use what the header describes."""
+def check_schema(header: BlockHeader, schema: BlockSchema, *, with_state: bool = False) -> None:
+    """Raise DamagedBlock unless an engine with this schema can use what the header describes, of a block that carries a
+    state or not."""
     names: tuple[Literal["layout", "kv_dtype", "block_tokens"], ...] = ("layout", "kv_dtype", "block_tokens")
     for name in names:
         found, wanted = getattr(header, name), getattr(schema, name)
         if found != wanted:
             raise DamagedBlock(name, f"it is {found!r}, not {wanted!r}")
     sections = tuple([Section(entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in header.sections])
-    if sections != schema.sections:
+    if sections != schema.layout_of(with_state=with_state):
         found = ", ".join(f"{section.name} {section.dtype} {list(section.shape)}" for section in sections)
         raise DamagedBlock("sections", f"it has {found or 'none'}")
 

@@ -28,12 +28,30 @@ PIECE_NBYTES = 1 << 18
 _Run = tuple[int, int, int, int]
 
 
-class BlockMoves(Moves):
-    """Blocks of one schema.
+class Form:
+    """How the objects of one schema lie that have the same sections.
 
     Args:
         sizes: bytes of the parts of a whole object, in order: the header page, then sections and padding.
         sections: the place of each section among them.
+
+    Attributes:
+        num_parts: parts of a whole object.
+        sections: as given.
+        plan: the pieces in which an object arrives.
+    """
+
+    def __init__(self, sizes: Sequence[int], sections: Sequence[int]) -> None:
+        self.num_parts = len(sizes)
+        self.sections = sections
+        self.plan = _plan(sizes, {place: number for number, place in enumerate(sections)})
+
+
+class BlockMoves(Moves):
+    """Blocks of one schema.
+
+    Args:
+        forms: of its objects; no two have equally many parts.
         view: the bytes of a part.
         write_header: completes the header in the first part of an item, given the checksums of its sections.
         problem: why these checksums are not those of the header in the first part, or "".
@@ -41,23 +59,24 @@ class BlockMoves(Moves):
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        sections: Sequence[int],
+        forms: Sequence[Form],
         view: Callable[[Part], memoryview],
         write_header: Callable[[Item, list[int]], None],
         problem: Callable[[Item, list[int]], str],
     ) -> None:
-        self._sections = sections
+        self._forms = {form.num_parts: form for form in forms}
         self._write_header = write_header
         self.view = view
         self.problem = problem
-        self.count = len(sections)
-        self.plan = _plan(sizes, {place: number for number, place in enumerate(sections)})
+
+    def form(self, item: Item) -> Form:
+        """That of a whole object."""
+        return self._forms[len(item.parts)]
 
     def leave(self, item: Item) -> tuple[Piece]:
         view = self.view
         views = [view(part) for part in item.parts]
-        self._write_header(item, [xxhash.xxh3_64_intdigest(views[place]) for place in self._sections])
+        self._write_header(item, [xxhash.xxh3_64_intdigest(views[place]) for place in self.form(item).sections])
         return ((0, views),)
 
     def arrive(self, item: Item) -> _BlockArrival:
@@ -76,9 +95,10 @@ class _BlockArrival:
 
     def __iter__(self) -> Iterator[Piece]:
         moves = self._moves
+        form = moves.form(self._item)
         views = [moves.view(part) for part in self._item.parts]
-        sums = [xxhash.xxh3_64() for _ in range(moves.count)]
-        for offset, runs in moves.plan:
+        sums = [xxhash.xxh3_64() for _ in form.sections]
+        for offset, runs in form.plan:
             piece = [views[place][start:stop] for place, start, stop, _ in runs]
             yield offset, piece
             for view, run in zip(piece, runs, strict=True):

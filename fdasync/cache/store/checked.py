@@ -9,6 +9,7 @@ no callback of its loop grows long. It knows no files and no engine. `process/ma
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -28,7 +29,7 @@ from fdasync.cache.store.block_format import (
     read_header,
     write_header,
 )
-from fdasync.cache.store.block_moves import BlockMoves
+from fdasync.cache.store.block_moves import BlockMoves, Form
 from fdasync.cache.store.validation import check_items
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, page_aligned
@@ -48,7 +49,9 @@ class CheckedStore(Store):
     """Writes and checks block objects around another store, which it owns.
 
     Its items have one part for the header (a page that the caller gives for this call) and one for each section, as
-    the schema has them, without padding; `object_key` makes their keys. An object that fails a check of a read is
+    the schema has them, without padding; `object_key` makes their keys. An item of a block that carries a state has one
+    more part for that; an object that was written with it is damaged for a reader that expects none, and the other way
+    round. An object that fails a check of a read is
     "damaged", with the reason as the first word of the problem, and is deleted, so that a good one can take its place.
     A read does not check the padding between sections, which is no data; `check_value` does.
     """
@@ -64,38 +67,30 @@ class CheckedStore(Store):
         self._name = type(inner).__name__
         self._closed = False
         self._check_schema()
-        self._sizes = [PAGE_NBYTES, *[section.nbytes for section in schema.sections]]
-        # padding behind each of these parts, and the sizes of all parts of the whole object, padding included
-        rests = [page_aligned(nbytes) - nbytes for nbytes in self._sizes]
-        self._zeros = [Part(schema.zeros.region, schema.zeros.offset, rest) for rest in rests]
-        self._trash = [Part(schema.trash.region, schema.trash.offset, rest) for rest in rests]
-        whole = [nbytes for pair in zip(self._sizes, rests, strict=True) for nbytes in pair if nbytes]
-        # where these parts are among those of the whole object
-        self._places = []
-        place = 0
-        for rest in rests:
-            self._places.append(place)
-            place += 2 if rest else 1
-        self._headers = HeaderPages(schema)
+        forms = [_Form(schema, with_state=with_state) for with_state in (False, True)[: 1 + (schema.state is not None)]]
+        # by the number of parts of an item, and of a whole object
+        self._forms = {len(form.sizes): form for form in forms}
+        self._whole_forms = {form.num_parts: form for form in forms}
         # problems that `_judge_now` found, by id of the whole item
         self._damage: dict[int, str] = {}
         # a store that moves bytes in threads hashes them there; for any other store the loop hashes, in slices
-        moves = BlockMoves(whole, self._places[1:], self._view, self._write_header, self._judge_now)
-        self._beside = inner.beside(moves)
+        self._beside = inner.beside(BlockMoves(forms, self._view, self._write_header, self._judge_now))
 
     def _check_schema(self) -> None:
         schema = self._schema
-        names = [section.name for section in schema.sections]
+        sections = schema.layout_of(with_state=True)
+        names = [section.name for section in sections]
         if not names or names[0] != "kv" or len(set(names)) < len(names):
             raise StoreRejected(self._name, f"the sections of a block are kv and then aux data, not {names}")
-        if any(section.nbytes < 1 for section in schema.sections):
+        if any(section.nbytes < 1 for section in sections):
             raise StoreRejected(self._name, "a section of a block has no bytes")
         if schema.zeros.nbytes != PAGE_NBYTES or schema.trash.nbytes != PAGE_NBYTES:
             raise StoreRejected(self._name, "padding needs a page of zeros and a page of trash")
         try:
             # the longest table that these sections can have; a schema that it cannot express would always be damaged
             longest = make_header(schema, object_key(bytes(16), bytes(16), MAX_RANK), [2**64 - 1] * len(names))
-            check_schema(read_header(write_header(longest), schema.object_nbytes), schema)
+            nbytes = schema.nbytes_of(with_state=True)
+            check_schema(read_header(write_header(longest), nbytes), schema, with_state=True)
         except (DamagedBlock, ValueError) as error:
             raise StoreRejected(self._name, f"a header cannot say what a block is: {error}") from None
 
@@ -103,11 +98,11 @@ class CheckedStore(Store):
         await self._inner.open(regions)
         inner, schema = self._inner.capabilities, self._schema
         self._name = inner.name
-        count = len(self._sizes) + sum([part.nbytes > 0 for part in self._zeros])
-        if count > inner.max_parts or schema.object_nbytes > inner.max_item_nbytes:
+        count, nbytes = max(self._whole_forms), schema.nbytes_of(with_state=True)
+        if count > inner.max_parts or nbytes > inner.max_item_nbytes:
             raise StoreRejected(
                 inner.name,
-                f"a block is an object of {schema.object_nbytes} bytes in {count} parts; the store takes "
+                f"a block is an object of {nbytes} bytes in {count} parts; the store takes "
                 f"{inner.max_item_nbytes} bytes in {inner.max_parts}",
             )
         longest = len(object_key(bytes(16), bytes(16), 0))
@@ -115,9 +110,11 @@ class CheckedStore(Store):
             raise StoreRejected(
                 inner.name, f"keys of blocks have {longest} characters, the store takes {inner.max_key_chars}"
             )
-        padding_nbytes = schema.object_nbytes - sum(self._sizes)
+        largest = self._forms[max(self._forms)]
         self.capabilities: Capabilities = msgspec.structs.replace(
-            inner, max_parts=len(self._sizes), max_item_nbytes=inner.max_item_nbytes - padding_nbytes
+            inner,
+            max_parts=len(largest.sizes),
+            max_item_nbytes=inner.max_item_nbytes - (nbytes - sum(largest.sizes)),
         )
         self._regions = regions
 
@@ -135,7 +132,7 @@ class CheckedStore(Store):
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
         if self._beside:
-            return await self._put_group([_whole(item, self._zeros) for item in items])
+            return await self._put_group([self._padded(item) for item in items])
         groups = _groups(items)
         if len(groups) <= 1:
             return await self._put_group([await self._prepare(item) for item in items])
@@ -166,7 +163,7 @@ class CheckedStore(Store):
     # -- a few items --------------------------------------------------------------------------------
 
     async def _get_group(self, items: Sequence[Item]) -> list[Outcome]:
-        inner = [_whole(item, self._trash) for item in items]
+        inner = [_whole(item, self._forms[len(item.parts)].trash) for item in items]
         try:
             found = self._all(await self._inner.get_into(inner), items)
             if self._beside and found == [DONE] * len(found):
@@ -211,9 +208,10 @@ class CheckedStore(Store):
             check_items(items, self.capabilities, self._regions)
         for item in items:
             sizes = [part.nbytes for part in item.parts]
-            if sizes != self._sizes:
-                problem = f"the parts of {item.key} have {sizes} bytes, and a block has {self._sizes}"
-                raise StoreRejected(self._name, problem)
+            form = self._forms.get(len(sizes))
+            if form is None or sizes != form.sizes:
+                wanted = " or ".join(str(form.sizes) for form in self._forms.values())
+                raise StoreRejected(self._name, f"the parts of {item.key} have {sizes} bytes, and a block has {wanted}")
             if not is_object_key(item.key):
                 raise StoreRejected(self._name, f"{item.key!r} is not the key of a block")
 
@@ -221,7 +219,7 @@ class CheckedStore(Store):
 
     async def _prepare(self, item: Item) -> Item:
         """Write the header of the sections, on the loop; the item with its padding."""
-        whole = _whole(item, self._zeros)
+        whole = self._padded(item)
         self._write_header(whole, [await self._checksum(part) for part in self._sections(whole)])
         # one block is a callback long enough
         await asyncio.sleep(0)
@@ -250,21 +248,25 @@ class CheckedStore(Store):
             await asyncio.sleep(0)
         return outcome
 
+    def _padded(self, item: Item) -> Item:
+        return _whole(item, self._forms[len(item.parts)].zeros)
+
     def _sections(self, item: Item) -> list[Part]:
-        return [item.parts[place] for place in self._places[1:]]
+        return [item.parts[place] for place in self._whole_forms[len(item.parts)].sections]
 
     def _write_header(self, item: Item, checksums: Sequence[int]) -> None:
-        self._view(item.parts[0])[:] = self._headers.page(item.key, checksums)
+        self._view(item.parts[0])[:] = self._whole_forms[len(item.parts)].headers.page(item.key, checksums)
 
     def _problem(self, item: Item, checksums: Sequence[int]) -> str:
         page = bytes(self._view(item.parts[0]))
-        if page == self._headers.page(item.key, checksums):
+        form = self._whole_forms[len(item.parts)]
+        if page == form.headers.page(item.key, checksums):
             # what this engine would write about these bytes; anything else is looked at for the reason
             return ""
         try:
-            header = read_header(page, self._schema.object_nbytes)
+            header = read_header(page, self._schema.nbytes_of(with_state=form.with_state))
             check_key(header, item.key)
-            check_schema(header, self._schema)
+            check_schema(header, self._schema, with_state=form.with_state)
             for section, checksum in zip(header.sections, checksums, strict=True):
                 if checksum != section.checksum:
                     raise DamagedBlock("checksum", f"section {section.name!r} is not what was written")
@@ -286,6 +288,27 @@ class CheckedStore(Store):
 
     def _view(self, part: Part) -> memoryview:
         return self._regions[part.region].view(part.offset, part.nbytes)
+
+
+class _Form(Form):
+    """The objects of blocks that carry a state, or of those that do not.
+
+    Attributes:
+        with_state: which of the two.
+        sizes: bytes of the parts of an item: the header page, then the sections.
+        zeros, trash: the padding behind each of these parts, to be written, and to be read into; some are empty.
+        headers: their header pages.
+    """
+
+    def __init__(self, schema: BlockSchema, *, with_state: bool) -> None:
+        self.with_state = with_state
+        self.sizes = [PAGE_NBYTES, *[section.nbytes for section in schema.layout_of(with_state=with_state)]]
+        rests = [page_aligned(nbytes) - nbytes for nbytes in self.sizes]
+        self.zeros = [Part(schema.zeros.region, schema.zeros.offset, rest) for rest in rests]
+        self.trash = [Part(schema.trash.region, schema.trash.offset, rest) for rest in rests]
+        self.headers = HeaderPages(schema, with_state=with_state)
+        places = list(accumulate([2 if rest else 1 for rest in rests[:-1]]))
+        super().__init__([nbytes for pair in zip(self.sizes, rests, strict=True) for nbytes in pair if nbytes], places)
 
 
 def _whole(item: Item, padding: Sequence[Part]) -> Item:

@@ -83,7 +83,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         own_drafter: name of the runner's own drafter, whose drafts `StepDone` tells; "": it has none.
         recurrent: sequences have a state besides their KV, and go on only where there is a snapshot of it.
         num_snapshots, num_host_snapshots: places of snapshots on the device and on the host.
-        state_every_tokens: snapshots are taken at its multiples, too; a multiple of block_tokens.
+        state_every_tokens: snapshots are taken at its multiples, too, and stored there alone; a multiple of
+            block_tokens.
+        snapshot_nbytes: bytes of a snapshot.
     """
 
     block_tokens: int
@@ -118,6 +120,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int = 0
     num_host_snapshots: int = 0
     state_every_tokens: int = 1
+    snapshot_nbytes: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,9 +58,10 @@ class StoreNotes:
         regret_s: how long it may still wait beyond the estimates; None: the store was never asked for it.
         brought: identities that were fetched for it, and whether their blocks came.
         held: blocks that came for it and stay on the host until it is admitted.
+        held_snapshots: likewise.
     """
 
-    __slots__ = ("absent_at", "brought", "held", "regret_s", "waits_for")
+    __slots__ = ("absent_at", "brought", "held", "held_snapshots", "regret_s", "waits_for")
 
     def __init__(self) -> None:
         self.waits_for: StoreWork | None = None
@@ -68,6 +69,7 @@ class StoreNotes:
         self.regret_s: float | None = None
         self.brought: dict[bytes, bool] = {}
         self.held: list[Block] = []
+        self.held_snapshots: list[Snapshot] = []
 
 
 class Sequence:

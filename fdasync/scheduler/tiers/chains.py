@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fdasync.scheduler.tiers.gaps import MAX_LOOKUP_KEYS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence as Sample
+    from fdasync.scheduler.tiers.gaps import Gaps
 
-# most keys of one lookup; a longer chain is asked about in parts
-MAX_LOOKUP_KEYS = 4096
 # admissions for which a block's last known state is believed; a group of so many samples costs one lookup
 TRUSTED_USES = 8
 
@@ -41,16 +42,21 @@ class Chains:
         forgotten: blocks that the store was believed to have, and had not.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, send: Callable[[Block], None]) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, gaps: Gaps, send: Callable[[Block], None]) -> None:
         self._index = index
+        self._gaps = gaps
         self._send = send
         self._block_tokens = config.block_tokens
         self._outputs = config.write_through == "all"
         self._enabled = config.store and config.write_through != "off"
         self.forgotten = 0
 
-    def want(self, block: Block, parent: bytes) -> None:
-        """Have a block written, behind the block of identity `parent`; b"": it is the first."""
+    def want(self, block: Block, number: int, parent: bytes) -> None:
+        """Have a sequence's block of this number written, behind the block of identity `parent` (b"": it is the first)."""
+        block.with_state = self._gaps.carries_state(number)
+        self._want(block, parent)
+
+    def _want(self, block: Block, parent: bytes) -> None:
         block.wanted = True
         block.parent = parent
         self._send(block)
@@ -65,11 +71,12 @@ class Chains:
         before, asked = b"", list[bytes]()
         whole, again, lost = True, False, False
         parent = b""
-        for key in keys:
+        for number, key in enumerate(keys):
             block = self._index.get(key)
             if block is None:
                 break
             block.uses += 1
+            block.with_state = self._gaps.carries_state(number)
             due = block.uses > TRUSTED_USES
             if block.wanted or not block.sealed:
                 # it is being written, or will be
@@ -83,7 +90,7 @@ class Chains:
                     asked.append(key)
             elif due or again or not block.absent:
                 whole, again = False, True
-                self.want(block, parent)
+                self._want(block, parent)
             else:
                 lost = True
             parent = key
@@ -110,7 +117,7 @@ class Chains:
             elif not block.wanted:
                 self._missing(block)
                 if whole:
-                    self.want(block, parent)
+                    self._want(block, parent)
             parent = key
 
     def broken_before(self, keys: Sequence[bytes]) -> None:

@@ -16,23 +16,25 @@ This module knows identities and blocks, no bytes and no clock but the time of e
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import takewhile
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import FetchBlocks, LookUp, StoreBlocks
-from fdasync.scheduler.tiers.chains import MAX_LOOKUP_KEYS, Chains
+from fdasync.scheduler.tiers.chains import Chains
 from fdasync.scheduler.tiers.cost_model import REGRET_SHARE, CostModel
+from fdasync.scheduler.tiers.gaps import Gaps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fdasync.cache.blocks import Block, HostHold
     from fdasync.cache.prefix import PrefixIndex
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.catalog import FetchEnded, LateTransferEnded, LookedUp, LookupReturned, StoreEnded
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
+    from fdasync.scheduler.tiers.gaps import Gap
 
 _MAX_FETCH_BLOCKS = 512
 _MAX_PUT_BLOCKS = 16
@@ -46,15 +48,17 @@ class _Lookup:
     """A lookup in flight.
 
     Attributes:
-        keys: identities that are looked up.
+        gap: the blocks that are looked up, as numbered in the sequence that asked first.
+        keys: their identities.
         deadline: of waiting for it, by the events' clock.
         waiting: sequences that wait for it.
     """
 
-    __slots__ = ("deadline", "keys", "waiting")
+    __slots__ = ("deadline", "gap", "keys", "waiting")
 
-    def __init__(self, keys: list[bytes], deadline: float) -> None:
-        self.keys = keys
+    def __init__(self, gap: Gap, deadline: float) -> None:
+        self.gap = gap
+        self.keys = gap.keys
         self.deadline = deadline
         self.waiting: list[Sequence] = []
 
@@ -64,6 +68,7 @@ class _Transfer:
 
     Attributes:
         keys, blocks: what it moves; a block for each identity.
+        snapshots: by number of the block, the snapshots that it moves, too.
         reason: whether it fetches or writes; its blocks are held for that.
         held: numbers of the blocks that it still touches.
         epoch: of the weights that the blocks belong to.
@@ -71,16 +76,24 @@ class _Transfer:
         waiting: sequences that wait for a fetch.
     """
 
-    __slots__ = ("blocks", "deadline", "epoch", "held", "keys", "reason", "waiting")
+    __slots__ = ("blocks", "deadline", "epoch", "held", "keys", "reason", "snapshots", "waiting")
 
     def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, reason: Literal["fetch", "write"]) -> None:
         self.keys = keys
         self.blocks = blocks
+        self.snapshots: dict[int, Snapshot] = {}
         self.held = list(range(len(blocks)))
         self.epoch = epoch
         self.reason: Literal["fetch", "write"] = reason
         self.deadline = 0.0
         self.waiting: list[Sequence] = []
+
+    def places(self) -> tuple[int, ...]:
+        """The host's places of its snapshots, as `FetchBlocks` and `StoreBlocks` have them."""
+        if not self.snapshots:
+            return ()
+        found = [self.snapshots.get(number) for number in range(len(self.blocks))]
+        return tuple([-1 if snapshot is None else snapshot.host for snapshot in found])
 
 
 class StorePlanner:
@@ -88,6 +101,7 @@ class StorePlanner:
 
     Args:
         keep: called with each block that has to come to the host before it can be written.
+        keep_snapshot: likewise, with its snapshot.
 
     Attributes:
         enabled: there is a store; without one no method needs to be called.
@@ -98,12 +112,20 @@ class StorePlanner:
         rates: estimates of how long prefill, lookups and fetches take.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, keep: Callable[[Block], None]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        index: PrefixIndex,
+        keep: Callable[[Block], None],
+        keep_snapshot: Callable[[Snapshot], None],
+    ) -> None:
         self._config = config
         self._index = index
         self._keep = keep
+        self._keep_snapshot = keep_snapshot
         self.enabled = config.store and index.enabled
-        self.chains = Chains(config, index, self._send)
+        self._gaps = Gaps(config, index)
+        self.chains = Chains(config, index, self._gaps, self._send)
         self.rates = CostModel(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
         self._lookups: dict[int, _Lookup] = {}
         # of each check: the identity before the blocks that it asks about, and their identities
@@ -170,42 +192,41 @@ class StorePlanner:
     def _consider(self, seq: Sequence, now: float) -> None:
         notes = seq.store
         size = self._config.block_tokens
-        limit = seq.hit_limit(size)
-        first = next((at for at in range(limit) if self._index.get(seq.keys[at]) is None), limit)
-        if first == limit or first == notes.absent_at or seq.keys[first] in notes.brought:
+        gap = self._gaps.find(seq)
+        if not gap.keys or gap.keys[0] in notes.brought:
             return
-        if (limit - first) * size < self._config.fetch_min_tokens:
+        if (seq.hit_limit(size) - gap.start) * size < self._config.fetch_min_tokens:
             return
-        under_way = self._asked.get(seq.keys[first])
+        under_way = self._asked.get(gap.keys[0])
         if under_way is not None:
             under_way.waiting.append(seq)
             notes.waits_for = under_way
             return
         if notes.regret_s is not None and notes.regret_s <= 0:
             return
-        keys = self._gap(seq.keys[first : min(limit, first + MAX_LOOKUP_KEYS)])
         if self._ahead() >= self._ahead_blocks:
             return
-        recompute_s = self.rates.recompute_s(len(keys) * size)
-        if self.rates.lookup_s + self.rates.fetch_s(len(keys) * self._config.block_nbytes) >= recompute_s:
+        recompute_s = self.rates.recompute_s(gap.num_saved * size)
+        if self.rates.lookup_s + self.rates.fetch_s(self._nbytes(gap)) >= recompute_s:
             self.rates.passed_over()
             notes.regret_s = 0.0
             return
         if notes.regret_s is None:
             notes.regret_s = REGRET_SHARE * recompute_s
         deadline = now + self.rates.lookup_s + notes.regret_s
-        lookup = _Lookup(keys, deadline)
+        lookup = _Lookup(gap, deadline)
         number = self._take_id()
         self._lookups[number] = lookup
         lookup.waiting.append(seq)
         notes.waits_for = lookup
-        for key in keys:
+        for key in gap.keys:
             self._asked.setdefault(key, lookup)
-        self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
+        self._asks.append(LookUp(number, self._namespace, tuple(gap.keys), deadline))
 
-    def _gap(self, keys: list[bytes]) -> list[bytes]:
-        """The leading identities that are in no tier here: blocks behind them need not come again."""
-        return list(takewhile(lambda key: self._index.get(key) is None, keys))
+    def _nbytes(self, gap: Gap) -> int:
+        """What the objects of these blocks take, about."""
+        states = sum(self._gaps.carries_state(number) for number in gap.numbers)
+        return len(gap.keys) * self._config.block_nbytes + states * self._config.snapshot_nbytes
 
     def _ahead(self) -> int:
         """Blocks that were, are being, or may soon be fetched for requests that are not admitted yet."""
@@ -237,12 +258,13 @@ class StorePlanner:
         for seq in waiting:
             if seq.store.regret_s is not None:
                 seq.store.regret_s -= max(over_s, 0.0) if event.answered else seq.store.regret_s
-            self._note_absence(seq, lookup.keys, event.count)
+            self._note_absence(seq, lookup.gap, event.count)
         if event.count and waiting:
-            fetch = self._fetch(lookup.keys[: event.count], waiting, event.at)
+            fetch = self._fetch(lookup.gap, event.count, waiting, event.at)
             if fetch is not None:
                 for seq in waiting:
-                    if self._asked.get(self._next_key(seq)) is fetch:
+                    gap = self._gaps.find(seq)
+                    if gap.keys and self._asked.get(gap.keys[0]) is fetch:
                         seq.store.waits_for = fetch
                         fetch.waiting.append(seq)
         return [seq for seq in waiting if seq.store.waits_for is None]
@@ -251,7 +273,7 @@ class StorePlanner:
     def _behind(lookup: _Lookup) -> list[bytes]:
         """The identities behind those of the lookup, of the first sequence that asked; their blocks are here."""
         chain = lookup.waiting[0].keys
-        return chain[chain.index(lookup.keys[0]) + len(lookup.keys) :] if lookup.keys[0] in chain else []
+        return chain[chain.index(lookup.keys[-1]) + 1 :] if lookup.keys[-1] in chain else []
 
     def lookup_returned(self, event: LookupReturned) -> None:
         """A lookup was answered after its deadline: its time counts for the next estimate.
@@ -261,67 +283,90 @@ class StorePlanner:
         if event.seconds < self.rates.recompute_s(event.num_keys * self._config.block_tokens):
             self.rates.looked_up(event.seconds)
 
-    def _note_absence(self, seq: Sequence, keys: list[bytes], count: int) -> None:
+    @staticmethod
+    def _note_absence(seq: Sequence, gap: Gap, count: int) -> None:
         """Remember where the store's run of this sequence's blocks ends, if the lookup shows it."""
-        first = seq.keys.index(keys[0]) if keys[0] in seq.keys else -1
-        if first < 0 or count >= len(keys):
-            return
-        if len(seq.keys) > first + count and seq.keys[first + count] == keys[count]:
-            seq.store.absent_at = first + count
+        if count < len(gap.keys):
+            number, key = gap.numbers[count], gap.keys[count]
+            if gap.keys[0] in seq.keys and number < len(seq.keys) and seq.keys[number] == key:
+                seq.store.absent_at = number
 
-    def _next_key(self, seq: Sequence) -> bytes:
-        """The first identity that is in no tier here; b"" where all are."""
-        limit = seq.hit_limit(self._config.block_tokens)
-        return next((key for key in seq.keys[:limit] if self._index.get(key) is None), b"")
-
-    def _fetch(self, keys: list[bytes], waiting: list[Sequence], now: float) -> _Transfer | None:
-        """Reserve host blocks for the leading run that is missing here, and fetch it."""
-        index = self._index
-        known = next((at for at, key in enumerate(keys) if index.get(key) is None), len(keys))
-        wanted = self._gap(keys[known : known + _MAX_FETCH_BLOCKS])
+    def _fetch(self, gap: Gap, count: int, waiting: list[Sequence], now: float) -> _Transfer | None:
+        """Reserve places on the host for what is lacking here of the first `count` blocks of a gap, and fetch it."""
+        wanted = self._gaps.still(gap, count)
+        wanted = self._gaps.whole(wanted.leading(max(_MAX_FETCH_BLOCKS, self._gaps.least(wanted))))
         regrets = [seq.store.regret_s or 0.0 for seq in waiting]
         budget_s = max(regrets[0], 0.0)
-        own_s = self._fetch_s(len(wanted))
-        if not wanted or own_s >= self.rates.recompute_s(len(wanted) * self._config.block_tokens):
+        own_s = self._fetch_s(wanted)
+        if not wanted.keys or own_s >= self.rates.recompute_s(wanted.num_saved * self._config.block_tokens):
             self._give_up(waiting)
             return None
-        blocks: list[Block] = []
         room = self._ahead_blocks - self._held - sum(len(fetch.blocks) for fetch in self._fetches.values())
-        self._hold_hits(waiting[0], wanted[0])
-        for _ in wanted[: max(room, 1)]:
-            if not index.make_host_room(for_fetch=True):
-                break
-            block = index.pool.allocate_host()
-            block.hold("fetch")
-            blocks.append(block)
-        if not blocks:
+        self._hold_hits(waiting[0], wanted)
+        fetch = self._reserve(wanted.leading(max(room, self._gaps.least(wanted))))
+        if fetch is None:
             self._give_up(waiting)
             return None
-        wanted = wanted[: len(blocks)]
         number = self._take_id()
-        fetch = _Transfer(wanted, blocks, self._epoch, "fetch")
         fetch.deadline = now + own_s + budget_s
         self._fetches[number] = fetch
-        for key in wanted:
+        for key in fetch.keys:
             self._asked[key] = fetch
+        blocks = fetch.blocks
         slots = [block.slot for block in blocks if block.slot is not None]
         self._asks.append(
             FetchBlocks(
                 number,
                 self._namespace,
-                tuple(wanted),
+                tuple(fetch.keys),
                 tuple([block.host for block in blocks]),
                 tuple([slot.id for slot in slots]),
                 tuple([slot.generation for slot in slots]),
                 fetch.deadline,
+                fetch.places(),
             )
         )
         return fetch
 
-    def _fetch_s(self, count: int) -> float:
-        """The estimate for so many blocks behind the fetches in flight."""
-        ahead = sum(len(fetch.blocks) for fetch in self._fetches.values())
-        return self.rates.fetch_s((count + ahead) * self._config.block_nbytes)
+    def _reserve(self, wanted: Gap) -> _Transfer | None:
+        """Places on the host for the leading blocks of a gap, as many as there is room for and are of use, held for a
+        fetch; None: there is no room for any."""
+        index = self._index
+        blocks: list[Block] = []
+        snapshots: dict[int, Snapshot] = {}
+        for place, number in enumerate(wanted.numbers):
+            if not index.make_host_room(for_fetch=True):
+                break
+            block = index.pool.allocate_host()
+            block.hold("fetch")
+            blocks.append(block)
+            block.with_state = self._gaps.carries_state(number)
+            if block.with_state:
+                assert index.pool.snapshots is not None
+                snapshot = index.pool.snapshots.receive(block)
+                if snapshot is None:
+                    break
+                snapshots[place] = snapshot
+        useful = max(snapshots, default=-1) + 1 if self._gaps.every else len(blocks)
+        for block in blocks[useful:]:
+            block.unhold("fetch")
+            index.settle(block)
+        if not useful:
+            return None
+        fetch = _Transfer(wanted.keys[:useful], blocks[:useful], self._epoch, "fetch")
+        fetch.snapshots = snapshots
+        return fetch
+
+    def _fetch_s(self, wanted: Gap) -> float:
+        """The estimate for these blocks behind the fetches in flight."""
+        ahead = sum(self._transfer_nbytes(fetch, [True] * len(fetch.blocks)) for fetch in self._fetches.values())
+        return self.rates.fetch_s(self._nbytes(wanted) + ahead)
+
+    def _transfer_nbytes(self, transfer: _Transfer, moved: Iterable[bool]) -> int:
+        """What those of its objects take, about, that moved."""
+        numbers = [number for number, came in enumerate(moved) if came]
+        states = sum(number in transfer.snapshots for number in numbers)
+        return len(numbers) * self._config.block_nbytes + states * self._config.snapshot_nbytes
 
     @staticmethod
     def _give_up(waiting: list[Sequence]) -> None:
@@ -341,14 +386,15 @@ class StorePlanner:
         if seconds <= 0 or (held_up_s and not event.late):
             pass
         elif came:
-            self.rates.fetched(came * self._config.block_nbytes, seconds)
+            self.rates.fetched(self._transfer_nbytes(fetch, event.arrived), seconds)
         elif event.late:
             # the store is at least this slow
-            self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, seconds)
+            self.rates.fetched(self._transfer_nbytes(fetch, [True] * len(fetch.blocks)), seconds)
         self.fetched += came
         waiting = self._still_waiting(fetch)
         if waiting and fetch.epoch == self._epoch:
             self._hold(waiting[0], [block for block, came in zip(fetch.blocks, event.arrived, strict=True) if came])
+            self._hold_snapshot(waiting[0], [fetch.snapshots[at] for at in fetch.snapshots if event.arrived[at]])
         self._release(fetch, event.arrived, last=not event.late)
         brought = {key: block.key == key for key, block in zip(fetch.keys, fetch.blocks, strict=True)}
         for seq in waiting:
@@ -367,9 +413,18 @@ class StorePlanner:
         seq.store.held += blocks
         self._held += len(blocks)
 
-    def _hold_hits(self, seq: Sequence, first: bytes) -> None:
-        """Hold the blocks before those of a fetch, so that they do not make room for it: without them it is useless."""
-        hits = seq.keys[: seq.keys.index(first)] if first in seq.keys else []
+    @staticmethod
+    def _hold_snapshot(seq: Sequence, arrived: list[Snapshot]) -> None:
+        """Hold the last of the snapshots that came for it."""
+        for snapshot in arrived[-1:]:
+            snapshot.holds += 1
+            seq.store.held_snapshots.append(snapshot)
+
+    def _hold_hits(self, seq: Sequence, gap: Gap) -> None:
+        """Hold the blocks before and among those of a fetch that are here, so that they do not make room for it.
+        Without them it is useless."""
+        last = gap.keys[-1]
+        hits = seq.keys[: seq.keys.index(last)] if last in seq.keys else []
         blocks = [block for key in hits if (block := self._index.get(key)) is not None]
         held = dict.fromkeys(seq.store.held)
         self._hold(seq, [block for block in blocks if block.id < 0 and block.on_host and block not in held])
@@ -381,6 +436,10 @@ class StorePlanner:
         for block in held:
             block.unhold("request")
             self._index.settle(block)
+        snapshots, seq.store.held_snapshots = seq.store.held_snapshots, []
+        for snapshot in snapshots:
+            assert self._index.pool.snapshots is not None
+            self._index.pool.snapshots.unhold(snapshot)
 
     def _release(self, transfer: _Transfer, arrived: tuple[bool, ...], *, last: bool) -> int:
         """End the holds on blocks that arrived, or were stored; returns how many did. `last`: end the others too.
@@ -403,9 +462,25 @@ class StorePlanner:
                     block.sealed = block.on_host = True
                     if transfer.epoch == self._epoch:
                         self._index.adopt(block, transfer.keys[number])
+            if number in transfer.snapshots:
+                self._release_snapshot(transfer, number, arrived=arrived[number])
             self._index.settle(block)
         transfer.held = still[::-1]
         return came
+
+    def _release_snapshot(self, transfer: _Transfer, number: int, *, arrived: bool) -> None:
+        """A transfer lets go of a snapshot. One that was fetched goes to the computation that has its identity."""
+        pool, snapshot = self._index.pool.snapshots, transfer.snapshots[number]
+        assert pool is not None
+        if transfer.reason == "fetch":
+            other = self._index.get(transfer.keys[number]) if transfer.epoch == self._epoch else None
+            if arrived:
+                pool.received(snapshot)
+            if not arrived or other is None or (other is not snapshot.block and other.snapshot is not None):
+                pool.drop(snapshot)
+            elif other is not snapshot.block:
+                pool.move(snapshot, other)
+        pool.unhold(snapshot)
 
     def _forget(self, asked: _Lookup | _Transfer, keys: list[bytes]) -> None:
         for key in keys:
@@ -439,14 +514,20 @@ class StorePlanner:
             self.chains.answered(parent, keys, event.count)
 
     def _send(self, block: Block) -> None:
+        if block.with_state:
+            if block.snapshot is None:
+                # it made room, or there never was any for it
+                self.dropped += block.give_up()
+                return
+            self._keep_snapshot(block.snapshot)
         if block.on_host:
             self.on_host(block)
         else:
             self._keep(block)
 
     def on_host(self, block: Block) -> None:
-        """A block's KV is whole on the host: write it, if it is wanted."""
-        if block.wanted and not block.stored:
+        """A block's KV, or its snapshot, is whole on the host: write it, if it is wanted and all of it is there."""
+        if block.wanted and not block.stored and block.can_be_written:
             self._queue.append(block)
             if len(self._queue) > 2 * self._config.num_host_blocks:
                 # the store hangs: most of the queued blocks had to make room by now
@@ -460,7 +541,7 @@ class StorePlanner:
             if block in self._writing or not block.wanted:
                 # it was queued twice, or the weights changed and it is not wanted any more
                 continue
-            if block.key is None or not block.on_host:
+            if block.key is None or not block.can_be_written:
                 # it had to make room before its turn came
                 self.dropped += block.give_up()
             elif self.chains.gives_up(block):
@@ -474,11 +555,15 @@ class StorePlanner:
             return None
         number = self._take_id()
         keys = [block.key for block in blocks if block.key is not None]
-        self._puts[number] = _Transfer(keys, blocks, self._epoch, "write")
+        self._puts[number] = put = _Transfer(keys, blocks, self._epoch, "write")
+        for place, block in enumerate(blocks):
+            if block.with_state and block.snapshot is not None:
+                block.snapshot.holds += 1
+                put.snapshots[place] = block.snapshot
         host = tuple([block.host for block in blocks])
         slots = [block.slot for block in blocks if block.slot is not None]
         ids, generations = tuple([slot.id for slot in slots]), tuple([slot.generation for slot in slots])
-        return StoreBlocks(number, self._namespace, tuple(keys), host, ids, generations)
+        return StoreBlocks(number, self._namespace, tuple(keys), host, ids, generations, put.places())
 
     def store_ended(self, event: StoreEnded) -> None:
         put = self._puts.pop(event.put_id, None)
@@ -520,3 +605,10 @@ class StorePlanner:
         for transfer in (*self._fetches.values(), *self._puts.values(), *self._late.values()):
             held[transfer.reason] += len(transfer.held)
         return held
+
+    def snapshot_holds(self, sequences: Iterable[Sequence]) -> Counter[int]:
+        """How often each snapshot, by `id`, is held for transfers, and for these requests that wait."""
+        transfers = (*self._fetches.values(), *self._puts.values(), *self._late.values())
+        moved = [one.snapshots[number] for one in transfers for number in one.held if number in one.snapshots]
+        waited = [snapshot for seq in sequences for snapshot in seq.store.held_snapshots]
+        return Counter([id(snapshot) for snapshot in (*moved, *waited)])

@@ -261,11 +261,16 @@ class SwapPlanner:
         batch: list[Snapshot] = []
         while self._snapshot_queue and len(batch) < _MAX_COPY_BLOCKS:
             snapshot = self._snapshot_queue.popleft()
-            # it was evicted, or went out meanwhile; or the step that takes it is in flight
-            if snapshot.block is not None and snapshot.host < 0 and snapshot.step < 0 and pool.add_host(snapshot):
-                # at once, or the next one's search for room could take it back
-                snapshot.moves += 1
-                batch.append(snapshot)
+            if snapshot.block is None or snapshot.host >= 0:
+                # it was evicted, or went out meanwhile
+                continue
+            if snapshot.step >= 0 or not pool.add_host(snapshot):
+                # the step that takes it is in flight, or there is no room
+                self.dropped += snapshot.block.without_state()
+                continue
+            # at once, or the next one's search for room could take it back
+            snapshot.moves += 1
+            batch.append(snapshot)
         for snapshot in batch:
             snapshot.moves -= 1
         if not batch:
@@ -325,8 +330,8 @@ class SwapPlanner:
         return number
 
     def done(self, number: int) -> tuple[list[Block], list[Sequence]]:
-        """A copy ended; returns the blocks whose KV is whole on the host now, and the sequences that wait for no other
-        copy."""
+        """A copy ended; returns the blocks whose KV or snapshot is whole on the host now, and the sequences that wait
+        for no other copy."""
         copy = self._copies.pop(number, None)
         if copy is None:
             raise InvariantBroken(f"copy {number} ended, and was not in flight")
@@ -353,6 +358,10 @@ class SwapPlanner:
                 snapshot.on_device = True
             assert self._index.pool.snapshots is not None
             self._index.pool.snapshots.moved(snapshot)
+            if copy.outward and snapshot.block is not None and snapshot.block.key is not None:
+                carrier = self._index.get(snapshot.block.key)
+                if carrier is not None and carrier.on_host:
+                    whole.append(carrier)
         ready = []
         for seq in copy.waiting:
             seq.arrivals -= 1

@@ -34,7 +34,7 @@ class WritePolicy:
         block = seq.blocks[number]
         prompt = (number + 1) * self._config.block_tokens <= seq.prompt_len
         if block.key is not None and (prompt or self._config.write_through == "all"):
-            self._store_planner.chains.want(block, seq.keys[number - 1] if number else b"")
+            self._store_planner.chains.want(block, number, seq.keys[number - 1] if number else b"")
 
     def write_back(self, seq: Sequence) -> None:
         """A preempted sequence gives its blocks up: sealed blocks go to the host, and from there to the store."""
@@ -46,6 +46,6 @@ class WritePolicy:
             if block.snapshot is not None:
                 self._swap_planner.keep_snapshot(block.snapshot)
             if self._config.store and not block.stored and not block.wanted:
-                self._store_planner.chains.want(block, seq.keys[number - 1] if number else b"")
+                self._store_planner.chains.want(block, number, seq.keys[number - 1] if number else b"")
             else:
                 self._swap_planner.keep(block)

@@ -21,21 +21,27 @@ _CHECKSUM = st.integers(0, 2**64 - 1) | st.integers(0, 2**33) | st.sampled_from(
 _WORD = st.text(max_size=12) | st.sampled_from(["\xff" * 8, "þ" * 16, "\xcf"])
 
 
-def schema_of(sizes, layout="pages", dtype="uint8"):
+def schema_of(sizes, layout="pages", dtype="uint8", state_nbytes=0):
     sections = [Section(f"part {number}", dtype, (size,), size) for number, size in enumerate(sizes)]
     return msgspec.structs.replace(
-        SCHEMA, layout=layout, kv_dtype=dtype, sections=(msgspec.structs.replace(sections[0], name="kv"), *sections[1:])
+        SCHEMA,
+        layout=layout,
+        kv_dtype=dtype,
+        sections=(msgspec.structs.replace(sections[0], name="kv"), *sections[1:]),
+        state=Section("state", "uint8", (state_nbytes,), state_nbytes) if state_nbytes else None,
     )
 
 
-@given(_ID, _ID, st.integers(0, 12), st.lists(_CHECKSUM, min_size=1, max_size=5), _WORD, _WORD)
-@example(b"\xff" * 16, b"\xfe" * 16, 0, [2**64 - 1, 2**64 - 2], "\xff" * 8, "")
-@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "")
+@given(_ID, _ID, st.integers(0, 12), st.lists(_CHECKSUM, min_size=2, max_size=5), _WORD, _WORD, st.booleans())
+@example(b"\xff" * 16, b"\xfe" * 16, 0, [2**64 - 1, 2**64 - 2], "\xff" * 8, "", False)
+@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "", False)
+@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "", True)
 @case_settings(200)
-def test_pages_are_those_of_the_format(namespace, key, rank, checksums, layout, dtype):
-    schema = schema_of([5000 + number for number in range(len(checksums))], layout, dtype)
+def test_pages_are_those_of_the_format(namespace, key, rank, checksums, layout, dtype, with_state):
+    sizes = [5000 + number for number in range(len(checksums) - with_state)]
+    schema = schema_of(sizes, layout, dtype, state_nbytes=6000)
     name = object_key(namespace, key, rank)
-    pages = HeaderPages(schema)
+    pages = HeaderPages(schema, with_state=with_state)
     expected = write_header(make_header(schema, name, checksums))
     assert pages.page(name, checksums) == expected
     # and nothing of one page is in the next
@@ -46,10 +52,12 @@ def test_pages_are_those_of_the_format(namespace, key, rank, checksums, layout, 
 
 
 class Way:
-    """The moves of a schema, over a region where a block lies."""
+    """The moves of a schema, over a region where a block lies. `state_nbytes`: the last of its sections is a state; a
+    plain block of the schema has none."""
 
-    def __init__(self, sizes, region):
-        self.schema = schema_of(sizes)
+    def __init__(self, sizes, region, state_nbytes=0):
+        self.schema = schema_of(sizes, state_nbytes=state_nbytes)
+        sizes = [*sizes, state_nbytes] if state_nbytes else sizes
         self.region = region
         inner = Beside(MemoryConfig())
         self.checked = CheckedStore(inner, self.schema)
@@ -64,7 +72,7 @@ class Way:
         self.item = Item(object_key(b"n" * 16, b"k" * 16), tuple(parts))
 
     def whole(self, padding):
-        return _whole(self.item, padding)
+        return _whole(self.item, getattr(self.checked._forms[len(self.item.parts)], padding))
 
     def fill(self):
         for part, value in zip(self.item.parts[1:], self.values, strict=True):
@@ -72,7 +80,7 @@ class Way:
 
     def arrive(self, data, count=None):
         """Bring an object in; of the pieces only so many. The arrival, and the pieces' offsets and sizes."""
-        arrival = self.moves.arrive(self.whole(self.checked._trash))
+        arrival = self.moves.arrive(self.whole("trash"))
         seen = []
         for offset, views in arrival:
             if count is not None and len(seen) == count:
@@ -99,18 +107,21 @@ def small_pieces(monkeypatch):
 
 SIZES = st.lists(st.integers(1, 40_000) | st.sampled_from([4096, 8192, 12388, 12387, 8292]), min_size=1, max_size=4)
 
+STATE = st.sampled_from([0, 0, 1, 8192, 12387])
+
 
 @pytest.mark.usefixtures("small_pieces")
 class TestPieces:
-    @given(sizes=SIZES)
-    @example(sizes=[1])
-    @example(sizes=[8292])
+    @given(sizes=SIZES, state_nbytes=STATE)
+    @example(sizes=[1], state_nbytes=0)
+    @example(sizes=[8292], state_nbytes=0)
+    @example(sizes=[8292], state_nbytes=12387)
     @case_settings(100)
-    def test_a_block_comes_as_it_left_and_each_byte_once(self, sizes, region):
-        way = Way(sizes, region)
+    def test_a_block_comes_as_it_left_and_each_byte_once(self, sizes, state_nbytes, region):
+        way = Way(sizes, region, state_nbytes)
         way.fill()
         left = bytearray(len(way.object))
-        for offset, views in way.moves.leave(way.whole(way.checked._zeros)):
+        for offset, views in way.moves.leave(way.whole("zeros")):
             left[offset : offset + sum(view.nbytes for view in views)] = b"".join(views)
         assert bytes(left) == way.object
         for part in way.item.parts:
@@ -126,10 +137,11 @@ class TestPieces:
         for part, value in zip(way.item.parts[1:], way.values, strict=True):
             assert bytes(region.view(part.offset, part.nbytes)) == value
 
-    @given(sizes=SIZES, data=st.data())
+    @given(sizes=SIZES, state_nbytes=STATE, data=st.data())
     @case_settings(150)
-    def test_a_flipped_bit_of_header_or_data_is_told(self, sizes, data, region):
-        way = Way(sizes, region)
+    def test_a_flipped_bit_of_header_or_data_is_told(self, sizes, state_nbytes, data, region):
+        way = Way(sizes, region, state_nbytes)
+        sizes = [*sizes, state_nbytes] if state_nbytes else sizes
         places, offset = [(0, PAGE_NBYTES)], PAGE_NBYTES
         for size in sizes:
             places.append((offset, size))

@@ -210,7 +210,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         states = Random(f"recurrent {seed}")
         if runner.max_run_tokens == 1 and config.speculation is None and states.random() < 0.4:
             runner, config = with_state(runner, config, states)
-            again = ()
         groups = Random(f"ranks {seed}")
         ranks = groups.choice((1, 1, 2, 4))
         if ranks > 1:
@@ -239,15 +238,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_state(runner: SyntheticConfig, config: EngineConfig, random: Random) -> tuple[SyntheticConfig, EngineConfig]:
-    """A model with recurrent state, and few or many places for it. Stores keep none yet."""
+    """A model with recurrent state, and few or many places for it."""
     runner = msgspec.structs.replace(
         runner, state_words=random.randint(1, 3), num_snapshots=random.choice((1, 2, random.randint(3, 40)))
     )
     every = runner.block_tokens * random.choice((1, 2, 3))
+    most = random.randint(1 if config.store else 0, 6) if config.store or config.host_blocks not in ("auto", 0) else 0
     return runner, msgspec.structs.replace(
         config,
-        store="",
-        host_snapshots=random.choice(("auto", random.randint(0, 6))),
+        host_snapshots=random.choice(("auto", most)),
         state_every_tokens=random.choice(("auto", every)),
     )
 
