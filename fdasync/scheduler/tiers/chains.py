@@ -52,7 +52,7 @@ class Chains:
         self.forgotten = 0
 
     def want(self, block: Block, number: int, parent: bytes) -> None:
-        """Have a sequence's block of this number written, behind the block of identity `parent` (b"": it is the first)."""
+        """Have a sequence's block of this number written, behind that of identity `parent` (b"": it is the first)."""
         block.with_state = self._gaps.carries_state(number)
         self._want(block, parent)
 

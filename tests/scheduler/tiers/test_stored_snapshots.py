@@ -1,4 +1,4 @@
-"""The scheduler of a recurrent model with a store: some blocks' objects have a state, and what is fetched ends there."""
+"""The scheduler of a recurrent model with a store: objects of some blocks have a state, and fetches end there."""
 
 from __future__ import annotations
 
