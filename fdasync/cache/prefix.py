@@ -203,6 +203,11 @@ class PrefixIndex:
         assert self.pool.snapshots is not None
         self.pool.snapshots.unpin(snapshot)
 
+    def unhold(self, snapshot: Snapshot) -> None:
+        """A sequence is not handed over with this snapshot."""
+        assert self.pool.snapshots is not None
+        self.pool.snapshots.unhold(snapshot)
+
     def begin(self, block: Block, key: bytes, step: int) -> None:
         """Index `block`, which `step` will fill, as pending under `key`; it stays private if the identity has a
         computation already."""

@@ -80,7 +80,8 @@ class Snapshot:
     """A state as it was at the end of a block: its places, and who uses them.
 
     Attributes:
-        block: the block at whose end it was taken; None once the block is gone, or another snapshot took its place.
+        block: the block at whose end it was taken; None once the block is gone, or another snapshot took its place, and
+            where it was taken within a block, for a hand-over.
         place: on the device; -1 while it has none.
         on_device: its bytes there are whole, or will be when the step that takes it is done.
         host: on the host; -1 while it has no place there.
@@ -90,7 +91,7 @@ class Snapshot:
         pins: sequences that are about to start from it.
         moves: copies in flight that read or write it.
         holds: transfers to and from a store or another instance that use its place on the host, and requests that wait
-            to start from it.
+            to start from it, or to be handed over with it. What is held is not lost.
         arriving: the copy that brings it to the device, while under way; else -1.
         uses: how often a sequence started from it.
     """
@@ -110,8 +111,8 @@ class Snapshot:
         "uses",
     )
 
-    def __init__(self, block: Carrier, place: int, step: int) -> None:
-        self.block: Carrier | None = block
+    def __init__(self, block: Carrier | None, place: int, step: int) -> None:
+        self.block = block
         self.place = place
         self.on_device = True
         self.host = -1
@@ -173,20 +174,26 @@ class SnapshotPool:
 
     # -- on the device ------------------------------------------------------------------------------
 
-    def take(self, block: Carrier, step: int) -> Snapshot | None:
+    def take(self, block: Carrier | None, step: int) -> Snapshot | None:
         """A place for the state that `step` shall copy at the end of `block`, which has no snapshot; None: all places
-        are in use by steps, copies or sequences about to start."""
-        if block.snapshot is not None:
+        are in use by steps, copies or sequences about to start. Without a block the caller holds it at once."""
+        if block is not None and block.snapshot is not None:
             raise InvariantBroken(f"{block} has a snapshot already")
         if not self._make_room():
             self.refused += 1
             return None
         snapshot = Snapshot(block, self._free.pop(), step)
-        block.snapshot = snapshot
+        if block is not None:
+            block.snapshot = snapshot
         self._named.setdefault(step, []).append(snapshot)
         self.taken += 1
         self._use(snapshot)
         return snapshot
+
+    @property
+    def has_room(self) -> bool:
+        """A place on the device could be had now."""
+        return bool(self._free) or any(one.place >= 0 and self._may_go(one) for one in self._live)
 
     def bring(self, snapshot: Snapshot) -> bool:
         """Give a snapshot of the host a place on the device, to be filled by a copy; False: there is none."""
@@ -256,7 +263,7 @@ class SnapshotPool:
             return True
         victim = lossy = None
         for snapshot in self._live:
-            if snapshot.place >= 0 and not self._in_use(snapshot):
+            if snapshot.place >= 0 and self._may_go(snapshot):
                 lossy = lossy or snapshot
                 if snapshot.on_host:
                     victim = snapshot
@@ -267,6 +274,10 @@ class SnapshotPool:
             return False
         self._leave_device(victim)
         return True
+
+    def _may_go(self, snapshot: Snapshot) -> bool:
+        """Its place on the device may be given to another one."""
+        return not self._in_use(snapshot) and (snapshot.on_host or not snapshot.holds)
 
     def _in_use(self, snapshot: Snapshot) -> bool:
         return bool(snapshot.pins or snapshot.moves) or snapshot.busy > self.done_step
@@ -310,10 +321,10 @@ class SnapshotPool:
         snapshot.host = self._host_free.pop()
         return True
 
-    def receive(self, block: Carrier) -> Snapshot | None:
+    def receive(self, block: Carrier | None) -> Snapshot | None:
         """A place on the host for the snapshot of `block`, which has none, to be filled by a transfer, which holds it;
-        None: there is no place."""
-        if block.snapshot is not None:
+        None: there is no place. Without a block it is a sequence's own, and goes when nothing uses it."""
+        if block is not None and block.snapshot is not None:
             raise InvariantBroken(f"{block} has a snapshot already")
         if not self._make_host_room():
             return None
@@ -321,13 +332,18 @@ class SnapshotPool:
         snapshot.on_device = False
         snapshot.host = self._host_free.pop()
         snapshot.holds = 1
-        block.snapshot = snapshot
+        if block is not None:
+            block.snapshot = snapshot
         self._use(snapshot)
         return snapshot
 
     def received(self, snapshot: Snapshot) -> None:
         """Its bytes on the host are whole; the transfer holds it yet."""
         snapshot.on_host = True
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """See `Snapshot.holds`."""
+        snapshot.holds += 1
 
     def unhold(self, snapshot: Snapshot) -> None:
         """A transfer, or a request that waits, lets go of its place on the host."""

@@ -438,6 +438,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
         host, slot, generation: where the open block is, and which use of its slot; -1: there is none.
         cached: prompt tokens that were not computed, by tier.
         device: the open block's device block id, where the instance reads this one's device; `host` is -1 then.
+        snapshot_host: the host's place of the recurrent state behind the prompt; -1: the model has none.
     """
 
     offer: int
@@ -454,6 +455,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
     generation: int
     cached: tuple[int, int, int]
     device: int = -1
+    snapshot_host: int = -1
 
 
 class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_lease"):
@@ -502,6 +504,8 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
         rows: how many tokens of each block count.
         deadline: engine time.
         device: device block ids, where the blocks are offered on the other instance's device; `host` is empty then.
+        snapshots_host: places on the host for recurrent states, whose index is one behind that of an open block. A copy
+            has blocks or states; one of states has no `host`, `slots` and `device`.
     """
 
     receive_id: int
@@ -514,6 +518,7 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
     rows: tuple[int, ...]
     deadline: float
     device: tuple[int, ...] = ()
+    snapshots_host: tuple[int, ...] = ()
 
 
 class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):

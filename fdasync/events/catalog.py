@@ -356,6 +356,7 @@ class SampleOffered(Event, frozen=True, kw_only=True):
         tail_rows: how many tokens of the open block count; 0: there is no open block.
         cached: prompt tokens that the prefill instance did not compute, by tier.
         on_device: the open block lies on the prefill instance's device.
+        with_state: the recurrent state behind the prompt can be copied, too.
     """
 
     group: int
@@ -365,6 +366,7 @@ class SampleOffered(Event, frozen=True, kw_only=True):
     tail_rows: int
     cached: tuple[int, int, int]
     on_device: bool = False
+    with_state: bool = False
 
 
 class BlocksReceived(Event, frozen=True, kw_only=True):

@@ -278,14 +278,24 @@ class StepPlanner:
             self._enter_due(seq)
 
     def _chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
-        """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens."""
+        """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens, 0 where it has to wait."""
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
+        parts = self._snapshots is not None and seq.hand_off is not None and stop == len(seq.tokens)
+        if parts and self._snapshots is not None and not self._snapshots.pool.has_room:
+            # without its state it could not be handed over: its last token waits for a place
+            parts, stop = False, stop - 1
+            if stop == start:
+                return 0
         if self._index.enabled and seq.indexed:
             size = self._config.block_tokens
             for number in range(start // size, stop // size):
                 self._index.begin(seq.blocks[number], seq.keys[number], plan.step_id)
-            if self._snapshots is not None:
+        if self._snapshots is not None:
+            if parts:
+                # before any other: this one must have a place
+                self._snapshots.parts(seq, plan.step_id)
+            if self._index.enabled and seq.indexed:
                 self._snapshots.prefilled(seq, start, stop, plan.step_id)
         seq.planned = stop
         seq.last_step = plan.step_id
@@ -312,7 +322,7 @@ class StepPlanner:
         for seq in list(queues.loaded.values()):
             if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
-            if seq.midway or self._catch_up(seq, plan.step_id):
+            if seq.midway or (self._may_begin(seq) and self._catch_up(seq, plan.step_id)):
                 starts.append(self._enter(seq, plan.step_id))
                 budget -= self._chunk(seq, budget, plan)
         return budget
@@ -356,7 +366,7 @@ class StepPlanner:
                 return
             seq = waiting[position]
             # a sequence that waits for something else than room does not hold up the others
-            waits = not seq.wants_room or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
+            waits = not seq.wants_room or not self._may_begin(seq) or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
             found = None if waits else self._match(seq, plan.step_id)
             hits = found if found is None or self._snapshots is None else self._snapshots.usable(found, plan.step_id)
@@ -381,6 +391,11 @@ class StepPlanner:
             starts.append(self._enter(seq, plan.step_id))
             budget -= self._chunk(seq, budget, plan)
         queues.walled = False
+
+    def _may_begin(self, seq: Sequence) -> bool:
+        """Whether its first chunk can be planned, even if that is its last one: to be handed over it needs a place for
+        its state."""
+        return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
         """The blocks that it need not compute; None while a leader computes the next block in this very step."""

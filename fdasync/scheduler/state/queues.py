@@ -282,6 +282,9 @@ class SequenceQueues:
         if seq.resume is not None:
             self._index.unpin(seq.resume)
             seq.resume = None
+        if seq.parting is not None:
+            self._index.unhold(seq.parting)
+            seq.parting = None
         seq.rolling = None
         if preempted:
             seq.restart()

@@ -8,6 +8,7 @@ likely to start:
   last token themselves, so of a prompt of whole blocks they start one block earlier, and its next turn at its end;
 - where a prompt leaves the blocks that another one left behind: it is a branch of a conversation, or a shared preface;
 - every `state_every_tokens`;
+- behind the prompt of a sequence that is handed over to another instance, wherever in a block that is;
 - at the last full block of an answer, so that the next turn of a conversation, and a preempted sequence, go on from
   there. An answer may end at any token, so a decoding sequence takes a snapshot at the end of each block and gives back
   the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
@@ -96,6 +97,29 @@ class SnapshotPlanner:
             if position in (last, length, seq.branch_at) or position % self._every == 0:
                 self._take(seq, position, step_id)
 
+    def parts(self, seq: Sequence, step_id: int) -> None:
+        """Step `step_id` computes the last token of a prompt that is handed over: keep the state behind it."""
+        length = len(seq.tokens)
+        self.let_go(seq)
+        snapshot = None
+        if length % self._size == 0 and self._index.enabled and seq.indexed:
+            # it may serve others, too
+            self._take(seq, length, step_id)
+            snapshot = self._carrier(seq, length // self._size - 1).snapshot
+        if snapshot is None:
+            snapshot = self.pool.take(None, step_id)
+            if snapshot is None:
+                raise InvariantBroken(f"sequence {seq.key} parts, and there is no place for its state")
+            self._takes.append(TakeSnapshot(seq.key, length, snapshot.place))
+        self.pool.hold(snapshot)
+        seq.parting = snapshot
+
+    def let_go(self, seq: Sequence) -> None:
+        """The sequence will not be handed over with the state that it has; idempotent."""
+        snapshot, seq.parting = seq.parting, None
+        if snapshot is not None:
+            self.pool.unhold(snapshot)
+
     def decodes(self, seq: Sequence, position: int, step_id: int) -> None:
         """Step `step_id` forwards the token before `position` of a decoding sequence."""
         if position % self._size or not (self._index.enabled and seq.indexed):
@@ -114,12 +138,15 @@ class SnapshotPlanner:
         seq.mark = (len(seq.tokens) // self._size + 1) * self._size
         seq.rolling = None
 
-    def _take(self, seq: Sequence, position: int, step_id: int) -> bool:
-        number = position // self._size - 1
+    def _carrier(self, seq: Sequence, number: int) -> Block:
         block = seq.blocks[number]
         if block.key is None and number < len(seq.keys):
             # another computation of the block has the identity, and so gets the snapshot
             block = self._index.get(seq.keys[number]) or block
+        return block
+
+    def _take(self, seq: Sequence, position: int, step_id: int) -> bool:
+        block = self._carrier(seq, position // self._size - 1)
         if block.snapshot is not None:
             return False
         snapshot = self.pool.take(block, step_id)

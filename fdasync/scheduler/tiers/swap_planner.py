@@ -176,15 +176,19 @@ class SwapPlanner:
 
     def load_snapshot(self, seq: Sequence, snapshot: Snapshot) -> None:
         """Let `seq` wait until the snapshot is in its place on the device; begin the copy unless it is under way."""
-        if snapshot.on_device:
-            return
+        if not snapshot.on_device:
+            seq.arrivals += 1
+            self._copies[self.bring_snapshot(snapshot)].waiting.append(seq)
+
+    def bring_snapshot(self, snapshot: Snapshot) -> int:
+        """Copy it from the host to the place on the device that it has, unless a copy is under way; returns the number of
+        the copy."""
         if snapshot.arriving < 0:
             snapshot.arriving = self._start([], outward=False, snapshots=[snapshot])
             self._loads.append(
                 SwapIn(snapshot.arriving, (), (), snapshots_host=(snapshot.host,), snapshots=(snapshot.place,))
             )
-        seq.arrivals += 1
-        self._copies[snapshot.arriving].waiting.append(seq)
+        return snapshot.arriving
 
     def _bring(self, batch: list[Block]) -> int:
         number = self._start(batch, outward=False)
@@ -261,12 +265,12 @@ class SwapPlanner:
         batch: list[Snapshot] = []
         while self._snapshot_queue and len(batch) < _MAX_COPY_BLOCKS:
             snapshot = self._snapshot_queue.popleft()
-            if snapshot.block is None or snapshot.host >= 0:
+            if (snapshot.block is None and not snapshot.holds) or snapshot.host >= 0:
                 # it was evicted, or went out meanwhile
                 continue
             if snapshot.step >= 0 or not pool.add_host(snapshot):
                 # the step that takes it is in flight, or there is no room
-                self.dropped += snapshot.block.without_state()
+                self.dropped += 0 if snapshot.block is None else snapshot.block.without_state()
                 continue
             # at once, or the next one's search for room could take it back
             snapshot.moves += 1
