@@ -431,10 +431,9 @@ def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
                 "config.host_snapshots", "are asked for, and there is no host tier", hint="set host_blocks too"
             )
         return 0
-    if config.store and config.host_snapshots == 0:
-        raise ConfigError(
-            "config.host_snapshots", "is 0: states come from the store, and go there, by way of the host", limit=1
-        )
+    if (config.store or config.role != "alone") and config.host_snapshots == 0:
+        problem = "is 0: states go to and come from stores and other instances by way of the host"
+        raise ConfigError("config.host_snapshots", problem, limit=1)
     stride = host_nbytes(1, capacity.snapshot_nbytes) - host_nbytes(0, capacity.snapshot_nbytes)
     if config.host_snapshots == "auto":
         return min(blocks, max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_SNAPSHOTS))
@@ -460,7 +459,6 @@ def with_state_every(config: EngineConfig, capacity: Capacity) -> Capacity:
 def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
     """What a model with recurrent layers cannot do yet. Raises ConfigError."""
     for field, there, what in (
-        ("role", config.role != "alone", "instances hand KV and rows over alone so far"),
         ("speculation", capacity.max_run_tokens > 1, "a state cannot go back to the last accepted token so far"),
     ):
         if there:

@@ -81,6 +81,7 @@ class Shared(NamedTuple):
         processor: has the outputs of live requests.
         host: the host tier, which blocks of other instances are copied from and to.
         arena: aux rows; None when capture is off.
+        snapshots: places of recurrent states on the host; None for a model without such states.
         capacity, namespace: return those of the weights in use.
         fail: ends the engine.
     """
@@ -90,6 +91,7 @@ class Shared(NamedTuple):
     processor: OutputProcessor
     host: HostArena
     arena: AuxArena | None
+    snapshots: HostArena | None
     capacity: Callable[[], Capacity]
     namespace: Callable[[], bytes]
     fail: Callable[[BaseException], None]
@@ -578,13 +580,14 @@ class Engine(Generator):
         Raises EngineClosed before the start, ConfigError without a host tier.
         """
         frontend, runtime = self._inside(), self._runtime
-        host, arena = runtime.share()
+        host, arena, snapshots = runtime.share()
         return Shared(
             runtime.bus,
             frontend,
             runtime.processor,
             host,
             arena,
+            snapshots,
             lambda: runtime.capacity,
             lambda: runtime.namespace,
             self.fail,

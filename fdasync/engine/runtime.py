@@ -312,12 +312,12 @@ class Runtime:
         """How many blocks the store refused, and why it refused the latest."""
         return (0, "") if self._store_io is None else (self._store_io.refusals.blocks, self._store_io.refusals.problem)
 
-    def share(self) -> tuple[HostArena, AuxArena | None]:
-        """The arenas that transports copy blocks from and to, until the attendant has closed these. Raises ConfigError
-        where there is no host tier."""
+    def share(self) -> tuple[HostArena, AuxArena | None, HostArena | None]:
+        """The arenas of KV, rows and snapshots that transports copy from and to, until the attendant has closed these.
+        Raises ConfigError where there is no host tier."""
         if self._host is None:
             raise ConfigError("config.host_blocks", "there is no host tier", hint="other instances read host blocks")
-        return self._host, self._arena
+        return self._host, self._arena, self._snapshots
 
     async def _open_store(self) -> None:
         assert self._host is not None

@@ -36,7 +36,7 @@ from fdasync.request import (
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
 from fdasync.telemetry.sight.sight import Sight
 
-PROTOCOL = 1
+PROTOCOL = 2
 #: the longest message that a link takes, without its payload
 MAX_MESSAGE_NBYTES = 8 << 20
 #: the longest payload that a link takes
@@ -433,6 +433,8 @@ class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
         cached: prompt tokens that P did not compute, by tier: device, host, store.
         tail: the open block, with the last tokens of the prompt; None where the prompt fills its blocks.
         tail_rows: number of tokens in `tail`.
+        state: the recurrent state behind the prompt, one part of the sender's host, as block number `full` + 1; None: the
+            model has none.
     """
 
     request: Name
@@ -446,6 +448,7 @@ class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
     cached: tuple[Count, Count, Count]
     tail: BlockRef | None
     tail_rows: Small
+    state: BlockRef | None = None
 
 
 class ScoredPrompt(Message, frozen=True, array_like=True, tag="scored"):

@@ -154,6 +154,9 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
         pinned = Counter([id(seq.resume) for seq in live if seq.resume is not None])
         pinned += Counter([id(seq.resume) for seq in queues.draining() if seq.resume is not None])
         held_snapshots = store_planner.snapshot_holds(live)
+        partings = [seq.parting for seq in holders.values() if seq.parting is not None]
+        exchanged = (*prefill_side.held_snapshots, *decode_side.held_snapshots)
+        held_snapshots += Counter([id(snapshot) for snapshot in (*partings, *exchanged)])
         for snapshot in index.pool.snapshots.live():
             if snapshot.pins != pinned[id(snapshot)]:
                 raise InvariantBroken(f"{pinned[id(snapshot)]} sequences are about to start from {snapshot}")

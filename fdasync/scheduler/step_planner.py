@@ -366,7 +366,11 @@ class StepPlanner:
                 return
             seq = waiting[position]
             # a sequence that waits for something else than room does not hold up the others
-            waits = not seq.wants_room or not self._may_begin(seq) or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
+            waits = (
+                not seq.wants_room
+                or not self._may_begin(seq)
+                or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
+            )
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
             found = None if waits else self._match(seq, plan.step_id)
             hits = found if found is None or self._snapshots is None else self._snapshots.usable(found, plan.step_id)

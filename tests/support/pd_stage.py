@@ -175,7 +175,7 @@ class Stage:
             config=LinkConfig(),
         )
         self.context = InstanceContext(
-            self.loop, self.bus, frontend, processor, self.host, None, make_capacity, lambda: NAMESPACE,
+            self.loop, self.bus, frontend, processor, self.host, None, None, make_capacity, lambda: NAMESPACE,
             self.failures.append, self.transports, links,  # type: ignore[arg-type]
         )  # fmt: skip
         self.transports.regions = self.context.regions

@@ -100,6 +100,7 @@ class InstanceContext:
         loop, bus, frontend, processor: of the engine.
         host: the host arena.
         arena: the arena of aux rows; None without aux data.
+        snapshots: the host's arena of recurrent states; None for a model that has none.
         capacity, namespace: functions that return those of the weights in use.
         fail: ends the engine with an error.
         transports, links: of the instance.
@@ -116,6 +117,7 @@ class InstanceContext:
         processor: OutputProcessor,
         host: HostArena,
         arena: AuxArena | None,
+        snapshots: HostArena | None,
         capacity: Callable[[], Capacity],
         namespace: Callable[[], bytes],
         fail: Callable[[BaseException], None],
@@ -128,6 +130,7 @@ class InstanceContext:
         self.processor = processor
         self.host = host
         self.arena = arena
+        self.snapshots = snapshots
         self.capacity = capacity
         self.namespace = namespace
         self.transports = transports
@@ -142,7 +145,12 @@ class InstanceContext:
     @property
     def regions(self) -> list[SharedRegion]:
         """The shared regions, in the order by which transports number them."""
-        return [self.host.region] + ([self.arena.region] if self.arena is not None else [])
+        return [arena.region for arena in (self.host, self.arena, self.snapshots) if arena is not None]
+
+    def state_parts(self, place: int) -> tuple[Part]:
+        """The part of a recurrent state in a place of the host."""
+        assert self.snapshots is not None
+        return (self.snapshots.payload(place, AUX_REGION if self.arena is None else AUX_REGION + 1),)
 
     def parts(self, host: int, slot: int) -> tuple[Part, ...]:
         """The parts of a host block's KV and of a slot's rows."""

@@ -29,7 +29,7 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
-from fdasync.ipc.shared_memory import DEVICE_REGION
+from fdasync.ipc.shared_memory import DEVICE_REGION, Part
 from fdasync.pd.instance.lease_table import LeaseTable
 from fdasync.pd.messages import (
     BlocksTaken,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.request_state import RequestState
     from fdasync.events.actions import AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
+    from fdasync.ipc.shared_memory import Part
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName, ScoredPrompt, Wanted
@@ -316,12 +317,17 @@ class DecodeService:
         fits = rows == message.tail_rows and (tail is not None) == bool(rows) and (tail is None or tail.index == full)
         known = message.index >= len(lease.keys) or message.index in lease.hands
         fits = fits and (tail is None or self._is_readable(lease, (tail,)))
+        state = message.state
+        fits = fits and (state is not None) == (self._context.snapshots is not None)
+        fits = fits and (state is None or (state.index == full + 1 and not _is_on_device(state)))
         if known or not fits or not self._is_whole(lease, message):
             self._refuse(lease, f"the hand-over of sample {message.index} makes no sense")
             return
         lease.hands[message.index] = message
         if tail is not None:
             lease.refs[message.offer, tail.index] = tail
+        if state is not None:
+            lease.refs[message.offer, state.index] = state
         self._context.bus.publish(
             SampleOffered(
                 group=lease.group,
@@ -331,6 +337,7 @@ class DecodeService:
                 tail_rows=rows,
                 cached=message.cached,
                 on_device=tail is not None and _is_on_device(tail),
+                with_state=state is not None,
             )
         )
 
@@ -448,10 +455,9 @@ class DecodeService:
         if lease is None or lease.owner.hello is None or None in refs:
             problem = "the lease is over"
         else:
-            parts = context.device_parts if action.device else context.parts
             copy_specs = [
-                CopySpec(ref.parts, parts(place, slot), ref.checksums)
-                for ref, place, slot in zip(refs, action.device or action.host, slots, strict=True)
+                CopySpec(ref.parts, parts, ref.checksums)
+                for ref, parts in zip(refs, self._parts(action, slots), strict=True)
                 if ref is not None
             ]
             for block, slot, generation in zip(action.device, action.slots, action.generations, strict=False):
@@ -464,7 +470,7 @@ class DecodeService:
                     problem = problem or outcome.problem or outcome.status
                     continue
                 nbytes += sum(part.nbytes for part in copy_specs[number].parts)
-                if context.arena is not None:
+                if context.arena is not None and not action.snapshots_host:
                     context.arena.adopt(slots[number], action.generations[number], action.rows[number])
         self.received_nbytes += nbytes
         context.bus.publish(
@@ -478,6 +484,14 @@ class DecodeService:
         )
         if lease is not None and self._leases.group(action.group) is lease:
             self._acknowledge(lease, [offer for offer, came in zip(action.offers, arrived, strict=True) if came])
+
+    def _parts(self, action: ReceiveBlocks, slots: Sequence[int]) -> list[tuple[Part, ...]]:
+        """Where each of the blocks, or of the states, goes."""
+        context = self._context
+        if action.snapshots_host:
+            return [context.state_parts(place) for place in action.snapshots_host]
+        parts = context.device_parts if action.device else context.parts
+        return [parts(place, slot) for place, slot in zip(action.device or action.host, slots, strict=True)]
 
     def _acknowledge(self, lease: _Lease, offers: list[int]) -> None:
         for offer in offers:

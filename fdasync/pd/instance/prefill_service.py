@@ -302,17 +302,27 @@ class PrefillService:
     async def _hand_over(self, lease: _Lease, action: HandOver, request: RequestState, sample: SampleOutput) -> None:
         context = self._context
         raw, processed, top = sample.raw, sample.processed, sample.top
-        tail = None
-        if action.tail >= 0:
-            known = await context.device_sums([action.device]) if action.device >= 0 else [0]
-            if action.offer not in lease.hands:
-                return
-            parts = self._parts(action.host, action.slot, action.generation, action.tail_rows, device=action.device)
-            context.transports.offer(parts)
-            lease.hands[action.offer] = (action.index, parts)
-            tail = BlockRef(action.tail, parts, (await self._checksums([parts], known))[0])
+        full = len(request.prompt) // context.capacity().block_tokens
+        blocks: list[tuple[int, tuple[Part, ...]]] = []
+        known = await context.device_sums([action.device]) if action.device >= 0 else [0]
         if action.offer not in lease.hands:
             return
+        if action.tail >= 0:
+            parts = self._parts(action.host, action.slot, action.generation, action.tail_rows, device=action.device)
+            blocks.append((action.tail, parts))
+        if action.snapshot_host >= 0:
+            blocks.append((full + 1, context.state_parts(action.snapshot_host)))
+            known = [*known[: len(blocks) - 1], 0]
+        if blocks:
+            offered = tuple([part for _, parts in blocks for part in parts])
+            context.transports.offer(offered)
+            lease.hands[action.offer] = (action.index, offered)
+        sums = await self._checksums([parts for _, parts in blocks], known[: len(blocks)]) if blocks else []
+        if action.offer not in lease.hands:
+            return
+        refs = [BlockRef(index, parts, each) for (index, parts), each in zip(blocks, sums, strict=True)]
+        tail = next((ref for ref in refs if ref.index == action.tail), None)
+        state = next((ref for ref in refs if ref.index > full), None)
         message = HandOff(
             *lease.name,
             action.index,
@@ -325,6 +335,7 @@ class PrefillService:
             action.cached,
             tail,
             action.tail_rows,
+            state,
         )
         try:
             assert lease.peer is not None

@@ -3,7 +3,7 @@
 A lease reserves device blocks for the whole prompt and the first new token of each sample, and pins the prefix that
 this instance has already. Offered blocks are copied to the host (a bounded number at a time: the staging ring), checked
 there, and brought to the device; those on a device that this instance reads go straight to its own. A sample starts
-when its first token and all blocks before it are here. A lease is dropped if it is not renewed, takes too long, or if
+when its first token, all blocks before it and its recurrent state, if the model has one, are here. A lease is dropped if it is not renewed, takes too long, or if
 its blocks do not arrive as promised; blocks that arrived whole stay as cache. A lease that finds no room waits in line.
 Until it has aged, later leases and samples of this instance may pass it, and it passes no lease or sample that has
 aged: so none starves.
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import FinishReason
     from fdasync.events.catalog import LeaseAsked
     from fdasync.scheduler.state.config import SchedulerConfig
@@ -152,6 +153,10 @@ class DecodeSide:
         self._index.release([*[block for block in lease.blocks if block is not None], *lease.open.values()])
         lease.blocks.clear()
         lease.open.clear()
+        for state in lease.states.values():
+            if state is not None:
+                self._receiver.let_go(lease, state)
+        lease.states.clear()
 
     def _drop(self, lease: Lease, reason: str) -> None:
         self.dropped += 1
@@ -166,6 +171,7 @@ class DecodeSide:
         for lease in list(self._stuck):
             del self._stuck[lease]
             if self.leases.get(lease.group) is lease:
+                self._load_states(lease)
                 self._start_ready(lease)
         for lease in list(self._offering):
             if self.leases.get(lease.group) is lease:
@@ -301,12 +307,16 @@ class DecodeSide:
         if event.key in lease.tails:
             lease.offered.append((event.offer, lease.full, seq, event.on_device))
             self._offering[lease] = None
+        if event.with_state:
+            lease.states[event.key] = None
+            lease.offered.append((event.offer, lease.full + 1, seq, False))
+            self._offering[lease] = None
         self._start_ready(lease)
 
     # -- blocks -------------------------------------------------------------------------------------
 
     def _on_received(self, event: BlocksReceived) -> None:
-        lease = self._receiver.received(event, self._bring)
+        lease = self._receiver.received(event, self._bring, self._bring_state)
         if self.leases.get(lease.group) is not lease:
             return
         if all(event.arrived):
@@ -317,6 +327,28 @@ class DecodeSide:
     def _bring(self, lease: Lease, blocks: list[Block]) -> None:
         if self.leases.get(lease.group) is lease:
             self._await(lease, self._swap_planner.bring(blocks))
+
+    def _bring_state(self, lease: Lease, seq: Sequence, state: Snapshot) -> bool:
+        if self.leases.get(lease.group) is not lease or seq.key not in lease.seqs:
+            return False
+        lease.states[seq.key] = state
+        self._load_states(lease)
+        return True
+
+    def _load_states(self, lease: Lease) -> None:
+        """Bring the states on the host to the device, as far as there are places; the next turn tries again."""
+        pool = self._index.pool.snapshots
+        for key, state in lease.states.items():
+            seq = lease.seqs[key]
+            if state is None or seq.resume is not None:
+                continue
+            assert pool is not None
+            if not pool.bring(state):
+                self._stuck[lease] = None
+                return
+            pool.pin(state)
+            seq.resume = state
+            self._await(lease, [self._swap_planner.bring_snapshot(state)])
 
     def copied(self, copy_id: int) -> None:
         """A copy to the device ended."""
@@ -330,7 +362,7 @@ class DecodeSide:
         if lease.missing or lease.arriving:
             return
         for key, hand in list(lease.hands.items()):
-            if key in lease.tails:
+            if key in lease.tails or (key in lease.states and lease.seqs[key].resume is None):
                 continue
             block = lease.open.pop(key, None)
             if block is None:
@@ -342,6 +374,9 @@ class DecodeSide:
                 lease.reserved -= 1
             seq = lease.seqs.pop(key)
             del lease.hands[key]
+            state = lease.states.pop(key, None)
+            if state is not None:
+                self._receiver.let_go(lease, state)
             shared = [block for block in lease.blocks if block is not None]
             self._index.pin(shared)
             seq.blocks = [*shared, block]
@@ -367,6 +402,9 @@ class DecodeSide:
         if lease is not None and lease.seqs.pop(seq.key, None) is not None:
             lease.hands.pop(seq.key, None)
             lease.tails.pop(seq.key, None)
+            state = lease.states.pop(seq.key, None)
+            if state is not None:
+                self._receiver.let_go(lease, state)
             lease.offered = deque(entry for entry in lease.offered if entry[2] is not seq)
             if lease.granted:
                 self._queues.num_leased -= 1
@@ -402,6 +440,12 @@ class DecodeSide:
             blocks += [block for block in lease.blocks if block is not None]
             blocks += lease.open.values()
         return blocks
+
+    @property
+    def held_snapshots(self) -> list[Snapshot]:
+        """States that leases hold on the host, once for each."""
+        here = [state for lease in self.leases.values() for state in lease.states.values() if state is not None]
+        return here + self._receiver.held_snapshots
 
     def check(self) -> None:
         """Raise InvariantBroken unless leases, the line and what is reserved agree."""

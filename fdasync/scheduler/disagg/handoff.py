@@ -38,6 +38,7 @@ class HandOff:
         begun: its first sample entered prefill under this lease.
         exports: (number, export) of blocks that are to be offered, in order.
         hands: samples that have their first token, each with the export of its open block; None: not exported yet.
+        staged: samples whose state counts for the instance's share of the host's places.
         samples: how many samples the request has.
         seqs: the samples that have not ended here.
         sent: the hand-over of at least one sample was sent.
@@ -50,7 +51,7 @@ class HandOff:
     __slots__ = (
         "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "lost_at",
         "next_block", "on_device", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent",
-        "seqs", "state", "stop_at", "tokens",
+        "seqs", "staged", "state", "stop_at", "tokens",
     )  # fmt: skip
 
     def __init__(self, event: RequestPrepared, order: Order, block_tokens: int, stop_at: float, over_at: float) -> None:
@@ -75,6 +76,7 @@ class HandOff:
         self.seqs: list[Sequence] = []
         self.exports: list[tuple[int, Export]] = []
         self.hands: dict[int, Export | None] = {}
+        self.staged: dict[int, None] = {}
 
     @property
     def granted(self) -> bool:

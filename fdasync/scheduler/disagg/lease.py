@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.catalog import LeaseAsked, SampleOffered
     from fdasync.scheduler.state.config import LeaseRules
     from fdasync.scheduler.state.sequence import Sequence
@@ -35,9 +36,12 @@ class Lease:
         blocks: the full blocks, shared by all samples; None until it is offered. The lease has one pin of each.
         open: by sample, the block with the end of its prompt, once it was offered.
         reserved: device blocks that the lease may still take.
-        offered: (offer, index, sample or None, whether it lies on a device) of blocks that can be copied.
+        offered: (offer, index, sample or None, whether it lies on a device) of blocks that can be copied, and of states,
+            whose index is `full` + 1.
         arriving: copies to the device that the lease waits for.
         hands: by sample, the offer with its first token.
+        states: by sample, the recurrent state behind its prompt, once it is on the host, which the lease holds there;
+            None: it has not arrived. A sample has it on the device, or on the way there, once it has a `resume`.
         tails: samples whose open block has not arrived yet.
         ttl_s: the lease ends if it is not renewed for so long.
         renew_by, over_by: engine times of its end without a renewal, and with one; this instance's own rules bound
@@ -46,8 +50,8 @@ class Lease:
 
     __slots__ = (
         "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "open",
-        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "shares", "tails",
-        "ttl_s",
+        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "shares", "states",
+        "tails", "ttl_s",
     )  # fmt: skip
 
     def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int, rules: LeaseRules) -> None:
@@ -71,3 +75,4 @@ class Lease:
         self.arriving: set[int] = set()
         self.hands: dict[int, SampleOffered] = {}
         self.tails: dict[int, None] = {}
+        self.states: dict[int, Snapshot | None] = {}

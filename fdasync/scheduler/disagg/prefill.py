@@ -86,6 +86,11 @@ class PrefillSide:
         return len(self._asks)
 
     @property
+    def held_snapshots(self) -> list[Snapshot]:
+        """Recurrent states that hand-overs hold, once for each."""
+        return self._sender.held_snapshots
+
+    @property
     def num_out(self) -> int:
         """Offers and hand-overs that a decode instance has not answered yet, and timers of hand-offs."""
         return self._sender.num_out + len(self._timers)

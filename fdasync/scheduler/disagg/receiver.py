@@ -2,7 +2,7 @@
 
 Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
 it at most), and checked there. Blocks that lie on a prefill instance's device are copied to this one's, and have no
-place on the host. Each block takes one of the device blocks that were reserved for its lease. This module knows no
+place on the host. So are recurrent states, by way of the host's places for them. Each block takes one of the device blocks that were reserved for its lease. This module knows no
 bytes, and decides about no lease. Called by `decode.py`.
 """
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action
     from fdasync.events.catalog import BlocksReceived
     from fdasync.scheduler.disagg.lease import Lease
@@ -37,9 +38,10 @@ class _Receive:
         indices: of each block, its number in the prompt.
         samples: of each block, the sample that it is the open block of; None: it is a full block of all samples.
         on_device: the blocks come from device to device.
+        state: the state that is being filled, of the first of `samples`; None: blocks are.
     """
 
-    __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples")
+    __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples", "state")
 
     def __init__(self, lease: Lease, epoch: int, *, on_device: bool) -> None:
         self.lease = lease
@@ -48,6 +50,7 @@ class _Receive:
         self.blocks: list[Block] = []
         self.indices: list[int] = []
         self.samples: list[Sequence | None] = []
+        self.state: Snapshot | None = None
 
 
 class BlockReceiver:
@@ -70,6 +73,8 @@ class BlockReceiver:
         self._receives: dict[int, _Receive] = {}
         self._receiving = 0
         self._by_peer: dict[str, int] = {}
+        self._most_states = max(config.num_host_snapshots // 2, 1)
+        self._states_by_peer: dict[str, int] = {}
         self._next_receive = 0
         self.epoch = 0
         self.num_received = 0
@@ -85,12 +90,16 @@ class BlockReceiver:
         share = max(self._staging // 2, 1)
         problem = ""
         while lease.offered and not problem:
+            if lease.offered[0][1] > lease.full:
+                if not self._receive_state(lease, now):
+                    break
+                continue
             receive = _Receive(lease, self.epoch, on_device=lease.offered[0][3])
             offers: list[int] = []
             rows: list[int] = []
             while lease.offered and len(offers) < _MAX_RECEIVE_BLOCKS:
                 offer, index, seq, on_device = lease.offered[0]
-                if on_device != receive.on_device:
+                if on_device != receive.on_device or index > lease.full:
                     break
                 full = self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share
                 if not on_device and self._receiving and full:
@@ -137,6 +146,41 @@ class BlockReceiver:
             )
         return problem
 
+    def _receive_state(self, lease: Lease, now: float) -> bool:
+        """Copy the state that is offered next; False: there is no place for it now."""
+        pool = self._index.pool.snapshots
+        offer, index, seq, _ = lease.offered[0]
+        full = self._states_by_peer.get(lease.peer, 0) >= self._most_states
+        state = None if full or pool is None else pool.receive(None)
+        if state is None:
+            return False
+        lease.offered.popleft()
+        self._states_by_peer[lease.peer] = self._states_by_peer.get(lease.peer, 0) + 1
+        receive = _Receive(lease, self.epoch, on_device=False)
+        receive.state = state
+        receive.samples.append(seq)
+        number = self._next_receive
+        self._next_receive += 1
+        self._receives[number] = receive
+        until = min(lease.over_by, now + self._rules.receive_s)
+        self._actions.append(
+            ReceiveBlocks(number, lease.group, (offer,), (index,), (), (), (), (0,), until, (), (state.host,))
+        )
+        return True
+
+    def let_go(self, lease: Lease, state: Snapshot) -> None:
+        """A lease needs the place of a state on the host no more."""
+        assert self._index.pool.snapshots is not None
+        self._states_by_peer[lease.peer] -= 1
+        if not self._states_by_peer[lease.peer]:
+            del self._states_by_peer[lease.peer]
+        self._index.pool.snapshots.unhold(state)
+
+    @property
+    def held_snapshots(self) -> list[Snapshot]:
+        """States that are being filled."""
+        return [receive.state for receive in self._receives.values() if receive.state is not None]
+
     def _place(self, block: Block, lease: Lease, *, on_device: bool) -> None:
         """Hold the place that the copy fills."""
         if on_device:
@@ -162,16 +206,31 @@ class BlockReceiver:
                 del self._by_peer[lease.peer]
         self._index.settle(block)
 
-    def received(self, event: BlocksReceived, bring: Callable[[Lease, list[Block]], None]) -> Lease:
+    def received(
+        self,
+        event: BlocksReceived,
+        bring: Callable[[Lease, list[Block]], None],
+        bring_state: Callable[[Lease, Sequence, Snapshot], bool],
+    ) -> Lease:
         """A copy ended; returns its lease. Blocks that arrived are checked, and stay as cache without the lease too.
 
         Args:
             bring: called with the lease and its blocks that arrived on the host, before they may be evicted.
+            bring_state: called with the lease, the sample and its state that arrived on the host; returns whether the
+                lease keeps it there.
         """
         receive = self._receives.pop(event.receive_id, None)
-        if receive is None or len(event.arrived) != len(receive.blocks):
+        if receive is None or len(event.arrived) != len(receive.samples):
             raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
         lease = receive.lease
+        if receive.state is not None:
+            (seq,) = receive.samples
+            if event.arrived[0]:
+                assert self._index.pool.snapshots is not None
+                self._index.pool.snapshots.received(receive.state)
+            if seq is None or not event.arrived[0] or not bring_state(lease, seq, receive.state):
+                self.let_go(lease, receive.state)
+            return lease
         here: list[Block] = []
         for number, (block, came) in enumerate(zip(receive.blocks, event.arrived, strict=True)):
             seq = receive.samples[number]

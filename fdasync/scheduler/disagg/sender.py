@@ -4,7 +4,8 @@ Blocks are offered as they seal. To a decode instance that reads this one's devi
 pinned. Else they go by way of the host, where a bounded number of them waits for decode instances to copy them (the
 staging ring; one decode instance gets half of it at most). A sample's hand-over closes with its first
 token and its open block, after all other blocks were offered. Blocks that a decode instance may be reading stay in
-place until it says that it has ended. This module knows no questions for leases. Called by `disagg/prefill.py`.
+place until it says that it has ended. The recurrent state behind a prompt goes with the hand-over, by way of the host,
+where a decode instance gets half of the places at most. This module knows no questions for leases. Called by `disagg/prefill.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.events.actions import HandOver, SendBlocks
 
 if TYPE_CHECKING:
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action
     from fdasync.events.catalog import BlocksSent, HandedOver
     from fdasync.scheduler.disagg.handoff import HandOff
@@ -24,6 +26,30 @@ if TYPE_CHECKING:
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 _MAX_OFFER_BLOCKS = 16
+
+
+class _Hand:
+    """A hand-over that the decode instance has not answered yet.
+
+    Attributes:
+        hand_off, seq: the sample.
+        peer: the decode instance.
+        export: its open block; None: its prompt fills its blocks.
+        state: the recurrent state behind its prompt, held; None: the model has none.
+        staged: the state counts for the instance's share of the host's places.
+    """
+
+    __slots__ = ("export", "hand_off", "peer", "seq", "staged", "state")
+
+    def __init__(self, hand_off: HandOff, seq: Sequence, export: Export | None, *, staged: bool) -> None:
+        self.hand_off = hand_off
+        self.seq = seq
+        self.peer = hand_off.peer
+        self.export = export
+        self.state: Snapshot | None = seq.parting
+        self.staged = staged
+        # from here on the hand-over holds it, whatever becomes of the sample
+        seq.parting = None
 
 
 class BlockSender:
@@ -39,9 +65,11 @@ class BlockSender:
         self._swap_planner = swap_planner
         self._actions = actions
         self._offers: dict[int, tuple[str, list[Export]]] = {}
-        self._hand_overs: dict[int, tuple[HandOff, Sequence, Export | None]] = {}
+        self._hand_overs: dict[int, _Hand] = {}
         self._exported = 0
         self._by_peer: dict[str, int] = {}
+        self._most_states = max(config.num_host_snapshots // 2, 1)
+        self._states_by_peer: dict[str, int] = {}
         self._next_offer = 0
 
     @property
@@ -63,12 +91,18 @@ class BlockSender:
             if hand is not None:
                 self._swap_planner.release(hand)
         hand_off.hands.clear()
+        for _ in hand_off.staged:
+            self._unstage(hand_off.peer)
+        hand_off.staged.clear()
 
     def forget(self, hand_off: HandOff, seq: Sequence) -> None:
         """A sample ended before it was handed over."""
         export = hand_off.hands.pop(seq.key, None)
         if export is not None:
             self._swap_planner.release(export)
+        if seq.key in hand_off.staged:
+            del hand_off.staged[seq.key]
+            self._unstage(hand_off.peer)
 
     def pump(self, hand_off: HandOff) -> None:
         """Offer sealed blocks as far as there is room on the host, and hand over the samples that are ready."""
@@ -113,8 +147,27 @@ class BlockSender:
                 place = self._swap_planner.pin if hand_off.on_device else self._swap_planner.export
                 hand = hand_off.hands[seq.key] = place(seq.blocks[-1])
             # a hand-over closes the lease: until all full blocks were offered, another lease may still be found
-            if not hand_off.exports and (hand is None or hand.ready):
+            if not hand_off.exports and (hand is None or hand.ready) and self._has_state(hand_off, seq):
                 self._hand_over(hand_off, seq, hand)
+
+    def _has_state(self, hand_off: HandOff, seq: Sequence) -> bool:
+        """Whether the state that goes with a sample is on the host, if there is one; else bring it there, as far as the
+        decode instance's share allows."""
+        snapshot = seq.parting
+        if snapshot is None or snapshot.on_host:
+            return True
+        if seq.key not in hand_off.staged:
+            if self._states_by_peer.get(hand_off.peer, 0) >= self._most_states:
+                return False
+            hand_off.staged[seq.key] = None
+            self._states_by_peer[hand_off.peer] = self._states_by_peer.get(hand_off.peer, 0) + 1
+        self._swap_planner.keep_snapshot(snapshot)
+        return False
+
+    def _unstage(self, peer: str) -> None:
+        self._states_by_peer[peer] -= 1
+        if not self._states_by_peer[peer]:
+            del self._states_by_peer[peer]
 
     def _offer(self, hand_off: HandOff, batch: list[tuple[int, Export]]) -> None:
         number = self._take_offer()
@@ -139,7 +192,9 @@ class BlockSender:
         number = self._take_offer()
         hand_off.sent = True
         del hand_off.hands[seq.key]
-        self._hand_overs[number] = (hand_off, seq, export)
+        staged = seq.key in hand_off.staged
+        hand_off.staged.pop(seq.key, None)
+        self._hand_overs[number] = hand = _Hand(hand_off, seq, export, staged=staged)
         block = None if export is None else export.block
         slot = None if block is None else block.slot
         on_device = export is not None and export.on_device
@@ -159,6 +214,7 @@ class BlockSender:
                 -1 if slot is None else slot.generation,
                 seq.cached_tokens or (0, 0, 0),
                 block.id if block is not None and on_device else -1,
+                -1 if hand.state is None else hand.state.host,
             )
         )
 
@@ -186,10 +242,18 @@ class BlockSender:
 
     def handed_over(self, event: HandedOver) -> tuple[HandOff, Sequence]:
         """A hand-over ended; returns its hand-off and its sample. The open block is not read any more."""
-        entry = self._hand_overs.pop(event.offer, None)
-        if entry is None:
+        hand = self._hand_overs.pop(event.offer, None)
+        if hand is None:
             raise InvariantBroken(f"hand-over {event.offer} ended, and was not out")
-        hand_off, seq, export = entry
-        if export is not None:
-            self._swap_planner.release(export)
-        return hand_off, seq
+        if hand.export is not None:
+            self._swap_planner.release(hand.export)
+        if hand.state is not None:
+            self._swap_planner.unhold_snapshot(hand.state)
+        if hand.staged:
+            self._unstage(hand.peer)
+        return hand.hand_off, hand.seq
+
+    @property
+    def held_snapshots(self) -> list[Snapshot]:
+        """States that hand-overs hold, once for each."""
+        return [hand.state for hand in self._hand_overs.values() if hand.state is not None]

@@ -156,6 +156,7 @@ class Sequence:
         "min_len",
         "near",
         "order",
+        "parting",
         "planned",
         "prompt_len",
         "resume",

@@ -105,6 +105,11 @@ class SwapPlanner:
         if self.enabled and snapshot.host < 0:
             self._snapshot_queue.append(snapshot)
 
+    def unhold_snapshot(self, snapshot: Snapshot) -> None:
+        """Another instance reads it no more."""
+        assert self._index.pool.snapshots is not None
+        self._index.pool.snapshots.unhold(snapshot)
+
     def need(self, count: int) -> None:
         """A sequence lacked device blocks in this turn: see that this many can be had."""
         self._needed = max(self._needed, count)

@@ -82,7 +82,7 @@ async def test_what_a_callback_raises_ends_the_engine_and_is_not_only_logged() -
     failures: list[BaseException] = []
     unused: Any = None
     loop = asyncio.get_running_loop()
-    context = InstanceContext(loop, *[unused] * 7, failures.append, unused, unused)
+    context = InstanceContext(loop, *[unused] * 8, failures.append, unused, unused)
     loop.call_soon(context.guarded(lambda: next(iter(()))))
     loop.call_soon(context.guarded(lambda: None))
     await asyncio.sleep(0)
