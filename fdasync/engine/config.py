@@ -456,15 +456,14 @@ def with_state_every(config: EngineConfig, capacity: Capacity) -> Capacity:
     return msgspec.structs.replace(capacity, state_every_tokens=every)
 
 
-def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
+def _check_recurrent(capacity: Capacity) -> None:
     """What a model with recurrent layers cannot do yet. Raises ConfigError."""
-    for field, there, what in (
-        ("speculation", capacity.max_run_tokens > 1, "a state cannot go back to the last accepted token so far"),
-    ):
-        if there:
-            raise ConfigError(
-                f"config.{field}", f"is set, and the model has recurrent layers: {what}", hint=f"leave {field} out"
-            )
+    if capacity.max_run_tokens > 1:
+        raise ConfigError(
+            "config.speculation",
+            "is set, and the model has recurrent layers: a state cannot go back to the last accepted token so far",
+            hint="leave speculation out",
+        )
 
 
 def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") -> SchedulerConfig:
@@ -477,7 +476,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         _check_runs(config, capacity.max_run_tokens)
     recurrent = bool(capacity.state_specs)
     if recurrent:
-        _check_recurrent(config, capacity)
+        _check_recurrent(capacity)
     reserve, speculation = config.decode_reserve_blocks, config.speculation
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,

@@ -433,8 +433,8 @@ class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
         cached: prompt tokens that P did not compute, by tier: device, host, store.
         tail: the open block, with the last tokens of the prompt; None where the prompt fills its blocks.
         tail_rows: number of tokens in `tail`.
-        state: the recurrent state behind the prompt, one part of the sender's host, as block number `full` + 1; None: the
-            model has none.
+        state: the recurrent state behind the prompt, one part of the sender's host, numbered as the block behind the
+            open one; None: the model has none.
     """
 
     request: Name

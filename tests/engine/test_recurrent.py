@@ -86,7 +86,7 @@ async def test_an_engine_that_slept_goes_on_from_the_host():
     [
         ({"store": "memory", "host_blocks": 8, "host_snapshots": 0}, "host_snapshots"),
         ({"host_snapshots": 3}, "host_snapshots"),
-        ({"role": "mixed", "host_blocks": 8}, "role"),
+        ({"role": "mixed", "host_blocks": 8, "host_snapshots": 0}, "host_snapshots"),
         ({"state_every_tokens": 6}, "state_every_tokens"),
     ],
 )

@@ -302,7 +302,7 @@ class PrefillService:
     async def _hand_over(self, lease: _Lease, action: HandOver, request: RequestState, sample: SampleOutput) -> None:
         context = self._context
         raw, processed, top = sample.raw, sample.processed, sample.top
-        full = len(request.prompt) // context.capacity().block_tokens
+        full = len(lease.action.keys)
         blocks: list[tuple[int, tuple[Part, ...]]] = []
         known = await context.device_sums([action.device]) if action.device >= 0 else [0]
         if action.offer not in lease.hands:

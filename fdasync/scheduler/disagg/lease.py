@@ -36,8 +36,8 @@ class Lease:
         blocks: the full blocks, shared by all samples; None until it is offered. The lease has one pin of each.
         open: by sample, the block with the end of its prompt, once it was offered.
         reserved: device blocks that the lease may still take.
-        offered: (offer, index, sample or None, whether it lies on a device) of blocks that can be copied, and of states,
-            whose index is `full` + 1.
+        offered: (offer, index, sample or None, whether it lies on a device) of blocks that can be copied, and of
+            states, whose index is `full` + 1.
         arriving: copies to the device that the lease waits for.
         hands: by sample, the offer with its first token.
         states: by sample, the recurrent state behind its prompt, once it is on the host, which the lease holds there;

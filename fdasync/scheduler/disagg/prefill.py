@@ -29,6 +29,7 @@ from fdasync.scheduler.state.sequence import Sequence, State
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action, FinishReason
     from fdasync.events.catalog import RequestPrepared
     from fdasync.scheduler.state.config import SchedulerConfig

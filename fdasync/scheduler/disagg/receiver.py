@@ -2,8 +2,9 @@
 
 Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
 it at most), and checked there. Blocks that lie on a prefill instance's device are copied to this one's, and have no
-place on the host. So are recurrent states, by way of the host's places for them. Each block takes one of the device blocks that were reserved for its lease. This module knows no
-bytes, and decides about no lease. Called by `decode.py`.
+place on the host. Recurrent states are copied to the host's places for them, of which one prefill instance gets half,
+too. Each block takes one of the device blocks that were reserved for its lease. This module knows no bytes, and decides
+about no lease. Called by `decode.py`.
 """
 
 from __future__ import annotations

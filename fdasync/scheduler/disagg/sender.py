@@ -5,7 +5,8 @@ pinned. Else they go by way of the host, where a bounded number of them waits fo
 staging ring; one decode instance gets half of it at most). A sample's hand-over closes with its first
 token and its open block, after all other blocks were offered. Blocks that a decode instance may be reading stay in
 place until it says that it has ended. The recurrent state behind a prompt goes with the hand-over, by way of the host,
-where a decode instance gets half of the places at most. This module knows no questions for leases. Called by `disagg/prefill.py`.
+where a decode instance gets half of the places at most. This module knows no questions for leases. Called by
+`disagg/prefill.py`.
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ class SwapPlanner:
             self._copies[self.bring_snapshot(snapshot)].waiting.append(seq)
 
     def bring_snapshot(self, snapshot: Snapshot) -> int:
-        """Copy it from the host to the place on the device that it has, unless a copy is under way; returns the number of
-        the copy."""
+        """Copy it from the host to its place on the device, unless a copy is under way; returns the copy's number."""
         if snapshot.arriving < 0:
             snapshot.arriving = self._start([], outward=False, snapshots=[snapshot])
             self._loads.append(
