@@ -190,10 +190,14 @@ class SnapshotPool:
         self._use(snapshot)
         return snapshot
 
-    @property
-    def has_room(self) -> bool:
-        """A place on the device could be had now."""
-        return bool(self._free) or any(one.place >= 0 and self._may_go(one) for one in self._live)
+    def has_room(self, count: int = 1) -> bool:
+        """So many places on the device could be had now."""
+        lacking = count - len(self._free)
+        for snapshot in self._live:
+            if lacking <= 0:
+                break
+            lacking -= snapshot.place >= 0 and self._may_go(snapshot)
+        return lacking <= 0
 
     def bring(self, snapshot: Snapshot) -> bool:
         """Give a snapshot of the host a place on the device, to be filled by a copy; False: there is none."""

@@ -456,8 +456,11 @@ def with_state_every(config: EngineConfig, capacity: Capacity) -> Capacity:
     return msgspec.structs.replace(capacity, state_every_tokens=every)
 
 
-def _check_recurrent(capacity: Capacity) -> None:
-    """What a model with recurrent layers cannot do yet. Raises ConfigError."""
+def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
+    """What a model with recurrent layers needs, and what it cannot do yet. Raises ConfigError."""
+    if config.role != "alone" and capacity.num_snapshots < 2:
+        problem = f"is {capacity.num_snapshots}: a sequence that starts from one leaves another to be handed over"
+        raise ConfigError("config.num_snapshots", problem, limit="2 or more")
     if capacity.max_run_tokens > 1:
         raise ConfigError(
             "config.speculation",
@@ -476,7 +479,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         _check_runs(config, capacity.max_run_tokens)
     recurrent = bool(capacity.state_specs)
     if recurrent:
-        _check_recurrent(capacity)
+        _check_recurrent(config, capacity)
     reserve, speculation = config.decode_reserve_blocks, config.speculation
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,

@@ -282,7 +282,7 @@ class StepPlanner:
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
         parts = self._snapshots is not None and seq.hand_off is not None and stop == len(seq.tokens)
-        if parts and self._snapshots is not None and not self._snapshots.pool.has_room:
+        if parts and self._snapshots is not None and not self._snapshots.pool.has_room():
             # without its state it could not be handed over: its last token waits for a place
             parts, stop = False, stop - 1
             if stop == start:
@@ -322,7 +322,7 @@ class StepPlanner:
         for seq in list(queues.loaded.values()):
             if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
-            if seq.midway or (self._may_begin(seq) and self._catch_up(seq, plan.step_id)):
+            if seq.midway or (self._may_begin(seq, 1) and self._catch_up(seq, plan.step_id)):
                 starts.append(self._enter(seq, plan.step_id))
                 budget -= self._chunk(seq, budget, plan)
         return budget
@@ -368,7 +368,7 @@ class StepPlanner:
             # a sequence that waits for something else than room does not hold up the others
             waits = (
                 not seq.wants_room
-                or not self._may_begin(seq)
+                or not self._may_begin(seq, 2)
                 or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
             )
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
@@ -396,10 +396,10 @@ class StepPlanner:
             budget -= self._chunk(seq, budget, plan)
         queues.walled = False
 
-    def _may_begin(self, seq: Sequence) -> bool:
+    def _may_begin(self, seq: Sequence, places: int) -> bool:
         """Whether its first chunk can be planned, even if that is its last one: to be handed over it needs a place for
-        its state."""
-        return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room
+        its state, beside that of the snapshot that it starts from."""
+        return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room(places)
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
         """The blocks that it need not compute; None while a leader computes the next block in this very step."""

@@ -52,7 +52,7 @@ class _Instance(Instance):
     machine: Machine
 
     def perform(self, action: Action) -> None:
-        if isinstance(action, ReceiveBlocks):
+        if isinstance(action, ReceiveBlocks) and action.host:
             self.machine.expected.update(zip(action.host, action.rows, strict=True))
         super().perform(action)
 
@@ -156,10 +156,12 @@ class Machine:
 
     def _copied(self, sender: ProcessTransport, copy_spec: CopySpec) -> None:
         assert isinstance(sender, _Transport)
+        if copy_spec.parts[0].region != HOST_REGION:
+            # a state, whose every bit shows in what is computed from it
+            return
         theirs, ours = (
             (parts[0].offset - PAGE_NBYTES) // self._stride_nbytes for parts in (copy_spec.ref_parts, copy_spec.parts)
         )
-        assert copy_spec.parts[0].region == HOST_REGION
         self.passes.received(sender.machine.passes, theirs, ours, self.expected[ours])
 
     # -- incidents ------------------------------------------------------------------------------------
@@ -243,7 +245,11 @@ class Machine:
         assert driver is not None
         assert context is not None
         scheduler = driver.scheduler
-        prefill_side, decode_side = scheduler.prefill_side, scheduler.decode_side
+        prefill_side, decode_side, states = (
+            scheduler.prefill_side,
+            scheduler.decode_side,
+            scheduler.index.pool.snapshots,
+        )
         prefill_service, decode_service = instance._prefill_service, instance._decode_service
         counts = {
             "tasks": len(context.tasks()),
@@ -256,6 +262,7 @@ class Machine:
             "blocks on their way here": decode_side.num_receiving,
             "device blocks that others read, or fill": scheduler.index.lent,
             "blocks that exports hold": scheduler.swap_planner.num_held + len(scheduler.swap_planner._exports),
+            "uses of states": sum(one.holds + one.pins for one in states.live()) if states else 0,
             "holds of host blocks": sum(len(block.host_holds) for block in scheduler.index.pool.live()),
             "blocks on their way to the store": int(scheduler.tiers.is_writing),
             "parts on offer": len(self.transport.offers),

@@ -134,6 +134,12 @@ class _Draw:
             # blocks are the same bytes at any width
             kv_shares=Random(f"shares {seed}").choice((1, 2, 4)),
         )
+        # likewise: a third of the fleets have a model with recurrent layers
+        states = Random(f"recurrent {seed}")
+        self.every = 0
+        if states.random() < 0.33:
+            self.shape = msgspec.structs.replace(self.shape, state_words=states.randint(1, 3))
+            self.every = self.block_tokens * states.choice((1, 2, 3))
         self.made = 0
         self.span_s = random.choice((0.0, 0.2, 1.0, 4.0))
 
@@ -244,8 +250,16 @@ class _Draw:
         )
         config = with_policy(plan.config, Random(f"policy {self.seed} {number}"))
         plan = msgspec.structs.replace(plan, config=config)
-        plan = self._with_ranks(self._with_runs(plan))
+        plan = self._with_ranks(self._with_states(plan) if self.every else self._with_runs(plan))
         return self._resized(plan) if self.unequal else plan
+
+    def _with_states(self, plan: InstancePlan) -> InstancePlan:
+        """Few or many places for states, from a stream of its own."""
+        random, change = Random(f"states {self.seed} {plan.name}"), msgspec.structs.replace
+        host = random.choice(("auto", random.randint(1, 6)))
+        config = change(plan.config, host_snapshots=host, state_every_tokens=self.every)
+        places = random.choice((2, 3, random.randint(4, 40)))
+        return change(plan, config=config, runner=change(plan.runner, num_snapshots=places))
 
     def _with_runs(self, plan: InstancePlan) -> InstancePlan:
         """Half of them yield runs of tokens; from a stream of their own."""
