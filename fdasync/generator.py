@@ -459,9 +459,9 @@ class Generator(Protocol):
 
         A version names one set of weights. The version in use may be given again with a folder of the same weights,
         which is compared and not loaded: the call succeeds, and no request ends or starts again. Other weights under a
-        version in use, tensors under it, and a version that was used earlier are refused with BadInput. Tensors of a
-        group that come in one pause, which the caller asked for, may all have one version: no step runs between them.
-        None then is the version of those before.
+        version in use, others expected under it, tensors under it, and a version that was used earlier are refused with
+        BadInput, and nothing has changed. Tensors of a group that come in one pause, which the caller asked for, may
+        all have one version: no step runs between them. None then is the version of those before.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no

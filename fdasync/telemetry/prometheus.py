@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -26,6 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from fdasync.errors import ConfigError, FdasyncError
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.metrics_http import ScrapeServer
+from fdasync.telemetry.sight.sight import State
 from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # the values of a metric's own labels
 K = TypeVar("K", bound=tuple[str, ...])
 
-STATES: Final = ("running", "draining", "closing", "closed", "failed")
+STATES: Final[tuple[str, ...]] = get_args(State)
 BREAKER_STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
 
 # one number of `EngineStats` or of `SchedulerStats`: the metric's name, its text, the field
@@ -221,8 +222,10 @@ class PrometheusTap:
             for name, text, field in _DRAFTER_COUNTERS:
                 counts = {(drafter,): getattr(numbers, own + field) for own, drafter in drafters}
                 yield self._counter(name, text, counts, "drafter")
-        states = {(state,): float(state == stats.state) for state in STATES}
-        yield self._gauge("fdasync_engine_state", "1 for the state that the engine is in.", states, "state")
+        # as in what `Engine.sight` shows
+        now = stats.doing if stats.state == "running" else stats.state
+        states = {(state,): float(state == now) for state in STATES}
+        yield self._gauge("fdasync_engine_state", "1 for what the engine does.", states, "state")
         text = "1 for the label of the weights in use."
         yield self._gauge("fdasync_weight_version", text, {(numbers.weight_version,): 1.0}, "version")
         hits = {("host",): numbers.hit_tokens_host, ("store",): numbers.hit_tokens_store}

@@ -6,11 +6,21 @@ import json
 
 import pytest
 
-from fdasync import Asleep, BadInput, ConfigError, Engine, WeightsBroken, WeightsDiffer, WeightsFingerprint
+from fdasync import (
+    Asleep,
+    BadInput,
+    ConfigError,
+    Engine,
+    WeightsBroken,
+    WeightsDiffer,
+    WeightsFingerprint,
+    WeightsRejected,
+)
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing import check_idle, synthetic_config
+from fdasync.testing import check_idle, run_sim, synthetic_config
 from tests.engine.updates import ask, weights
+from tests.support.broadcast_runner import runner_of
 
 
 def hexes(number):
@@ -64,14 +74,55 @@ async def test_without_digests_of_tensors_a_difference_has_no_name():
         await ask(engine, 99)
 
 
-async def test_a_version_in_use_is_compared_with_what_is_expected(folder):
+async def test_a_version_in_use_is_compared_with_what_is_expected_and_stays_in_use(folder):
     async with Engine(synthetic_config()) as engine:
         await engine.update_weights(1, folder)
         await engine.update_weights(1, folder, expected=hexes(99))
+        for _ in range(2):
+            with pytest.raises(BadInput, match=hexes(98)) as caught:
+                await engine.update_weights(1, folder, expected=hexes(98))
+            assert caught.value.field == "expected"
+            # nothing has changed
+            assert engine.load().doing == "running"
+            await ask(engine, 99)
+    check_idle(engine)
+
+
+def test_dropped_weights_are_not_brought_again_where_others_are_expected(tmp_path_factory):
+    first, other = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("other")
+    for folder in (first, other):
+        (folder / "weights.json").write_text(json.dumps({"weights_id": 99}))
+
+    async def play():
+        config = synthetic_config()
+        runner = runner_of(config)
+        async with Engine(config, runner=runner) as engine:
+            await engine.update_weights(1, first)
+            await engine.sleep(2)
+            runner.gone = {first.name}
+            with pytest.raises(WeightsRejected):
+                await engine.wake()
+            with pytest.raises(BadInput, match="expected"):
+                await engine.update_weights(1, other, expected=hexes(98))
+            assert engine.load().doing == "waits_for_weights"
+            await engine.update_weights(1, other, expected=hexes(99))
+            await ask(engine, 99)
+        check_idle(engine)
+
+    run_sim(play())
+
+
+async def test_broken_weights_stay_mendable_where_the_version_in_use_is_expected_to_be_others(folder):
+    async with Engine(synthetic_config()) as engine:
+        await engine.update_weights(1, folder)
         with pytest.raises(WeightsDiffer):
+            await engine.update_weights(2, weights(97), expected=hexes(98))
+        with pytest.raises(BadInput, match="expected"):
             await engine.update_weights(1, folder, expected=hexes(98))
+        assert engine.load().doing == "broken"
         await engine.update_weights(1, folder, expected=hexes(99))
         await ask(engine, 99)
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("expected", ["", "12", "X" * 32, hexes(1).upper() + "0", 7, WeightsFingerprint("1")])

@@ -115,8 +115,13 @@ async def test_numbers_stay_readable_after_the_engine():
 async def test_weights_and_pauses():
     async with synthetic_engine() as engine, PrometheusTap(engine) as tap:
         await engine.pause()
-        assert Scrape(tap.exposition())("paused") == 1
+        scrape = Scrape(tap.exposition())
+        assert (scrape("paused"), scrape("engine_state", state="paused")) == (1, 1)
+        await engine.sleep(0)
+        assert Scrape(tap.exposition())("engine_state", state="asleep") == 1
+        await engine.wake()
         await engine.resume()
+        assert Scrape(tap.exposition())("engine_state", state="running") == 1
         await engine.update_weights(7, [("weights", "uint64", (1,), bytes(8))])
         await until(lambda: not tap.pending)
         scrape = Scrape(tap.exposition())

@@ -84,15 +84,17 @@ class Updater:
         try:
             await self._pausing.quiet()
             if again and folder is not None:
+                weights_id = self._runtime.capacity.weights_id
                 if state.dropped:
                     # there is nothing to compare with: the same weights are brought again
+                    self._check_expected(asked, weights_id)
                     await self.reload(folder)
-                elif not await self._compare(asked.label, folder) and state.broken is None:
-                    state.came_from(folder, is_delta=False)
+                else:
+                    is_delta = bool(await self._compare(asked.label, folder))
+                    self._check_expected(asked, weights_id)
+                    if not is_delta and state.broken is None:
+                        state.came_from(folder, is_delta=False)
                 if state.broken is None:
-                    weights_id = self._runtime.capacity.weights_id
-                    if asked.expected is not None:
-                        await self._match(asked.expected, weights_id)
                     state.take_label(asked.label, asked.order, weights_id)
                     state.goes_on = None
                     self._pausing.go_on()
@@ -122,6 +124,17 @@ class Updater:
             problem = f"{label!r} is in use, and {folder} holds other weights"
             raise BadInput("version", problem, hint="give them a version of their own")
         return base
+
+    def _check_expected(self, asked: Asked, held: str) -> None:
+        """Raise BadInput where a version in use is given again and expected to be other weights; changes nothing.
+
+        Args:
+            held: weights id that the label names.
+        """
+        if asked.expected is not None and asked.expected.weights_id != held:
+            self._pausing.go_on()
+            problem = f"{asked.label!r} is in use, and its weights are {held}, not {asked.expected.weights_id}"
+            raise BadInput("expected", problem, hint="nothing was changed; give other weights a version of their own")
 
     async def _match(self, expected: WeightsFingerprint, held: str) -> None:
         """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.

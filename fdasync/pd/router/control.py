@@ -3,7 +3,7 @@
 A weight update, or a new label for the weights in use, is a barrier (docs/design.md, rule 22): the router holds new
 requests, lets hand-offs finish (before an update), updates all instances under one weights id, drops by name the
 instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
-each instance has the new weights, is being brought to them (`router/weights/agreement.py`), or is dropped.
+each instance has the new weights, is being brought to them or sleeps (`router/weights/agreement.py`), or is dropped.
 
 Knows nothing of requests but which are being handed over. Called by `router/router.py`.
 """
@@ -18,28 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync import errors
 from fdasync.errors import (
     Asleep,
     BadInput,
-    ConfigError,
     DeadlineExceeded,
     EngineClosed,
     FdasyncError,
     PeerUnreachable,
-    RemoteError,
     UpdateUnderWay,
-    WakeFailed,
     WeightsDiffer,
     WeightsRejected,
 )
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.futures import fail
 from fdasync.pd.messages import Command, Done
-from fdasync.pd.router.instances import farthest
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weights.agreement import WeightAgreement
 from fdasync.pd.router.weights.part_update import PartUpdate
+from fdasync.pd.router.weights.replies import error_of
+from fdasync.pd.router.weights.wakes import Wakes
 from fdasync.request import (
     WeightsGroup,
     checked_fingerprint,
@@ -58,13 +55,13 @@ if TYPE_CHECKING:
     from fdasync.pd.router.dispatch import Dispatch
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.weights.agreement import Dropped
-    from fdasync.request import Doing, GroupTensors, PauseMode
+    from fdasync.request import GroupTensors, PauseMode
 
     Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
 
 _LOOK_S = 0.02
 # after which an instance may be in another state
-_TELL = ("pause", "resume", "sleep", "wake")
+_TELL = ("pause", "resume", "sleep")
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -88,6 +85,7 @@ class ControlPlane:
 
     Attributes:
         agreement: decides which weights all instances must have.
+        wakes: wakes instances, also those that are out of reach then.
     """
 
     def __init__(
@@ -116,6 +114,7 @@ class ControlPlane:
         self._pausers: set[object] = set()
         self._closed = False
         self.agreement = WeightAgreement(table, self._ask, self._forget, on_failure, config.command_s)
+        self.wakes = Wakes(table, self.agreement, self._ask, on_failure, config.command_s)
 
     @property
     def dropped(self) -> list[Dropped]:
@@ -134,7 +133,7 @@ class ControlPlane:
         that the instance replied with: RemoteError, or an error of its kind."""
         done = await self._ask(instance, command, limit_s)
         if done.error:
-            raise _error_of(instance, done)
+            raise error_of(instance, done)
         return done
 
     def _number(self) -> int:
@@ -174,20 +173,18 @@ class ControlPlane:
 
     # -- all instances ------------------------------------------------------------------------------
 
-    async def all(self, command: Command, limit_s: float) -> Doing:
-        """Send a command to all instances; returns what the one does now that is farthest from running. Raises the
-        first error, after all have replied."""
+    async def all(self, command: Command, limit_s: float) -> None:
+        """Send a command to all instances. Raises the first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
         for instance, done in answers:
             if command.verb in _TELL:
                 # a pause that another router took back at once is in the next status
                 paused = command.verb == "pause" and not done.error and done.state == "running"
                 instance.was_told("paused" if paused else done.state)
-        failed = [_error_of(instance, done) for instance, done in answers if done.error]
+        failed = [error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:
             raise failed[0]
-        return farthest([done.state for _, done in answers])
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
@@ -225,12 +222,8 @@ class ControlPlane:
         if mode == "wait":
             # requests end by their own deadlines
             limit_s += self._config.request_deadline_s
-        await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
-
-    async def wake(self, tags: Any) -> Doing:
-        """Wake all instances, or parts of their memory."""
-        named = () if tags is None else checked_tags(tags)
-        return await self.all(Command(0, "wake", tags=named), self._config.command_s)
+        with self.wakes.falling_asleep(level, named):
+            await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
 
     async def _ask_all(
         self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
@@ -410,16 +403,20 @@ class ControlPlane:
         return command.verb == "update_part"
 
     def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
-        """The instances that did as they were told. Others are dropped by name, where any did. Raises the first error
-        where none did."""
+        """The instances that did as they were told. Others are dropped by name, where any did, but those that sleep or
+        have no whole weights. Raises the first error where none did."""
         answers, silent = outcomes
+        for instance, done in answers:
+            instance.was_told(done.state)
         took = [(instance, done) for instance, done in answers if not done.error]
-        refused = [(instance, _error_of(instance, done)) for instance, done in answers if done.error]
+        refused = [(instance, error_of(instance, done)) for instance, done in answers if done.error]
         if not took:
             errors = [error for _, error in refused + silent]
             raise errors[0] if errors else PeerUnreachable("router", "no instance is there")
         for instance, error in refused + silent if drops else ():
-            if not isinstance(error, UpdateUnderWay):
+            if isinstance(error, Asleep) or (isinstance(error, WeightsRejected) and instance.lacks_weights):
+                self.agreement.keep(instance, awaits_memory=isinstance(error, Asleep))
+            elif not isinstance(error, UpdateUnderWay):
                 self.agreement.drop(instance, str(error))
         return took
 
@@ -434,7 +431,7 @@ class ControlPlane:
         the same."""
         instances = [one for one in self._table.up() if not one.behind]
         answers, silent = await self._ask_all(Command(0, "fingerprint"), self._config.command_s, instances)
-        failed = [_error_of(instance, done) for instance, done in answers if done.error]
+        failed = [error_of(instance, done) for instance, done in answers if done.error]
         failed += [error for _, error in silent]
         if failed:
             raise failed[0]
@@ -553,24 +550,5 @@ class ControlPlane:
         if self._update is not None and not self._update.task.done():
             self._update.task.cancel()
             await wait_within([self._update.task], 1.0)
+        await self.wakes.aclose()
         await self.agreement.aclose()
-
-
-def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
-    kind = getattr(errors, done.error, None)
-    if done.error == "UpdateUnderWay":
-        return UpdateUnderWay(f"says {instance.peer.name}")
-    if done.error == "Asleep":
-        return Asleep(instance.peer.name, ("weights",))
-    if done.error == "WeightsDiffer":
-        return WeightsDiffer(done.expected, done.held, where=instance.peer.name)
-    if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
-        error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
-        return error
-    if done.error == "ConfigError":
-        return ConfigError(done.field, f"{instance.peer.name}: {done.problem}")
-    if done.error == "WakeFailed":
-        return WakeFailed(done.field, f"{instance.peer.name}: {done.problem}")
-    if done.error == "BadInput":
-        return BadInput(done.field, f"{instance.peer.name}: {done.problem}")
-    return RemoteError(instance.peer.name, done.error, done.problem)

@@ -46,14 +46,13 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
 from fdasync.pd.router.blocks.prompt_keys import PromptKeys
-from fdasync.pd.router.choice import choose
+from fdasync.pd.router.choice import Route, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.pd.link.wire import Frame
     from fdasync.pd.messages import Piece
-    from fdasync.pd.router.choice import Route
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.request import RoutedRequest
@@ -195,6 +194,9 @@ class Dispatch:
                 self._table, keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders,
                 need=need, whole=request.whole, direct_below_tokens=self._config.direct_below_tokens,
             )  # fmt: skip
+            if route is None and (broken := self._last_resort(request)) is not None:
+                # it replies with the reason, or was mended a moment ago
+                route = Route(broken, (), request.num_tokens)
             if route is None and (refusal := self._table.refusal(need, request.prefill, request.wanted_decoders)):
                 raise refusal
             left_s = request.ends_at - self._loop.time()
@@ -253,6 +255,9 @@ class Dispatch:
         request.expected = first.sent(route.missing, keys)
         self._count_on(request, decoders[0] if decoders else None)
         return True
+
+    def _last_resort(self, request: RoutedRequest) -> InstanceHandle | None:
+        return self._table.last_resort(request.prefill, request.wanted_decoders, request.need)
 
     async def _keys(self, request: RoutedRequest) -> Sequence[bytes]:
         """Identities of a prompt's full blocks; none for a text, which the router does not tokenise."""
@@ -360,7 +365,13 @@ class Dispatch:
         elif message.error == "GrammarFailed":
             self.finish(request, None, GrammarFailed(message.problem, request.so_far("failed")))
         elif message.error == "WeightsBroken":
-            self.finish(request, None, WeightsBroken(f"{instance.peer.name}: {message.problem}"))
+            # its latest status is of before
+            instance.was_told("broken")
+            tries = not request.delivered and request.tries <= self._config.retries
+            if tries and self._last_resort(request) is None:
+                self._fail_try(request, instance, message.problem)
+            else:
+                self.finish(request, None, WeightsBroken(f"{instance.peer.name}: {message.problem}"))
         else:
             self.finish(request, None, RemoteError(instance.peer.name, message.error, message.problem))
 

@@ -57,6 +57,10 @@ class InstanceHandle:
         behind: it has other weights than this router's instances must have, and gets no requests.
         waits: while `behind`: why it gets no requests until another router updates it; "" where this router will.
         changed: its weights have changed since this process of it first came up.
+        kept: it slept, or had no whole weights, when the others got some: it is not dropped, whatever keeps it from
+            getting them, and the next whole update mends it.
+        awaits_memory: it slept then, and has no memory for them; it gets them when it has.
+        owes_wake: it missed a wake of this router, or did not wake: it gets no requests until it has woken.
         dropped: why the router has stopped using it; "" while it uses it.
     """
 
@@ -70,7 +74,7 @@ class InstanceHandle:
         self.beats = 0
         self.sessions = 0
         self.waits = ""
-        self.changed = False
+        self.changed = self.kept = self.awaits_memory = False
         self.dropped = ""
         self._loads = loads
         self._index = index
@@ -84,7 +88,7 @@ class InstanceHandle:
         self._size = 0
         self._room: Room | None = None
         self._room_of: Hello | None = None
-        self._leaving = self._behind = False
+        self._leaving = self._behind = self._owes_wake = False
         self._incarnation = b""
 
     @property
@@ -132,6 +136,16 @@ class InstanceHandle:
     def behind(self, behind: bool) -> None:
         if behind != self._behind:
             self._behind = behind
+            self.refresh()
+
+    @property
+    def owes_wake(self) -> bool:
+        return self._owes_wake
+
+    @owes_wake.setter
+    def owes_wake(self, owes_wake: bool) -> None:
+        if owes_wake != self._owes_wake:
+            self._owes_wake = owes_wake
             self.refresh()
 
     def refresh(self) -> None:
@@ -202,15 +216,17 @@ class InstanceHandle:
     @property
     def is_out(self) -> bool:
         """It gets no more requests from this router, unless another router or an operator changes that."""
-        return self.is_leaving or (self.peer.is_up and bool(self.waits))
+        return self.is_leaving or (self.peer.is_up and bool(self.waits) and not self.awaits_memory)
 
     @property
     def takes_work(self) -> bool:
-        # requests would wait for its weights, which are nowhere, and not for a call of somebody
-        return self.peer.is_up and not self.behind and not self.is_leaving and self.doing != "waits_for_weights"
+        if not self.peer.is_up or self.behind or self.owes_wake or self.is_leaving:
+            return False
+        # requests would wait for its weights, which are nowhere, and not for a call of somebody; or it refuses them
+        return self.doing not in ("waits_for_weights", "broken")
 
     def was_told(self, state: Doing) -> None:
-        """It has paused, resumed, fallen asleep or woken: its latest status is of before."""
+        """It has paused, resumed, fallen asleep, woken or been updated: its latest status is of before."""
         self._told = state
         if self._status is not None and self._status.state != "draining":
             self._status = msgspec.structs.replace(self._status, state=state)
@@ -218,10 +234,24 @@ class InstanceHandle:
 
     @property
     def doing(self) -> Doing:
-        """What it does, as its latest status says, or this router's last call. One that drains runs."""
+        """What it does, as its latest status says, or this router's last call. One that drains runs; one that is awake
+        waits for weights where it lacks those of the others, and this router cannot bring them."""
         if self._status is None:
-            return self._told
-        return "running" if self._status.state == "draining" else self._status.state
+            said: Doing = "asleep" if self.owes_wake else self._told
+        else:
+            said = "running" if self._status.state == "draining" else self._status.state
+        waits = self.behind and self.waits and not self.awaits_memory
+        return farthest([said, "waits_for_weights"]) if waits else said
+
+    @property
+    def lacks_weights(self) -> bool:
+        """It refuses a delta: its weights are broken, or a sleep dropped them, or others were updated meanwhile."""
+        return self.kept or self.doing in ("broken", "waits_for_weights")
+
+    @property
+    def is_awake(self) -> bool:
+        """Its latest status says so."""
+        return self._status is not None and self._status.state not in ("asleep", "waking", "draining")
 
     @property
     def is_paused(self) -> bool:
@@ -233,6 +263,8 @@ class InstanceHandle:
         self.sessions += 1
         self.status = None
         self._told = "running"
+        # it is asked anew
+        self.awaits_memory = False
         self._forget_blocks()
         before, self._incarnation = self._incarnation, self.peer.incarnation
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
@@ -251,7 +283,7 @@ class InstanceHandle:
         if namespace != self.namespace:
             self._forget_blocks()
         self.namespace, self.weight_version, self.weight_order = namespace, version, order
-        self.behind = self.changed = False
+        self.behind = self.changed = self.kept = self.awaits_memory = False
         self.waits = ""
 
     def learn(self, kv_events: KvEventBatch) -> None:
@@ -386,6 +418,16 @@ class InstanceTable:
         # a named decode instance without a link to this router may have one to the prefill instance
         able = [instance for instance in able if (instance.peer.is_up or decoders) and instance.may(need.fits_whole)]
         return bool(able) and any(not instance.is_out for instance in self.up())
+
+    def last_resort(self, prefill: str, decoders: Sequence[str], need: Need = LEAST) -> InstanceHandle | None:
+        """One of the instances that may take a request, where the weights of all of them are broken: it replies with
+        the reason. None: another one may serve it, now or later."""
+        first = self.find(prefill) if prefill else None
+        if first is not None:
+            return first if first.peer.is_up and first.doing == "broken" else None
+        able = self.named(decoders) if decoders else self.instances.values()
+        able = [one for one in able if one.peer.is_up and not one.is_out and one.may(need.fits_whole)]
+        return able[0] if able and all(one.doing == "broken" for one in able) else None
 
     def refusal(self, need: Need, prefill: str, decoders: Sequence[str]) -> BadInput | None:
         """Why no instance (of those that its caller names, if it does) will ever serve a request; None: one may. An

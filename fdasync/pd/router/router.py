@@ -187,11 +187,15 @@ class Router(Generator):
         is updated (`stats()` says so); an instance with other weights of the same or a later version is refused.
         """
         self._check_open()
+        is_new = self.table.find(absolute(address)) is None
         instance = self._dial(address)
+        if is_new:
+            self.commands.wakes.joined(instance)
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        if instance.waits and self.commands.agreement.lacking(instance.namespace) is not None:
+        refused = instance.waits and not instance.kept
+        if refused and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
             self.commands.agreement.drop(instance, instance.waits)
         if instance.dropped:
@@ -385,6 +389,7 @@ class Router(Generator):
             instance.came_up()
             self.table.links_changed()
             self.commands.agreement.judge(instance)
+            self.commands.wakes.on_up(instance)
 
     def _twin(self, peer: Peer) -> Refused | None:
         """Why a peer is no instance of its own: the process that answers at its address is another one of ours."""
@@ -399,6 +404,7 @@ class Router(Generator):
         instance = self.table.instances.get(peer)
         if instance is not None and heartbeat.status is not None:
             instance.status, instance.status_at = heartbeat.status, self._loop.time()
+            self.commands.wakes.on_status(instance)
 
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
         instance = self.table.instances.get(peer)
@@ -431,8 +437,8 @@ class Router(Generator):
 
         An update is a barrier (docs/design.md, rule 22). New requests wait. Hand-offs get `handoff_s` to finish; then
         their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
-        that was not up gets the update when it comes up, before it gets requests; so the folder must not change until
-        the next update. A version in use that is given again is a barrier, too: every instance reads and hashes the
+        that was not up gets the update when it comes up, and one that sleeps when it wakes, before it gets requests; so
+        the folder must not change until the next update. A version in use that is given again is a barrier, too: every instance reads and hashes the
         folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
         differs is dropped, and where all differ the call raises WeightsDiffer.
 
@@ -529,10 +535,16 @@ class Router(Generator):
         await self.commands.sleep(level, mode, tags)
 
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
-        """See `Generator.wake`: of every instance that is up. Raises the first error of an instance, after all have
-        answered: WakeFailed with its name, while the others are awake."""
+        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error of
+        an instance, after all have answered: WakeFailed with its name, while the others are awake.
+
+        One that others got weights without, since it slept, has them when this returns, or "waits_for_weights" is
+        returned, and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has
+        not woken gets no requests: one that did not answer is woken again by the router, one that failed by the next
+        call.
+        """
         self._check_open()
-        return await self.commands.wake(tags)
+        return await self.commands.wakes.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all

@@ -16,6 +16,7 @@ from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
 from fdasync.pd.router.instances import farthest, nearest
 from fdasync.pd.router.weights.agreement import BEHIND, Dropped
+from fdasync.pd.router.weights.wakes import OWES_WAKE
 from fdasync.request import Doing
 from fdasync.telemetry.sight.sight import Watched
 
@@ -175,7 +176,11 @@ def watched_of(instance: InstanceHandle, sight: Sight | None, age_s: float) -> W
 
 def _unused(instance: InstanceHandle) -> str:
     """Why an instance with a link gets no requests."""
-    return instance.waits or BEHIND if instance.peer.is_up and instance.behind else ""
+    if not instance.peer.is_up:
+        return ""
+    if instance.behind:
+        return instance.waits or BEHIND
+    return OWES_WAKE if instance.owes_wake else ""
 
 
 def _of(instance: InstanceHandle, now: float) -> InstanceStats:

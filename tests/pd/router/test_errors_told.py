@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from fdasync.errors import Asleep
-from fdasync.pd.router.control import _error_of
+from fdasync.pd.router.weights.replies import error_of
 
 
 def test_an_instance_that_sleeps_is_told_as_asleep() -> None:
     instance = SimpleNamespace(peer=SimpleNamespace(name="d0"))
-    error = _error_of(instance, SimpleNamespace(error="Asleep", problem="sleeps", field=""))
+    error = error_of(instance, SimpleNamespace(error="Asleep", problem="sleeps", field=""))
     assert isinstance(error, Asleep)
     assert "d0" in str(error)

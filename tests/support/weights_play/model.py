@@ -113,6 +113,26 @@ class WeightsModel:
         self.holds, self.owes = number, 0
         return self._loaded(compared, name, is_delta=bool(base))
 
+    def again(self, number: int, compared: Compared) -> str:
+        """The version in use, with a whole folder of the weights of this number."""
+        if error := self._cannot_update():
+            return error
+        name, is_known = f"w-{number}", self.identity == ("of", number)
+        refused = compared == "wrong" or (compared == "right" and not is_known)
+        if self.dropped and refused:
+            return "BadInput"
+        if name in self.gone:
+            return "WeightsRejected"
+        if not self.dropped and (refused or not is_known):
+            # also of weights that broke: they are as they were
+            return "BadInput"
+        if self.dropped or self.broken:
+            self.holds, self.owes = number, 0
+        if not is_known:
+            return self._breaks("WeightsDiffer")
+        self.sources, self.dropped, self.broken, self.goes_on = (name,), False, "", False
+        return ""
+
     def tensors(self, number: int, halves: int, compared: Compared) -> str:
         if error := self._cannot_update():
             return error

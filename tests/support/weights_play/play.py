@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync import Engine, SamplingParams, WeightsBroken
 from fdasync.errors import FdasyncError
-from fdasync.testing import FaultRunner, PassModel, check_idle, check_sample, oracle_of, synthetic_config
+from fdasync.testing import FaultRunner, PassModel, check_idle, check_sample, oracle_of, synthetic_config, until
 from tests.support.broadcast_runner import GROUP, HALF, halves, part, runner_of
 from tests.support.broadcast_runner import HIGH as HIGH_META
 from tests.support.broadcast_runner import LOW as LOW_META
@@ -100,6 +100,8 @@ class Play:
                 await self._undo()
             await asyncio.gather(*clients)
             if not self.closed:
+                # blocks that nobody uses any more may still be on their way to the host
+                await until(lambda: not self.engine.stats().scheduler.moving, every_s=0.01)
                 check_idle(self.engine)
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class Play:
         kinds = {
             "pause": 2, "resume": 3, "folder": 4, "delta": 4, "tensors": 3, "group": 2, "begin": 1, "end": 1,
             "abandon": 0.3, "lapse": 0.3, "sleep": 3, "wake": 4, "relabel": 1, "join": 1, "leave": 0.5, "reset": 0.5,
-            "lose": 0.5,
+            "lose": 0.5, "again": 1.5,
         }  # fmt: skip
         if self.model.open is not None:
             kinds |= {"group": 6, "end": 4}
@@ -276,6 +278,17 @@ class Play:
             lambda: self.engine.update_weights(None, path, mode, expected=expected),
             lambda: self.model.folder(name, compared),
         )
+
+    def _again(self) -> Any:
+        number = self.model.number if self.random.random() < 0.8 else self.random.choice(NUMBERS)
+        compared, mode = self._compared(), self._mode()
+        expected = self._expected(compared, lambda: number)
+
+        async def call() -> None:
+            path = str(self.root / f"w-{number}")
+            await self.engine.update_weights(self.engine.facts().weight_version, path, mode, expected=expected)
+
+        return f"again w-{number} {compared}", call, lambda: self.model.again(number, compared)
 
     def _tensors(self) -> Any:
         from tests.support.weights_play.model import mixed

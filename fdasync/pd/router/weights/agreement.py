@@ -13,6 +13,9 @@ An update may be a delta to the weights before. The router remembers the updates
 process group brought, and those beyond so many deltas, cannot be had again: an instance that comes up later waits for
 the next update.
 
+An instance that sleeps has no memory for weights. It is not dropped: it is brought to the weights that it lacks once
+its memory is back (`woke`). Where they cannot be had again it waits for the next update, which mends it.
+
 Instances with the same weights may have different labels, as one that was started again from the updated folder does.
 Such an instance gets the label that this router gave last.
 
@@ -48,6 +51,7 @@ _AGAIN_S = 0.5
 _OTHER = "it has other weights than the instances that were there before it"
 #: why an instance gets no requests while it is brought up to date
 BEHIND = "it has other weights than the others, and gets no requests until it has theirs"
+_ASLEEP = "it slept while the others got other weights, and gets no requests until it is awake and has theirs"
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -133,7 +137,7 @@ class WeightAgreement:
             return
         instance.behind, instance.waits = instance.namespace != self._table.namespace, ""
         if not instance.behind:
-            instance.changed = False
+            instance.changed = instance.kept = instance.awaits_memory = False
             self._compare_labels(instance)
             return
         if self.held:
@@ -141,7 +145,10 @@ class WeightAgreement:
         if instance.changed:
             self._follow(instance)
         elif (updates := self.lacking(instance.namespace)) is not None:
-            self._spawn(instance, updates)
+            if instance.awaits_memory:
+                instance.waits = _ASLEEP
+            else:
+                self._spawn(instance, updates)
         elif self._is_earlier(instance):
             self._let_wait(instance)
         elif not any(other.namespace == self._table.namespace for other in self._table.up()):
@@ -153,6 +160,16 @@ class WeightAgreement:
         else:
             # the router that updates the others is expected to update this one
             instance.waits = BEHIND
+
+    def keep(self, instance: InstanceHandle, *, awaits_memory: bool) -> None:
+        """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none to which a delta is."""
+        instance.kept, instance.awaits_memory = True, awaits_memory
+
+    def woke(self, instance: InstanceHandle) -> None:
+        """It may have memory for weights again: bring it those that it lacks."""
+        if instance.awaits_memory:
+            instance.awaits_memory = False
+            self.judge(instance)
 
     def _compare_labels(self, instance: InstanceHandle) -> None:
         """An instance has the right weights: adopt a later label of it, or give it the one that this router gave."""
@@ -230,7 +247,12 @@ class WeightAgreement:
         for number in reversed(range(len(self._updates))):
             if self._updates[number].base == namespace:
                 return self._updates[number:]
-        return self._updates if self._updates and not self._updates[0].base else None
+        return self._whole or None
+
+    @property
+    def _whole(self) -> tuple[_Update, ...]:
+        """The updates that bring an instance of any weights to those of the others; (): no update can."""
+        return self._updates if self._updates and not self._updates[0].base else ()
 
     def drop(self, instance: InstanceHandle, problem: str) -> None:
         """Stop using an instance; its link is hung up in the next turn of the loop."""
@@ -289,12 +311,21 @@ class WeightAgreement:
 
     async def _bring(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
         until, session = self._loop.time() + self._limit_s, instance.sessions
-        for update in updates:
-            if not await self._bring_to(instance, update, session, until):
+        whole = self._whole
+        # one that has dropped its weights in a sleep takes no delta to them
+        ways = (updates, whole) if whole and len(whole) > len(updates) else (updates,)
+        for way in ways:
+            for update in way:
+                came = await self._bring_to(instance, update, session, until, may_fail=way is not ways[-1])
+                if not came:
+                    break
+            if came is not None:
                 return
 
-    async def _bring_to(self, instance: InstanceHandle, update: _Update, session: int, until: float) -> bool:
-        """Whether it came to this update, and may go on to the next."""
+    async def _bring_to(
+        self, instance: InstanceHandle, update: _Update, session: int, until: float, *, may_fail: bool
+    ) -> bool | None:
+        """Whether it came to this update, and may go on to the next. None: it refused, which it may."""
         command, last = update.command, self.last
         # a later update of this or another router ends the loop
         while self.last is last and not (instance.namespace == self._table.namespace and self._has_label(instance)):
@@ -310,14 +341,21 @@ class WeightAgreement:
                 # `judge` sees it when it comes up
                 return False
             if done is not None:
+                instance.was_told(done.state)
                 if done.namespace == update.namespace and not done.error:
                     if done.namespace == self._table.namespace:
                         instance.has(done.namespace, done.weight_version, done.weight_order)
                     return True
+                if done.error == "Asleep":
+                    self.keep(instance, awaits_memory=True)
+                    instance.waits = _ASLEEP
+                    return False
+                if done.error == "WeightsRejected" and may_fail:
+                    return None
                 problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
             if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
-                if done is not None and done.error and not self._has_like(instance):
+                if done is not None and (instance.kept or (done.error and not self._has_like(instance))):
                     # a trainer may have deleted the folder; without this instance no later update would help
                     instance.waits = f"{problem}; it gets no requests until it is updated"
                 else:
