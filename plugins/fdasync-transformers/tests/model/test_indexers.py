@@ -54,6 +54,9 @@ async def test_keys_of_indexers_are_parts_of_a_block(tmp_path: Path, family: str
     make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"dtype": dtype, "self_check": False})
     assert driver.capacity.kv_layout == f"shares-first:{layout}"
+    keys = layout.partition(":")[2]
+    nbytes = int(keys[0]) * 8 * 4
+    assert f"reads 16 positions at most, which {keys[0]} indexers pick: {nbytes} bytes of" in driver.capacity.notes[-1]
     await driver.close()
 
 

@@ -25,4 +25,4 @@ SERVED = (
 )
 #: positions picked by indexers: without fixed numerics
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-COMMON = (*SERVED, "qwen3_next", "jamba")
+COMMON = (*SERVED, "qwen3_next", "jamba", *INDEXED)

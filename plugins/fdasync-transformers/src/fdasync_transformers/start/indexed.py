@@ -1,6 +1,6 @@
-"""What models with indexers are not served with yet, and why.
+"""Models with indexers at a start: what they are not served with yet, and why; what their keys take.
 
-Knows configs; knows no modules. Called by `open_model.py` and `examine.py`, before weights are loaded.
+Knows configs and layouts; knows no steps. Called by `open_model.py` and `examine.py`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.model.indexers import KEYS
 from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+    from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.model.kv import KVLayout
     from fdasync_transformers.start.runner_config import TransformersConfig
 
 
@@ -23,6 +26,14 @@ def refuse_undone(kind: str, config: TransformersConfig, limits: RunnerLimits, d
     """Raise ConfigError, naming the field, for what is not done yet for a model whose indexers pick positions."""
     for field, why in _undone(config, limits, device):
         raise ConfigError(field, f"is not for models with indexers so far, such as {kind}: {why}")
+
+
+def index_note(model: PreTrainedModel, layout: KVLayout) -> str:
+    """What the indexers pick and what their keys take, for people."""
+    specs = [layer for layer in layout.layers if layer.group == KEYS]
+    nbytes = sum(layer.token_elements for layer in specs) * layout.dtype.itemsize
+    picked = f"attention reads {int(model.config.index_topk):,} positions at most"
+    return f"{picked}, which {len(specs)} indexers pick: {nbytes:,} bytes of keys a token"
 
 
 def _undone(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> Iterator[tuple[str, str]]:

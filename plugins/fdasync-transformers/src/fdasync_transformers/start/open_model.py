@@ -169,6 +169,8 @@ def open_model(
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     if mtp_layers:
         notes.append(mtp_note(model, layout))
+    if step_model.indexers is not None:
+        notes.append(indexed.index_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
