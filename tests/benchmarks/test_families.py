@@ -56,6 +56,8 @@ def one_thread() -> Iterator[None]:
 # each way but the plain one with two of them: all of them in every way take a minute
 WAYS = ("tight", "store", "pd", "replay")
 QUICK = [(name, ("plain", WAYS[number % len(WAYS)])) for number, name in enumerate(EIGHT)]
+# keys of indexers are a part of every block
+QUICK += [("deepseek_v32", ("tight", "store")), ("glm_moe_dsa", ("pd", "replay"))]
 WHOLE = [pytest.param(name, ("plain", *WAYS), marks=pytest.mark.slow) for name in families.PLAYED]
 
 

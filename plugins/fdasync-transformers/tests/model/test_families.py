@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from common_families import SERVED
+from common_families import INDEXED, SERVED
 from fdasync_transformers.capture import routing as capture
 from fdasync_transformers.model import attention, families, probe
 from fdasync_transformers.model.kv import KVPool, Reach
@@ -59,7 +59,7 @@ def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", [*SERVED, *INDEXED])
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path)

@@ -41,7 +41,7 @@ OTHERS = tuple(
     name
     for name, entry in CATALOGUE.items()
     if name not in FAMILIES
-    and not (entry.refused or entry.recurrent)
+    and not (entry.refused or entry.whole_only)
     and name not in ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
 )
 

@@ -36,7 +36,7 @@ OTHERS = [
     pytest.param(name, dtype, marks=pytest.mark.slow)
     for name, entry in CATALOGUE.items()
     for dtype in (F32, BF16)
-    if (name, dtype) not in QUICK and not (entry.refused or entry.recurrent) and name not in NO_PLAN
+    if (name, dtype) not in QUICK and not (entry.refused or entry.whole_only) and name not in NO_PLAN
 ]
 
 

@@ -34,6 +34,7 @@ SOME = (
     "hunyuan_v1_moe",
     "qwen3_moe_fp8",
     "nemotron_h",
+    "glm_moe_dsa",
 )
 
 

@@ -23,4 +23,6 @@ SERVED = (
     "longcat_flash",
     "qwen3_dense",
 )
-COMMON = (*SERVED, "qwen3_next", "jamba")
+#: positions picked by indexers: without fixed numerics
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+COMMON = (*SERVED, "qwen3_next", "jamba", *INDEXED)

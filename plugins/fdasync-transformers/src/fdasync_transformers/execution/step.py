@@ -18,6 +18,7 @@ from fdasync_transformers.fixed.attention import KEYS, FixedPaging
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
+from fdasync_transformers.model.indexers import IndexerSteps
 from fdasync_transformers.model.kv import fresh_tails
 from fdasync_transformers.model.ragged import RaggedPlan
 from fdasync_transformers.model.recurrent.pieces import cut
@@ -52,6 +53,7 @@ class StepModel:
         head: the logits of further rows of a step, where prompts are scored.
         fixed: whether bits of a token's numbers depend on its prefix and the weights alone.
         recurrent: the steps of its recurrent layers; None: it has none.
+        indexers: those of its indexers; None: it has none.
         states: the recurrent state that steps go on from, by lane; set before the first step where there is any.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
     """
@@ -66,6 +68,8 @@ class StepModel:
         self.layout = layout
         self.aux: AuxData | None = None
         self.recurrent = None if state is None else RecurrentSteps(model, state)
+        indexers = IndexerSteps(model, layout)
+        self.indexers = indexers if indexers.heads else None
         self.states: States | None = None
         self.interpreted = False
         self.fixed = fixed
@@ -73,6 +77,7 @@ class StepModel:
         self.head = Head(model, self.inference)
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
+        self._index_heads = 0 if self.indexers is None else self.indexers.heads
 
     @property
     def mtp_layers(self) -> int:
@@ -115,9 +120,12 @@ class StepModel:
         positions = context.positions
         if self.aux is not None:
             self.aux.begin(positions)
-        with sdpa_kernel(_ATTENTION_BACKENDS), self.inference(), self._mixing(batch, takes):
+        mixing, picking = self._mixing(batch, takes), self._picking(context)
+        with sdpa_kernel(_ATTENTION_BACKENDS), self.inference(), mixing, picking:
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
+                # the library builds no mask for this attention, and models with indexers take a part of one
+                attention_mask=None if self.indexers is None else torch.zeros(1, 1, 1, 1, device=device),
                 position_ids=positions[None],
                 past_key_values=context.latents if self._latent else None,
                 use_cache=False,
@@ -142,6 +150,13 @@ class StepModel:
             raise InvariantBroken("a step of a model with recurrent state, which has no memory")
         return self.recurrent.step(cut(batch, takes), self.states)
 
+    def _picking(self, context: StepContext) -> AbstractContextManager[None]:
+        if self.indexers is None:
+            return nullcontext()
+        if not isinstance(context.paging, TorchPaging):
+            raise InvariantBroken(f"a step of a model with indexers by {type(context.paging).__name__}")
+        return self.indexers.step(context.paging, context.positions)
+
     def context(
         self,
         counts: NDArray[np.int64],
@@ -160,8 +175,10 @@ class StepModel:
         """
         device, size = self.model.device, pool.block_tokens
         blocks, offsets = np.divmod(kv_index, size)
+        # indexers take masks, and score a pair of tokens once for each of their heads
+        tile = KEYS if self.fixed else min(1, self._index_heads)
         plan = RaggedPlan(
-            counts, starts, tables, size, device, self.layout.dtype, KEYS if self.fixed else 0, pool.shares
+            counts, starts, tables, size, device, self.layout.dtype, tile, pool.shares, max(1, self._index_heads)
         )
         return StepContext(
             layers=self._layers,

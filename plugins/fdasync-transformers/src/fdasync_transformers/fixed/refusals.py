@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import BadInput, UnsupportedModel
-from fdasync_transformers.model.refusals import refuse_recurrent, refuse_unservable
+from fdasync_transformers.model.refusals import refuse_indexed, refuse_recurrent, refuse_unservable
 from fdasync_transformers.weights.named import dtypes_of, first_other, served_layout
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def refuse_model(model: torch.nn.Module) -> str:
         raise BadInput("model", f"{type(model).__name__} is no transformers model", hint="give the one it wraps")
     refuse_unservable(model)  # type: ignore[arg-type]
     refuse_recurrent(model)  # type: ignore[arg-type]
+    refuse_indexed(model)  # type: ignore[arg-type]
     return kind
 
 

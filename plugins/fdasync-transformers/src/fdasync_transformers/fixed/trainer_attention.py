@@ -21,10 +21,10 @@ from fdasync_transformers.fused.replaced import past_modes
 from fdasync_transformers.model.attention import (
     NOT_DONE,
     LatentCatcher,
-    attend_with_sinks,
     latent_projections,
     scale_queries,
 )
+from fdasync_transformers.model.sinks import attend_with_sinks
 from fdasync_transformers.replay.packing import FIXED
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def trainer_attention(
     name = f"layer {module.layer_idx}: {type(module).__name__}"
     if dropout:
         raise BadInput("model", f"{name} drops attention weights ({dropout})", hint="set it to 0, or call model.eval()")
-    for argument in NOT_DONE:
+    for argument in (*NOT_DONE, "indices"):
         if kwargs.get(argument) is not None:
             raise UnsupportedModel(name, f"attention with {argument!r}")
     fd_ctx.watch()

@@ -17,7 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from fdasync.errors import RunnerError
+from fdasync_transformers.model.chosen import attend_chosen
 from fdasync_transformers.model.kv import gather
+from fdasync_transformers.model.sinks import attend_with_sinks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 NAME = "fdasync_paged"
 
 #: arguments that some models give their attention and this function does not support
-NOT_DONE = ("softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table")
+NOT_DONE = ("softcap", "position_bias", "cu_seq_lens_q", "block_table")
 
 
 class LatentCatcher:
@@ -88,6 +90,13 @@ class Paging(ABC):
         Dv of a latent layer is its rank: the leading part of its keys.
         """
 
+    def attend_chosen(
+        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """`attend`, to the positions `chosen` int [T, k] alone (-1: none). Raises RunnerError where it is not done."""
+        del layer, query, scaling, sinks, chosen
+        raise RunnerError(f"{type(self).__name__} attends to no chosen positions")
+
     def places(self, layer: LayerSpec) -> Places | None:
         """For a kernel that does the work of `store`; None: no such kernel runs here."""
         del layer
@@ -136,12 +145,14 @@ def paged_attention(
     scaling: float,
     fd_ctx: StepContext,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write this step's KV, then attend to all of it: query [1, H, T, Dk] -> [1, T, H, Dv].
 
     `scaling` is the model's (never derived), `s_aux` [H] are attention sinks: one more logit per head whose
-    probability is dropped. A window in `kwargs` is ignored: `probe.py` found the real one at start-up.
+    probability is dropped. `indices` int [1, T, k] are the positions that queries read, where an indexer picked them
+    (-1: none). A window in `kwargs` is ignored: `probe.py` found the real one at start-up.
     Raises RunnerError for any other argument that would change the result.
     """
     del attention_mask
@@ -158,9 +169,15 @@ def paged_attention(
         up_keys, up_values = latent_projections(module, spec.latent_rank)
         nope = up_keys.shape[1]
         absorbed = _by_head(rows[..., :nope], up_keys)
-        out = fd_ctx.paging.attend_latents(spec, absorbed, rows[..., nope:], scaling)
+        if indices is None:
+            out = fd_ctx.paging.attend_latents(spec, absorbed, rows[..., nope:], scaling)
+        else:
+            joined = torch.cat((absorbed, rows[..., nope:]), dim=-1)
+            out = fd_ctx.paging.attend_chosen(spec, joined, scaling, s_aux, indices[0])
         return _by_head(out, up_values.transpose(1, 2)).unsqueeze(0), None
     fd_ctx.paging.store(spec, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if indices is not None:
+        return fd_ctx.paging.attend_chosen(spec, rows, scaling, s_aux, indices[0]).unsqueeze(0), None
     return fd_ctx.paging.attend(spec, rows, scaling, s_aux).unsqueeze(0), None
 
 
@@ -193,6 +210,14 @@ class TorchPaging(Paging):
             # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
             return _attend(query, keys, keys, groups, scaling, None)[..., : layer.latent_rank]
         return _attend(query, keys, self.pool.attended_values[layer.index], groups, scaling, sinks)
+
+    def attend_chosen(
+        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        keys = self.pool.attended_keys[layer.index]
+        values = keys if layer.latent_rank else self.pool.attended_values[layer.index]
+        out = attend_chosen(query, keys, values, self.plan.groups(layer.reach), chosen, scaling, sinks)
+        return out[..., : layer.latent_rank] if layer.latent_rank else out
 
 
 def _attend(
@@ -228,22 +253,6 @@ def _attend(
             )
         group.give(result, out)
     return out
-
-
-def attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, sinks: torch.Tensor
-) -> torch.Tensor:
-    """Plain attention with one more column per head in the softmax, dropped afterwards."""
-    pieces, heads, queries, dim = q.shape
-    packed = q.reshape(pieces, k.shape[1], -1, queries, dim)
-    scores = torch.matmul(packed, k.unsqueeze(2).transpose(-1, -2)) * scaling
-    if mask is not None:
-        scores = scores + mask.unsqueeze(2)
-    elif queries > 1:
-        scores = scores + scores.new_full((queries, k.shape[2]), float("-inf")).triu(1)
-    column = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-    weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.matmul(weights.to(v.dtype), v.unsqueeze(2)).reshape(pieces, heads, queries, v.shape[-1])
 
 
 def latent_projections(module: torch.nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from fdasync.errors import UnsupportedModel
 from fdasync_transformers.model.attention import NOT_DONE
 from fdasync_transformers.model.families import decoder_layers
+from fdasync_transformers.model.indexers import key_specs, noted_keys
 from fdasync_transformers.model.kv import LayerSpec, Reach
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class MaskNote:
     function: MaskFunction
     local_size: int | None
 
+    def __getitem__(self, _: object) -> MaskNote:
+        """What models with indexers take of a mask: all heads' part."""
+        return self
+
 
 class ProbeLog:
     """Notes of the layers' calls, in their order; goes through the forward pass as `fd_ctx`.
@@ -52,12 +57,16 @@ class ProbeLog:
         model_type: of the model.
         layers: by layer index, (module, kv heads, key dim, value dim, mask note or None).
         query_heads: by layer index.
+        chosen: indices of layers that are handed the positions that their queries read.
+        index_nbytes: by layer index, of a key of its indexer.
     """
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
         self.layers: dict[int, tuple[torch.nn.Module, int, int, int, MaskNote | None]] = {}
         self.query_heads: dict[int, int] = {}
+        self.chosen: set[int] = set()
+        self.index_nbytes: dict[int, int] = {}
 
 
 class Attention(NamedTuple):
@@ -75,7 +84,7 @@ class Attention(NamedTuple):
 def attention_layers(
     model: PreTrainedModel, *, latent: bool, query_scales: Mapping[int, tuple[float, float]], reaches: bool = True
 ) -> tuple[LayerSpec, ...]:
-    """The spec of every attention layer, by rising layer index.
+    """The spec of every attention layer, by rising layer index; then of the keys of the indexers, where it has any.
 
     Args:
         model: loaded, or on the meta device without `reaches`.
@@ -84,7 +93,7 @@ def attention_layers(
         reaches: find them; else every layer gets the full one, which is enough to know sizes.
 
     Raises UnsupportedModel where a decoder layer does not attend through the library's interface (it keeps other state,
-    or none), and where no `kv.Reach` describes a mask.
+    or none), where no `kv.Reach` describes a mask, and where an indexer picks positions that no attention takes.
     """
     log = run(model)
     name = str(model.config.model_type)
@@ -102,8 +111,12 @@ def attention_layers(
         if rank:
             heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
         reach = _reach(note, name) if reaches else Reach()
+        if index in log.chosen and reach != Reach():
+            raise UnsupportedModel(name, f"layer {index} reads positions that an indexer picked within a {reach.kind}")
         specs.append(LayerSpec(index, heads, key_dim, value_dim, reach, rank, query_scales.get(index)))
-    return tuple(specs)
+    if lost := sorted(log.index_nbytes.keys() - log.chosen):
+        raise UnsupportedModel(name, f"the attention of layers {lost} is not handed the positions that indexers picked")
+    return (*specs, *key_specs(log.index_nbytes, max(log.layers) + 1, model.dtype))
 
 
 def register() -> None:
@@ -120,7 +133,8 @@ def run(model: PreTrainedModel) -> ProbeLog:
     model.set_attn_implementation(PROBE)
     try:
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        with torch.no_grad(), patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None):
+        unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+        with torch.no_grad(), noted_keys(model, log.index_nbytes), unpacked:
             # the search for packed sequences would read positions back, which a model without memory has not
             model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, fd_ctx=log)
     finally:
@@ -151,6 +165,10 @@ def _probe_attention(
     for name in NOT_DONE:
         if kwargs.get(name) is not None:
             raise UnsupportedModel(fd_ctx.model_type, f"attention with {name!r}")
+    if kwargs.get("indices") is not None:
+        if not fd_ctx.index_nbytes:
+            raise UnsupportedModel(fd_ctx.model_type, "attention with 'indices' that no known indexer picked")
+        fd_ctx.chosen.add(index)
     fd_ctx.layers[index] = (module, key.shape[1], key.shape[3], value.shape[3], attention_mask)
     fd_ctx.query_heads[index] = query.shape[1]
     groups = query.shape[1] // value.shape[1]

@@ -75,6 +75,8 @@ class RaggedPlan:
 
     With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
     of keys is one; blocks behind a piece's last are that one again, masked. `shares` are those of the pool.
+    `pair_elements` are the elements that a call takes for each pair of query and key, where a mask's are not the most.
+    The pieces of a sequence that is cut are called one by one, in order.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RaggedPlan:
         dtype: torch.dtype,
         tile_tokens: int = 0,
         shares: int = 1,
+        pair_elements: int = 1,
     ) -> None:
         self._block_tokens = block_tokens
         # blocks between the places where a tile and a block begin together
@@ -96,8 +99,9 @@ class RaggedPlan:
         self._shares = np.arange(shares)[:, None]
         self._device = device
         self._dtype = dtype
-        self._pieces = _cut(counts, starts, self._always_masked)
-        self._members = _partition(self._pieces, block_tokens)
+        most = _MASK_ELEMENTS // pair_elements
+        self._pieces = _cut(counts, starts, self._always_masked, most)
+        self._members = _partition(self._pieces, block_tokens, most)
         self._groups: dict[Reach, list[Group]] = {}
 
     def groups(self, reach: Reach) -> list[Group]:
@@ -166,40 +170,43 @@ def _first_position(position: NDArray[np.int64], reach: Reach) -> NDArray[np.int
     return np.full_like(position, reach.first)
 
 
-def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool) -> NDArray[np.int64]:
+def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool, most: int) -> NDArray[np.int64]:
     """Pieces as columns [4, P]: sequence, first position, count, first row. Most sequences are one piece."""
     first_rows = np.cumsum(counts) - counts
     whole = np.stack([np.arange(len(counts)), starts, counts, first_rows])
     # plain causal masking needs no mask, so whole prompts need no cutting
-    long = (counts * (starts + counts) > _MASK_ELEMENTS) & (masked | (starts > 0))
+    long = (counts * (starts + counts) > most) & (masked | (starts > 0))
     if not long.any():
         return whole
     columns: list[tuple[int, int, int, int]] = []
     for sequence, start, count, row in whole.T.tolist():
-        tile = count if not long[sequence] else max(1, _MASK_ELEMENTS // (start + count))
+        tile = count if not long[sequence] else max(1, most // (start + count))
         columns.extend((sequence, start + done, min(tile, count - done), row + done) for done in range(0, count, tile))
     return np.array(columns, np.int64).T
 
 
-def _partition(pieces: NDArray[np.int64], block_tokens: int) -> list[NDArray[np.int64]]:
+def _partition(pieces: NDArray[np.int64], block_tokens: int, most: int) -> list[NDArray[np.int64]]:
     """The pieces of each call: equal powers of two of queries and of blocks; decodes in one if that costs little."""
-    _, position, count, _ = pieces
+    sequence, position, count, _ = pieces
+    is_cut = np.bincount(sequence)[sequence] > 1
     blocks = (position + count - 1) // block_tokens + 1
     groups: list[NDArray[np.int64]] = []
-    decodes = np.flatnonzero(count == 1)
+    decodes = np.flatnonzero((count == 1) & ~is_cut)
     if len(decodes) and len(decodes) * blocks[decodes].max() <= 2 * blocks[decodes].sum():
         groups.append(decodes)
         decodes = decodes[:0]
     buckets: dict[tuple[int, ...], list[int]] = {}
-    for index in [*decodes.tolist(), *np.flatnonzero(count > 1).tolist()]:
+    for index in [*decodes.tolist(), *np.flatnonzero((count > 1) | is_cut).tolist()]:
         queries = int(count[index])
-        own = index if queries >= _LONG_CHUNK else -1
+        own = index if queries >= _LONG_CHUNK or is_cut[index] else -1
         buckets.setdefault((own, queries.bit_length(), int(blocks[index]).bit_length()), []).append(index)
     groups.extend(np.array(members, np.int64) for members in buckets.values())
-    return [part for members in groups for part in _bounded(members, count, blocks * block_tokens)]
+    return [part for members in groups for part in _bounded(members, count, blocks * block_tokens, most)]
 
 
-def _bounded(members: NDArray[np.int64], count: NDArray[np.int64], keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Cut a group into parts whose masks stay within _MASK_ELEMENTS."""
-    most = max(1, _MASK_ELEMENTS // int(count[members].max() * keys[members].max()))
-    return [members[first : first + most] for first in range(0, len(members), most)]
+def _bounded(
+    members: NDArray[np.int64], count: NDArray[np.int64], keys: NDArray[np.int64], most: int
+) -> list[NDArray[np.int64]]:
+    """Cut a group into parts whose masks stay within `most` elements."""
+    pieces = max(1, most // int(count[members].max() * keys[members].max()))
+    return [members[first : first + pieces] for first in range(0, len(members), pieces)]

@@ -11,6 +11,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import UnsupportedModel
+from fdasync_transformers.model.indexers import find_indexers, picks_positions
 from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "c
 _SCAN = "mamba_selective_scan"
 # the library's names of modules that choose which keys a query sees, or shorten them
 _SPARSE = {
-    "indexer": "sparse attention with an indexer",
+    "indexer": "sparse attention with an indexer that does not keep one key a token and return positions",
     "compressor": "attention over compressed keys",
 }
 
@@ -48,6 +49,13 @@ def refuse_recurrent(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for a model that keeps recurrent state beside KV, or instead of it."""
     if reasons := list(_recurrent(model)):
         raise UnsupportedModel(str(model.config.model_type), "; ".join(reasons))
+
+
+def refuse_indexed(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for a model with attention to positions that an indexer picks."""
+    if indexers := find_indexers(model):
+        reason = f"attention to positions that an indexer picks ({indexers[0].name})"
+        raise UnsupportedModel(str(model.config.model_type), reason)
 
 
 def _recurrent(model: torch.nn.Module) -> Iterator[str]:
@@ -84,9 +92,9 @@ def _recurrent_types(model: torch.nn.Module) -> list[str]:
 
 def _sparse(model: torch.nn.Module) -> Iterator[str]:
     found: dict[str, str] = {}
-    for path, _ in model.named_modules():
+    for path, module in model.named_modules():
         last = path.rpartition(".")[2]
-        if last in _SPARSE:
+        if last in _SPARSE and not picks_positions(module):
             found.setdefault(last, path)
     for last, path in found.items():
         yield f"{_SPARSE[last]} ({path})"

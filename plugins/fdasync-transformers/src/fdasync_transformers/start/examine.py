@@ -16,6 +16,7 @@ from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync.runner.report import ModelReport
 from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families, probe
+from fdasync_transformers.model.indexers import find_indexers
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.recurrent.mixers import find_mixers
@@ -24,6 +25,7 @@ from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.mtp.head import head_of
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
+from fdasync_transformers.start import indexed
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
 from fdasync_transformers.start.recurrent import refuse_undone
@@ -68,6 +70,8 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         refuse_unservable(model)
         if find_mixers(model):
             refuse_undone(checkpoint.model_type, config, limits, device)
+        if find_indexers(model):
+            indexed.refuse_undone(checkpoint.model_type, config, limits, device)
         facts["max_context_tokens"] = max_context_of(model, limits)
         if config.weights != "random":
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)

@@ -16,6 +16,7 @@ import torch
 
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
 from fdasync_transformers.model import families, probe
+from fdasync_transformers.model.indexers import find_indexers
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.recurrent.mixers import find_mixers
@@ -24,7 +25,7 @@ from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.parallel.sums import Sums
-from fdasync_transformers.start import selfcheck
+from fdasync_transformers.start import indexed, selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.recurrent import refuse_undone
@@ -105,6 +106,8 @@ def open_model(
     refuse_unservable(model)
     if find_mixers(model):
         refuse_undone(kind, config, limits, device)
+    if find_indexers(model):
+        indexed.refuse_undone(kind, config, limits, device)
     check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
@@ -166,6 +169,8 @@ def open_model(
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     if mtp_layers:
         notes.append(mtp_note(model, layout))
+    if step_model.indexers is not None:
+        notes.append(indexed.index_note(model, layout))
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
     shares_blocks = collectives is not None and sharded.shares_blocks
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))

@@ -21,7 +21,7 @@ PLAYED_TOKENS = 256
 #: larger sizes are made this for the check: shorter than its sequences, and odd, so that no block ends with it
 SHORT_TOKENS = 13
 # sizes in tokens beyond which a family's attention changes
-_FIELDS = ("sliding_window", "attention_chunk_size", "floor_scale")
+_FIELDS = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk")
 # in rotary parameters with a temperature by position: its floor
 _ROPE_FLOOR = "original_max_position_embeddings"
 

@@ -57,6 +57,7 @@ class TinyFamily(msgspec.Struct, frozen=True):
         renamed: keys of config.json that are changed after the checkpoint was saved.
         dense: it has no experts.
         recurrent: its layers keep recurrent state, with which some ways of serving are refused so far.
+        indexed: its attention reads positions that indexers pick; likewise.
     """
 
     hits: str
@@ -72,6 +73,12 @@ class TinyFamily(msgspec.Struct, frozen=True):
     renamed: dict[str, Any] = {}
     dense: bool = False
     recurrent: bool = False
+    indexed: bool = False
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether neither ranks nor slices of sums serve it so far."""
+        return self.recurrent or self.indexed
 
 
 # words of true reasons
@@ -94,7 +101,7 @@ _TEXT: dict[str, TinyFamily] = {
     "axk2": TinyFamily(
         "latents, positions picked by an indexer",
         {**SHARED, **MLA, **INDEXER, **DENSE_FIRST, "gated_norm_rank": 4},
-        _INDEXED,
+        indexed=True,
     ),
     "bailing_hybrid": TinyFamily(
         "linear attention beside latents",
@@ -128,7 +135,7 @@ _TEXT: dict[str, TinyFamily] = {
         {**SHARED, **MLA, **GROUPS, "first_k_dense_replace": 1, "rope_parameters": YARN},
     ),
     "deepseek_v32": TinyFamily(
-        "latents, positions picked by an indexer", {**SHARED, **MLA, **INDEXER, **GROUPS, **DENSE_FIRST}, _INDEXED
+        "latents, positions picked by an indexer", {**SHARED, **MLA, **INDEXER, **GROUPS, **DENSE_FIRST}, indexed=True
     ),
     "deepseek_v4": TinyFamily(
         "compressed attention, experts by a hash of the token",
@@ -154,7 +161,7 @@ _TEXT: dict[str, TinyFamily] = {
         {**SHARED, **MLA, **INDEXER, **ONE_GROUP, **DENSE_FIRST, "head_dim": 12, "sliding_window": 9,
          "layer_types": ["indexed_attention", "sliding_attention"] * 2, "shared_experts_intermediate_size": 16,
          "per_layer_config": {}},
-        _INDEXED,
+        indexed=True,
     ),
     "ernie4_5_moe": TinyFamily(
         "a bias of the selection, tied output embedding",
@@ -181,9 +188,9 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "glm4_moe_lite": TinyFamily("latents, groups", {**SHARED, **MLA, **GROUPS, **DENSE_FIRST}),
     "glm_moe_dsa": TinyFamily(
-        "latents, positions picked by an indexer",
-        {**SHARED, **MLA, **INDEXER, **ONE_GROUP, **DENSE_FIRST, "indexer_types": ["full"] * 4},
-        _INDEXED,
+        "latents, positions picked by an indexer that one layer shares",
+        {**SHARED, **MLA, **INDEXER, **ONE_GROUP, **DENSE_FIRST, "indexer_types": ["full", "full", "shared", "full"]},
+        indexed=True,
     ),
     "gpt_oss": TinyFamily("windows and sinks, biased experts", {**LOCAL, **WINDOWS, "head_dim": 16}),
     "granitemoe": TinyFamily("multipliers of attention and logits", {**LOCAL, "attention_multiplier": 0.2,
@@ -210,7 +217,7 @@ _TEXT: dict[str, TinyFamily] = {
         "latents, positions picked by an indexer that layers share",
         {**SHARED, **MLA, **INDEXER, **DENSE_FIRST, "head_dim": 4, "indexer_types": ["full", "shared"] * 2,
          "hc_mult": 2},
-        _INDEXED,
+        indexed=True,
     ),
     "inkling_text": TinyFamily(
         "biases by position, convolutions with state", {**INKLING, **DENSE_FIRST}, _BIASED, recurrent=True

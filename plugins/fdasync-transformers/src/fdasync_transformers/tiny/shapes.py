@@ -47,8 +47,9 @@ LATE_WINDOWS: dict[str, Any] = {
     "sliding_window": 7,
     "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
 }
-# more positions than the indexer keeps, within a few blocks
-INDEXER: dict[str, Any] = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
+# fewer positions than prompts have; so many heads that no two positions score exactly 0, where the library's choice
+# depends on the length of its rows, and differs between its own passes
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 16}
 LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
