@@ -33,7 +33,7 @@ from benchmarks import _gpu_plays as plays
 from benchmarks._families_judge import FamilyJudge
 from benchmarks._gpu_judge import Findings
 from fdasync import Engine, Instance, SamplingParams
-from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.errors import UnsupportedModel
 from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ SCALE = plays.Scale(
 # a prefix can be hit once a second request has shown it to be one
 RECURRENT_SCALE = replace(SCALE, requests=12)
 _SAMPLES = 4
-# cells that engines refuse for models with recurrent layers so far
-_UNDONE = ("store", "pd")
+# stores keep their states behind every second block: those of these small models take more bytes than whole prompts
+_RECURRENT = {"state_every_tokens": 2 * SCALE.block_tokens}
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -67,7 +67,6 @@ class Outcome(msgspec.Struct, kw_only=True):
         kl_off, kl_on: K3 between rollout and trainer, in nats a token, without and with replay; None if not measured.
         replay_reason: why replay is refused; "" where it is not.
         failed: cells that raised, and what.
-        skipped: cells that are refused for models with recurrent layers so far, and why.
         worst: of what is wrong, in words.
         books: counters of the engines, by cell.
     """
@@ -81,7 +80,6 @@ class Outcome(msgspec.Struct, kw_only=True):
     kl_on: float | None = None
     replay_reason: str = ""
     failed: dict[str, str] = {}
-    skipped: dict[str, str] = {}
     worst: list[str] = []
     books: dict[str, dict[str, float]] = {}
 
@@ -130,8 +128,14 @@ def play_family(name: str, folder: Path, cells: tuple[str, ...] = ()) -> Outcome
 async def _play(name: str, reference: Any, folder: Path, cells: tuple[str, ...]) -> Outcome:
     outcome = Outcome(name=name)
     runner = {"device": "cpu", "dtype": "float32", "num_threads": 1, "self_check": False}
+    recurrent = FAMILIES[name].recurrent
     play = plays.Play(
-        RECURRENT_SCALE if FAMILIES[name].recurrent else SCALE, folder / "model", folder / "model", folder, runner
+        RECURRENT_SCALE if recurrent else SCALE,
+        folder / "model",
+        folder / "model",
+        folder,
+        runner,
+        _RECURRENT if recurrent else {},
     )
     try:
         async with Engine(play.config(process="inline", runner_config={**runner, "self_check": True})):
@@ -146,9 +150,6 @@ async def _play(name: str, reference: Any, folder: Path, cells: tuple[str, ...])
             if cell == "replay":
                 await replayed(play, reference, outcome)
                 continue
-            if FAMILIES[name].recurrent and cell in _UNDONE:
-                outcome.skipped[cell] = await _refusal(CELLS[cell], play)
-                continue
             played = await CELLS[cell](play)
             found.add(judge.judge(played.answers))
             outcome.books[cell] = played.books
@@ -158,17 +159,6 @@ async def _play(name: str, reference: Any, folder: Path, cells: tuple[str, ...])
     outcome.counts = dict(found.counts)
     outcome.worst = found.worst
     return outcome
-
-
-async def _refusal(cell: Any, play: plays.Play) -> str:
-    """Why the engine takes no model with recurrent layers in this way; raises where it does."""
-    try:
-        await cell(play)
-    except ConfigError as error:
-        if "recurrent" not in str(error):
-            raise
-        return str(error)
-    raise AssertionError("it is not refused for a model with recurrent layers: play it")
 
 
 async def plain(play: plays.Play) -> plays.Played:

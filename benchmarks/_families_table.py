@@ -49,7 +49,7 @@ def _row(one: Outcome) -> str:
     if one.failed:
         result = "failed: " + "; ".join(f"{cell}: {problem}" for cell, problem in one.failed.items())
     elif one.served:
-        result = f"served; refused so far: {', '.join(one.skipped)}" if one.skipped else "served"
+        result = "served"
     else:
         result = f"refused: {one.reason}"
     tokens = sum(counts.get(f"{kind}_tokens", 0) for kind in ("exact", "tied", "wrong"))

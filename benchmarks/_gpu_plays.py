@@ -93,6 +93,7 @@ class Play:
     Attributes:
         folder, other: checkpoints; `other` has other weights.
         runner: keys of `runner_config` that all engines share.
+        fields: of their configurations, likewise.
     """
 
     scale: Scale
@@ -100,6 +101,7 @@ class Play:
     other: Path
     scratch: Path
     runner: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
 
     def config(self, *, fused: bool = True, **values: Any) -> EngineConfig:
         scale = self.scale
@@ -122,7 +124,7 @@ class Play:
             "decode_reserve_blocks": 0,
             "request_deadline_s": 200.0,
         }
-        return EngineConfig(**{**defaults, **values})
+        return EngineConfig(**{**defaults, **self.fields, **values})
 
     def jobs(self, seed: int, count: int | None = None) -> list[Job]:
         """Every second one begins with a shared prefix; one in four is sampled; one wants its last rows only."""

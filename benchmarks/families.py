@@ -10,7 +10,6 @@ the routers of a separate plain forward pass, in float32: exact, tied (within 1e
     rows_wrong, tokens_wrong            over all cells; missing rows are wrong
     false_reasons                       refusals that the catalogue does not expect, or that lack its words; families
                                         that are served and should not be
-    cells_skipped                       cells that engines refuse for models with recurrent layers so far
     cells_failed                        cells that raised, or whose process crashed or hung
 
 `--table FILE` writes rows of the Markdown table between the markers of a page: that of the plugin's README. Rows of
@@ -52,7 +51,6 @@ def figures_of(outcomes: list[Outcome]) -> dict[str, float]:
         "tokens_wrong": sum(one.tokens_wrong for one in outcomes),
         "false_reasons": sum(bool(one.false_reason(FAMILIES[one.name])) for one in outcomes),
         "cells_failed": sum(len(one.failed) for one in outcomes),
-        "cells_skipped": sum(len(one.skipped) for one in outcomes),
         "entries": len(outcomes),
         "tokens": sum(count for one in outcomes for name, count in one.counts.items() if name.endswith("_tokens")),
         "rows": sum(count for one in outcomes for name, count in one.counts.items() if name.endswith("_rows")),
@@ -109,7 +107,6 @@ def _line(one: Outcome) -> str:
     if false := one.false_reason(FAMILIES[one.name]):
         problems.append(f"FALSE: {false}")
     counts = " ".join(f"{name}={count}" for name, count in one.counts.items() if count)
-    problems += [f"{cell} skipped: {reason}" for cell, reason in one.skipped.items()]
     told = f"served {counts}" if one.served else f"refused: {one.reason}"
     return "; ".join([f"{one.name}: {told}", *problems])
 

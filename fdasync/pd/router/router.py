@@ -438,8 +438,8 @@ class Router(Generator):
         An update is a barrier (docs/design.md, rule 22). New requests wait. Hand-offs get `handoff_s` to finish; then
         their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
         that was not up gets the update when it comes up, and one that sleeps when it wakes, before it gets requests; so
-        the folder must not change until the next update. A version in use that is given again is a barrier, too: every instance reads and hashes the
-        folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
+        the folder must not change until the next update. A version in use that is given again is a barrier, too: every
+        instance reads and hashes the folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
         differs is dropped, and where all differ the call raises WeightsDiffer.
 
         Tensors of a group come once. So an instance that was not up then, and one that is not in the group, gets no
@@ -535,8 +535,8 @@ class Router(Generator):
         await self.commands.sleep(level, mode, tags)
 
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
-        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error of
-        an instance, after all have answered: WakeFailed with its name, while the others are awake.
+        """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error
+        of an instance, after all have answered: WakeFailed with its name, while the others are awake.
 
         One that others got weights without, since it slept, has them when this returns, or "waits_for_weights" is
         returned, and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has
