@@ -25,12 +25,11 @@ from benchmarks._families_table import named, write_table
 from tests.support.imports import HOME
 
 if TYPE_CHECKING:
-    from benchmarks._gpu_plays import Played
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from benchmarks._gpu_judge import Answer
-    from benchmarks._gpu_plays import Play
+    from benchmarks._gpu_plays import Play, Played
 
 # the most different of those that are served
 EIGHT = (

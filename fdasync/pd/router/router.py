@@ -439,8 +439,8 @@ class Router(Generator):
         their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
         that was not up gets the update when it comes up, and one that sleeps when it wakes, before it gets requests; so
         the folder must not change until the next update. A version in use that is given again is a barrier, too: every
-        instance reads and hashes the folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
-        differs is dropped, and where all differ the call raises WeightsDiffer.
+        instance reads and hashes the folder, and new requests wait. Each instance compares its weights with the
+        expected fingerprint; one that differs is dropped, and where all differ the call raises WeightsDiffer.
 
         Tensors of a group come once. So an instance that was not up then, and one that is not in the group, gets no
         requests until it is updated; and a broadcast that fails leaves the weights of all instances broken.
