@@ -167,11 +167,14 @@ class PdTable(Table):
     def offered(self, group: int, offer: int, *indices: int) -> BlocksOffered:
         return BlocksOffered(group=group, offer=offer, indices=indices, at=self.now)
 
-    def first(self, group: int, key: int, offer: int, token: int = 7, tail_rows: int = 0) -> SampleOffered:
+    def first(
+        self, group: int, key: int, offer: int, token: int = 7, tail_rows: int = 0, *, with_state: bool = False
+    ) -> SampleOffered:
         """A sample's first token."""
         return SampleOffered(
-            group=group, key=key, offer=offer, token=token, tail_rows=tail_rows, cached=(0, 0, 0), at=self.now
-        )
+            group=group, key=key, offer=offer, token=token, tail_rows=tail_rows, cached=(0, 0, 0), at=self.now,
+            with_state=with_state,
+        )  # fmt: skip
 
     def received(self, number: int | None = None, arrived: str | None = None) -> BlocksReceived:
         """The receive of this number, or the oldest, ended; "+" or "-" for each block, or all came."""
@@ -229,8 +232,9 @@ class PdTable(Table):
         elif isinstance(action, ReceiveBlocks):
             assert action.receive_id not in self.receives
             count = len(action.indices)
-            assert count == len(action.offers) == len(action.host) == len(action.rows) > 0
-            assert len(action.slots) == len(action.generations) == (count if self.config.capture else 0)
+            filled = action.host or action.snapshots_host
+            assert count == len(action.offers) == len(filled) == len(action.rows) > 0
+            assert len(action.slots) == len(action.generations) == (count if self.config.capture and action.host else 0)
             self.receives[action.receive_id] = action
         elif isinstance(action, GiveUpLease):
             self.given_up.append(action)

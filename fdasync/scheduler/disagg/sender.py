@@ -136,6 +136,8 @@ class BlockSender:
                 count += 1
             self._offer(hand_off, hand_off.exports[:count])
             del hand_off.exports[:count]
+        # states have places of their own: they come to the host beside the blocks
+        stateful = {seq.key: self._has_state(hand_off, seq) for seq in hand_off.seqs if seq.key in hand_off.hands}
         if hand_off.next_block < hand_off.full:
             return
         tail = hand_off.tokens % self._block_tokens
@@ -148,7 +150,7 @@ class BlockSender:
                 place = self._swap_planner.pin if hand_off.on_device else self._swap_planner.export
                 hand = hand_off.hands[seq.key] = place(seq.blocks[-1])
             # a hand-over closes the lease: until all full blocks were offered, another lease may still be found
-            if not hand_off.exports and (hand is None or hand.ready) and self._has_state(hand_off, seq):
+            if not hand_off.exports and (hand is None or hand.ready) and stateful[seq.key]:
                 self._hand_over(hand_off, seq, hand)
 
     def _has_state(self, hand_off: HandOff, seq: Sequence) -> bool:

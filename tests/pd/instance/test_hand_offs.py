@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.events.actions import ConfirmHandOver
+from fdasync.cache.host_arena import HostArena
+from fdasync.events.actions import ConfirmHandOver, ReceiveBlocks
 from fdasync.events.catalog import BlocksOffered, LeaseGivenUp, SampleOffered
+from fdasync.ipc.shared_memory import PAGE_NBYTES
 from fdasync.pd.messages import BlocksOffer, HandOff, HandOffTaken, LeaseDrop, LeaseRequest, ScoredPrompt
 from fdasync.result import TopLogprobs
 from fdasync.testing.sim.loop import run_sim
@@ -61,6 +63,31 @@ async def test_a_hand_over_reaches_the_scheduler_and_is_confirmed(stage):
     stage.decode_service.on_lost(stage.p0, "gone")
     assert await stage.settle() == []
     assert stage.lost == []
+
+
+@played
+async def test_a_state_comes_with_a_model_that_has_one_and_with_no_other(stage):
+    group = stage.grant()
+    stage.hand(0, state=ref(3))
+    assert "makes no sense" in only(await stage.settle()).reason
+    stage.context.snapshots = HostArena.create(2, 256)
+    try:
+        for state, good in ((None, False), (ref(2), False), (ref(3), True)):
+            group = stage.grant(name=f"state {state}")
+            stage.hand(0, name=f"state {state}", state=state)
+            event = only(await stage.settle())
+            assert (type(event) is SampleOffered) == good
+        assert (event.key, event.with_state) == (group, True)
+        state = ReceiveBlocks(7, group, (9,), (3,), (), (), (), (0,), 99.0, (), (1,))
+        stage.decode_service.receive(state)
+        await stage.settle()
+        ((_, (copy_spec,), _),) = stage.transports.received
+        (part,) = copy_spec.parts
+        # behind the regions of KV and rows; here are no rows
+        assert (part.region, part.offset, part.nbytes) == (1, stage.context.snapshots.stride_nbytes + PAGE_NBYTES, 256)
+    finally:
+        stage.context.snapshots.close()
+        stage.context.snapshots = None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""Recurrent states that go with hand-overs, on the prefill side and on the decode side (docs/design.md, rule 45)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fdasync.events.actions import DropLease, HandOver, ReceiveBlocks
+from tests.support.pd_table import PdTable, begin, of, only
+
+PLACES = {"recurrent": True, "num_snapshots": 4, "num_host_snapshots": 4, "state_every_tokens": 1000}
+
+
+def table_of(rules=None, **config) -> PdTable:
+    return PdTable(rules, **{**PLACES, **config})
+
+
+def states(table):
+    return table.scheduler.index.pool.snapshots
+
+
+def holds(table) -> int:
+    return sum(one.holds for one in states(table).live())
+
+
+# -- the prefill side
+
+
+@pytest.mark.parametrize("length", [10, 12, 13])
+def test_the_state_behind_the_prompt_goes_to_the_host_and_with_the_hand_over(length):
+    table = table_of()
+    turned = begin(table, 1, range(length))
+    (take,) = [take for take in turned.step.snapshots if take.position == length]
+    table.turn(table.done())
+    (copy,) = [copy for copy in table.copies.values() if copy.snapshots]
+    assert copy.snapshots == (take.place,)
+    table.work()
+    for offer in list(table.offers):
+        table.turn(table.sent(offer))
+    (hand,) = table.hands.values()
+    assert hand.snapshot_host == copy.snapshots_host[0]
+    assert holds(table) == 1
+    table.turn(table.handed())
+    assert table.finished[1].reason == "handed_over"
+    assert holds(table) == 0
+    assert table.is_empty()
+
+
+def test_a_prompt_of_whole_blocks_leaves_its_state_to_others_too():
+    table = table_of()
+    turned = begin(table, 1, range(12))
+    assert [take.position for take in turned.step.snapshots].count(12) == 1
+    table.work()
+    assert table.scheduler.index.get(table.keys(range(12))[2]).snapshot is not None
+
+
+def test_the_last_token_waits_for_a_place():
+    table = table_of(num_snapshots=2, num_host_snapshots=2)
+    begin(table, 1, range(10))
+    table.turn(table.done())
+    # the copy of the first one's state is in flight, its prompt's own snapshot may go
+    begin(table, 2, range(100, 110))
+    assert table.flying == []
+    table.work()
+    assert [take.group for take in table.hands.values()] == [1]
+    begun = table.turn(table.handed())
+    assert begun.steps == [] or begun.step.snapshots
+    table.work()
+
+
+@pytest.mark.parametrize("how", ["sample", "lease", "handed"])
+def test_a_state_is_let_go_however_its_hand_over_ends(how):
+    table = table_of()
+    begin(table, 1, range(10))
+    table.work()
+    table.turn(*[table.sent(offer) for offer in list(table.offers)])
+    table.work()
+    assert [hand.snapshot_host >= 0 for hand in table.hands.values()] == [True]
+    if how == "sample":
+        # the decode instance may be reading: what is out stays until that has ended
+        table.turn(table.abort(1))
+        assert holds(table) == 1
+        table.turn(*table.ends_of(1, 0))
+    elif how == "lease":
+        table.turn(*table.lost(1, 0))
+    else:
+        table.turn(table.handed())
+    assert holds(table) == 0
+    table.run()
+    assert table.is_empty()
+
+
+def test_a_decode_instance_gets_half_of_the_places():
+    table = table_of(num_snapshots=12, num_host_snapshots=4, max_step_tokens=64)
+    for key in range(4):
+        begin(table, key, range(100 * key, 100 * key + 10))
+    begin(table, 9, range(900, 910), decoders=("d1",))
+    for _ in range(6):
+        table.work()
+        table.turn(*[table.sent(offer) for offer in list(table.offers)])
+    assert sorted(hand.group for hand in table.hands.values()) == [0, 1, 9]
+    while table.hands:
+        table.turn(table.handed())
+        table.work()
+    assert len(table.finished) == 5
+    assert table.is_empty()
+
+
+# -- the decode side
+
+
+def test_a_sample_starts_when_its_state_is_on_the_device():
+    table = table_of()
+    table.turn(table.lease(1, range(8)))
+    table.turn(table.offered(1, 5, 0, 1))
+    table.turn(table.received())
+    table.turn(table.copied())
+    turned = table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
+    receive = only(turned, ReceiveBlocks)
+    assert (receive.offers, receive.indices, receive.host, len(receive.snapshots_host)) == ((6,), (3,), (), 1)
+    turned = table.turn(table.received())
+    (copy,) = turned.ins
+    assert (copy.snapshots_host, copy.device) == (receive.snapshots_host, ())
+    assert turned.steps == []
+    turned = table.turn(table.copied())
+    (start,) = turned.step.starts
+    assert (start.num_cached, start.snapshot) == (8, copy.snapshots[0])
+    table.run()
+    assert table.finished[1].reason == "length"
+    assert holds(table) == 0
+    assert table.is_empty()
+
+
+def test_a_state_that_did_not_arrive_ends_the_lease():
+    table = table_of()
+    table.turn(table.lease(1, range(8)))
+    table.turn(table.offered(1, 5, 0, 1))
+    table.turn(table.received())
+    table.turn(table.copied())
+    table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
+    turned = table.turn(table.received(arrived="-"))
+    assert "did not arrive" in only(turned, DropLease).reason
+    assert holds(table) == 0
+    assert table.is_empty()
+
+
+def test_a_lease_that_ends_while_its_state_is_on_the_way_leaves_nothing():
+    table = table_of()
+    table.turn(table.lease(1, range(8)))
+    table.turn(table.offered(1, 5, 0, 1))
+    table.turn(table.received())
+    table.turn(table.copied())
+    table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
+    table.turn(table.gives_up(1))
+    assert holds(table) == 1
+    table.turn(table.received())
+    assert holds(table) == 0
+    assert states(table).num_host_free == 4
+    assert table.is_empty()
+
+
+def test_as_many_states_are_copied_at_a_time_as_one_instance_may_have():
+    table = table_of(num_host_snapshots=2)
+    for group in (1, 2):
+        table.turn(table.lease(group, range(100 * group, 100 * group + 4)))
+        table.turn(table.offered(group, group, 0))
+        table.turn(table.received())
+        table.turn(table.copied())
+    first = table.turn(table.first(1, 1, 11, 55, 0, with_state=True))
+    second = table.turn(table.first(2, 2, 12, 56, 0, with_state=True))
+    assert [len(of(turned, ReceiveBlocks)) for turned in (first, second)] == [1, 0]
+    table.turn(table.received())
+    turned = table.turn(table.copied())
+    assert len(of(turned, ReceiveBlocks)) == 1
+    table.turn(table.received())
+    table.turn(*[table.copied() for _ in list(table.copies)])
+    table.run()
+    assert {key: end.reason for key, end in table.finished.items()} == {1: "length", 2: "length"}
+    assert table.is_empty()
+
+
+def test_a_model_without_recurrent_layers_sends_none():
+    table = PdTable()
+    begin(table, 1, range(10))
+    table.work()
+    table.turn(*[table.sent(offer) for offer in list(table.offers)])
+    (hand,) = table.hands.values()
+    assert isinstance(hand, HandOver)
+    assert hand.snapshot_host == -1
