@@ -21,6 +21,7 @@ import torch
 import torch.distributed as torch_dist
 
 from fdasync.errors import WeightsBroken, WeightsRejected
+from fdasync_transformers.weights.groups.rendezvous import GLOO_CONNECTS, TimedStore, left_s
 
 if TYPE_CHECKING:
     from fdasync.request import WeightsGroup
@@ -56,8 +57,8 @@ class JoinedGroup:
         interface: to listen on; "": the loopback one.
         store: the trainer's own; None: connect to it.
 
-    Blocks until all ranks have met, at most `group.timeout_s` (NCCL's meet at the first broadcast). Raises
-    WeightsRejected.
+    Blocks until all ranks have met (NCCL's meet at the first broadcast): at most `group.timeout_s` until each has told
+    its address, and as long until a rank has connected to it. Raises WeightsRejected.
 
     Attributes:
         spec: `group`.
@@ -70,12 +71,15 @@ class JoinedGroup:
         if on_gpu and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise WeightsRejected(f"group {group.name!r}: there is no NCCL, or no GPU, in this process; use gloo")
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        until = time.monotonic() + group.timeout_s
         try:
             if store is None:
-                store = new_store(group.address, group.port, group.world_size, group.timeout_s, is_trainer=False)
+                store = new_store(group.address, group.port, group.world_size, left_s(until), is_trainer=False)
             keys: Any = store
             for prefix in (group.name, f"{group.name}/", f"{self.device.type}/"):
                 keys = dist.PrefixStore(prefix, keys)
+            if not on_gpu:
+                keys = TimedStore(keys, until)
             self._backend: Any = (_nccl if on_gpu else _gloo)(keys, group, interface)
         except (RuntimeError, ValueError, OSError) as error:
             words = str(error).partition("\n")[0]
@@ -91,6 +95,9 @@ class JoinedGroup:
         Raises WeightsBroken."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        if self.device.type == "cpu":
+            # gloo's own is for connecting
+            options.timeout = timedelta(seconds=self.spec.timeout_s)
         try:
             self._under_way.append((self._backend.broadcast([data], options), data))
         except RuntimeError as error:
@@ -165,7 +172,7 @@ class JoinedGroup:
 def _gloo(keys: Any, group: WeightsGroup, interface: str) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    options._timeout = timedelta(seconds=group.timeout_s)
+    options._timeout = timedelta(seconds=group.timeout_s / GLOO_CONNECTS)
     where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
     options._devices = [kind.create_device(**where)]
     return kind(keys, group.rank, group.world_size, options)
