@@ -23,6 +23,27 @@ def taken(pool: SnapshotPool, step: int):
     return snapshot
 
 
+def test_what_is_held_stays_until_it_is_on_the_host():
+    pool = SnapshotPool(1, 1)
+    held = taken(pool, 0)
+    pool.hold(held)
+    pool.step_done(0)
+    assert not pool.has_room()
+    assert pool.take(a_block(), 1) is None
+    assert pool.add_host(held)
+    held.on_host = True
+    assert pool.has_room()
+    assert not pool.has_room(2)
+    other = taken(pool, 1)
+    # its place on the host stays, too, and what has no block goes with its last hold
+    assert not pool.add_host(other)
+    pool.drop(held)
+    assert held in pool.live()
+    pool.unhold(held)
+    assert held not in pool.live()
+    pool.check()
+
+
 def test_a_snapshot_has_each_spec_at_an_aligned_place():
     specs = (StateSpec("convolution", (3, 5), "bfloat16", (0, 1)), StateSpec("recurrent", (64,), "float32", (0,)))
     assert [spec.nbytes for spec in specs] == [256, 256]

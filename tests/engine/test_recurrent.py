@@ -103,4 +103,6 @@ async def test_blocks_of_models_with_and_without_state_never_match():
             capacities.append(engine.capacity)
     plain, recurrent = capacities
     bare = msgspec.structs.replace(recurrent, state_specs=())
-    assert len({namespace_of(one) for one in (plain, recurrent, bare)}) == 3
+    # blocks whose objects have a state, and the same blocks without
+    seldom = msgspec.structs.replace(recurrent, state_every_tokens=2 * recurrent.state_every_tokens)
+    assert len({namespace_of(one) for one in (plain, recurrent, bare, seldom)}) == 4

@@ -67,6 +67,28 @@ def test_the_last_token_waits_for_a_place():
     table.work()
 
 
+def test_the_last_token_of_a_prompt_in_chunks_waits_for_a_place():
+    table = table_of(num_snapshots=2, num_host_snapshots=2, max_step_tokens=8)
+    turned = begin(table, 1, range(14))
+    assert turned.chunks == [(1, 8, False)]
+    # both places are taken meanwhile
+    pool = states(table)
+    others = [pool.take(None, turned.step.step_id) for _ in range(2)]
+    for other in others:
+        pool.hold(other)
+    table.scheduler.check = lambda: None
+    turned = table.turn(table.done())
+    assert turned.chunks == [(1, 5, False)]
+    assert table.turn(table.done()).steps == []
+    for other in others:
+        pool.unhold(other)
+    turned = table.turn()
+    assert turned.chunks == [(1, 1, True)]
+    assert [take.position for take in turned.step.snapshots] == [14]
+    del table.scheduler.check
+    table.work()
+
+
 @pytest.mark.parametrize("how", ["sample", "lease", "handed"])
 def test_a_state_is_let_go_however_its_hand_over_ends(how):
     table = table_of()
