@@ -245,6 +245,21 @@ class PrometheusTap:
         yield self._counter("fdasync_evictions_total", "Blocks that made room, by tier.", evictions, "tier")
         swapped = {("in",): numbers.swapped_in_blocks, ("out",): numbers.swapped_out_blocks}
         yield self._counter("fdasync_swapped_blocks_total", "in: from host to device.", swapped, "direction")
+        places = {
+            ("device", "used"): numbers.num_snapshots - numbers.free_snapshots,
+            ("device", "free"): numbers.free_snapshots,
+            ("host", "used"): numbers.num_host_snapshots - numbers.free_host_snapshots,
+            ("host", "free"): numbers.free_host_snapshots,
+        }
+        text = "Places for snapshots of recurrent state, by tier."
+        yield self._gauge("fdasync_snapshot_places", text, places, "tier", "state")
+        snapshots = {
+            ("taken",): numbers.taken_snapshots,
+            ("resumed",): numbers.resumed_snapshots,
+            ("lost",): numbers.lost_snapshots,
+            ("refused",): numbers.refused_snapshots,
+        }
+        yield self._counter("fdasync_snapshots_total", "What became of snapshots.", snapshots, "outcome")
         leases = {
             ("granted",): numbers.leases_granted,
             ("denied",): numbers.leases_denied,

@@ -240,6 +240,23 @@ async def test_a_tap_that_counts_no_more_does_not_pass_for_one_that_does():
         assert len((await engine.complete([1, 2, 3], GREEDY)).token_ids) == 4
 
 
+async def test_snapshots_of_recurrent_state_are_counted():
+    model = {"state_words": 2, "num_snapshots": 6}
+    config = synthetic_config(model, host_blocks=8, host_snapshots=3)
+    async with synthetic_engine(config) as engine, PrometheusTap(engine) as tap:
+        for _ in range(2):
+            await engine.complete(list(range(9)), GREEDY)
+        numbers = engine.stats().scheduler
+        text = tap.exposition().decode()
+    assert numbers.resumed_snapshots == 1
+    assert f'fdasync_snapshots_total{{outcome="taken"}} {numbers.taken_snapshots}.0' in text
+    assert 'fdasync_snapshots_total{outcome="resumed"} 1.0' in text
+    used = 6 - numbers.free_snapshots
+    assert used > 0
+    assert f'fdasync_snapshot_places{{state="used",tier="device"}} {used}.0' in text
+    assert f'fdasync_snapshot_places{{state="free",tier="host"}} {numbers.free_host_snapshots}.0' in text
+
+
 # -- the page -----------------------------------------------------------------------------------------
 
 
