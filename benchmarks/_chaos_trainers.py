@@ -42,8 +42,6 @@ _GROUP_S = 3.0
 # from the death of a trainer, or the end of the group's limit, until all instances have said so
 _BROKEN_S = 4.0
 _CALM_S = 10.0
-# of a failed engine: `fdasync serve` ends with 1
-_FAILED = 1
 
 
 class Trainer:
@@ -196,9 +194,6 @@ class TrainerFaults:
             opened = await trainer.ask("open", world=1 + ranks, name=f"group-{self._groups}")
             group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
             joining = loop.create_task(trainer.ask("join"))
-            for node in self._members:
-                # gloo waits for each rank that has gone, one after the other: longer than an engine does
-                node.expected.add(_FAILED)
             try:
                 await self._router.join_weights_group(group)
                 await joining
@@ -208,10 +203,6 @@ class TrainerFaults:
                 joining.cancel()
                 await asyncio.wait([joining])
                 return None
-            for node in self._members:
-                if node.is_up:
-                    # no fault of its own expects it
-                    node.expected.discard(_FAILED)
             return group
         finally:
             self._weights.calm = False

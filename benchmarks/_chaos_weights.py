@@ -6,7 +6,7 @@ Used by `_chaos_faults.py`, and by what mends a fleet: `_chaos_trainers.py`, `_c
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks._chaos_versions import FIRST_NUMBER
@@ -123,11 +123,8 @@ class WeightFaults:
             async with asyncio.timeout(_BACK_S):
                 while fleet.nodes.get(node.name) is node and not node.leaves:
                     await node.ready.wait()
-                    probe = await node.probe()
-                    if probe is not None and (probe.asleep or probe.dropped):
-                        # it fell asleep with the others, and the router does not know it any more
-                        await self._wake_alone(node)
                     try:
+                        # one that fell asleep with the others is woken, too
                         await self._router.add(node.address)
                     except PeerUnreachable:
                         await asyncio.sleep(0.3)
@@ -135,9 +132,3 @@ class WeightFaults:
                         return
         except TimeoutError:
             self._notes.wrong.append(f"{node.name} was dropped, and did not come back in {_BACK_S:g} s")
-
-    async def _wake_alone(self, node: Node) -> None:
-        self._notes.played["dropped asleep"] += 1
-        with suppress(FdasyncError):
-            async with Router([node.address], links=self._fleet.links, keys=self._fleet.keys) as aside:
-                await aside.wake()
