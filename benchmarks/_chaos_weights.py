@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from benchmarks._chaos_versions import FIRST_NUMBER
 from fdasync.errors import BadInput, FdasyncError, PeerUnreachable, RemoteError, TransientError
-from fdasync.pd.router.router import Router
 
 if TYPE_CHECKING:
     from random import Random
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
+    from fdasync.pd.router.router import Router
 
 _MEND_S = 40.0
 # the ends that an update or a sleep makes take a while to come
