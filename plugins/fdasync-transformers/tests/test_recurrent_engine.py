@@ -74,9 +74,15 @@ async def test_it_sleeps_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "values"), [("store", {"store": "memory", "host_blocks": 8}), ("role", {"role": "mixed"})]
+    ("field", "values"),
+    [
+        ("host_snapshots", {"store": "memory", "host_blocks": 8, "host_snapshots": 0}),
+        ("host_snapshots", {"role": "mixed", "host_snapshots": 0}),
+    ],
 )
-async def test_what_engines_do_not_do_yet_is_refused(tmp_path: Path, field: str, values: dict[str, Any]) -> None:
+async def test_a_state_has_no_way_to_others_without_a_place_on_the_host(
+    tmp_path: Path, field: str, values: dict[str, Any]
+) -> None:
     make_tiny_checkpoint(tmp_path, "lfm2_moe")
     with pytest.raises(ConfigError) as caught:
         async with Engine(config(tmp_path, **values)):

@@ -142,22 +142,23 @@ async def test_long_chunks_are_cut_without_changing_anything(
     driver = await Driver.open(saved[0])
     honest, pieces = ragged._cut, []
 
-    def watched(counts: Any, starts: Any, masked: bool) -> Any:
-        cut = honest(counts, starts, masked)
+    def watched(counts: Any, starts: Any, masked: bool, most: int) -> Any:
+        assert most == limit
+        cut = honest(counts, starts, masked, most)
         pieces.append((len(counts), cut))
         return cut
 
     monkeypatch.setattr(ragged, "_cut", watched)
     split = ragged._partition
 
-    def bounded(pieces: Any, block_tokens: int) -> Any:
-        groups = split(pieces, block_tokens)
+    def bounded(pieces: Any, block_tokens: int, most: int) -> Any:
+        groups = split(pieces, block_tokens, most)
         assert sorted(np.concatenate(groups).tolist()) == list(range(pieces.shape[1]))
         for members in groups:
             _, first, count, _ = pieces[:, members]
             keys = ((first + count - 1) // block_tokens + 1) * block_tokens
             # whole prompts are causal and need no mask; one piece is never split
-            assert len(members) == 1 or len(members) * count.max() * keys.max() <= limit
+            assert len(members) == 1 or len(members) * count.max() * keys.max() <= most
         return groups
 
     monkeypatch.setattr(ragged, "_partition", bounded)
@@ -269,7 +270,7 @@ async def test_rows_of_a_padded_head_are_never_sampled(driver: Driver, saved: tu
     assert np.allclose(seq.raw, wanted.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table"])
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "cu_seq_lens_q", "block_table"])
 def test_attention_of_a_kind_that_is_not_done_is_refused(name: str) -> None:
     empty: Any = torch.zeros(1, 1, 1, 4)
     nothing: Any = None

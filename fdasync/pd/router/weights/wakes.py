@@ -120,10 +120,11 @@ class Wakes:
             instance.owes_wake = True
             self._again(instance)
             return outcome
+        slept = instance.owes_wake or instance.doing in ("asleep", "waking")
         instance.was_told(outcome.state)
         instance.owes_wake = bool(outcome.error) and outcome.state in ("asleep", "waking")
-        if outcome.error == "UpdateUnderWay":
-            # of another router: nobody has tried to wake it
+        if outcome.error == "UpdateUnderWay" and slept:
+            # nobody has tried to wake it
             instance.owes_wake = True
             self._again(instance)
         self._agreement.woke(instance)
