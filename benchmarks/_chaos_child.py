@@ -64,7 +64,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         children: process ids of its worker, its store and so on.
         data_port: where its blocks can be read; 0: not over tcp.
         broken: why its weights cannot be used; "": they can.
-        paused: it plans no steps.
+        paused: its scheduler plans no steps.
         asleep, released: it sleeps; the parts whose memory is not there.
         dropped: a sleep has dropped its weights, and they have not come again.
     """
@@ -100,7 +100,7 @@ def probe(instance: Instance) -> Probe:
     # what failed holds connections in cycles until they are collected, which an idle process does not
     gc.collect()
     prefill_service, decode_service = instance._prefill_service, instance._decode_service
-    context, weights = instance._context, instance._weights
+    context, weights = instance._context, instance._weights.state
     assert context is not None
     held = {
         "live samples": stats.live,
@@ -138,7 +138,7 @@ def probe(instance: Instance) -> Probe:
         children=children(),
         data_port=ProxiedTcp.real_port,
         broken="" if weights.broken is None else str(weights.broken),
-        paused=weights.is_paused,
+        paused=scheduler_stats.paused,
         asleep=weights.sleeps,
         released=list(weights.released),
         dropped=weights.dropped,
