@@ -192,8 +192,8 @@ class Node:
         return ready
 
     def _environment(self) -> dict[str, str]:
-        """With the runner's entry point on the path."""
-        path = os.pathsep.join([str(self._folder / PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
+        """With the runner's entry point on the path, and the package that it names: workers look for it too."""
+        path = os.pathsep.join([str(self._folder / PLUGIN), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     async def _until_ready(self, fd: int) -> bool:
