@@ -204,7 +204,7 @@ class PrefixIndex:
         self.pool.snapshots.unpin(snapshot)
 
     def unhold(self, snapshot: Snapshot) -> None:
-        """A sequence is not handed over with this snapshot."""
+        """A transfer, or a request that waits, lets go of a snapshot."""
         assert self.pool.snapshots is not None
         self.pool.snapshots.unhold(snapshot)
 

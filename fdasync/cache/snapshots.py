@@ -125,6 +125,10 @@ class Snapshot:
         self.arriving = -1
         self.uses = 0
 
+    def hold(self) -> None:
+        """Keep it until the pool's `unhold` was called as often."""
+        self.holds += 1
+
     def can_start(self, step: int) -> bool:
         """Whether a sequence may start from it in `step`, at once or after a copy from the host."""
         return self.step < step
@@ -344,10 +348,6 @@ class SnapshotPool:
     def received(self, snapshot: Snapshot) -> None:
         """Its bytes on the host are whole; the transfer holds it yet."""
         snapshot.on_host = True
-
-    def hold(self, snapshot: Snapshot) -> None:
-        """See `Snapshot.holds`."""
-        snapshot.holds += 1
 
     def unhold(self, snapshot: Snapshot) -> None:
         """A transfer, or a request that waits, lets go of its place on the host."""

@@ -25,7 +25,7 @@ from fdasync.events.catalog import (
     StoreEnded,
 )
 from fdasync.ipc.deadlines import Closing, wait_within
-from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION
+from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION, state_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -78,7 +78,7 @@ class StoreIO:
         self.refusals = Refusals()
         rows_nbytes = 0 if arena is None else sum(part.nbytes for part in arena.parts(0, AUX_REGION))
         self._item_nbytes = host.stride_nbytes + rows_nbytes
-        self._state_region = AUX_REGION if arena is None else AUX_REGION + 1
+        self._state_region = state_region(with_rows=arena is not None)
 
     def look_up(self, action: LookUp) -> None:
         """Start the action; `LookedUp` answers it."""

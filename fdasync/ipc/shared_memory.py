@@ -24,6 +24,11 @@ AUX_REGION = 1
 DEVICE_REGION = 15
 
 
+def state_region(*, with_rows: bool) -> int:
+    """The region of an engine's recurrent states: behind that of rows, if it has one."""
+    return AUX_REGION + with_rows
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of bytes of a region.
 

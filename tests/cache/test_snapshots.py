@@ -26,7 +26,7 @@ def taken(pool: SnapshotPool, step: int):
 def test_what_is_held_stays_until_it_is_on_the_host():
     pool = SnapshotPool(1, 1)
     held = taken(pool, 0)
-    pool.hold(held)
+    held.hold()
     pool.step_done(0)
     assert not pool.has_room()
     assert pool.take(a_block(), 1) is None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fdasync.errors import DeadlineExceeded, InvariantBroken, PeerBusy, PeerRefused, PeerUnreachable
 from fdasync.ipc.peer_blocks import DIFFERENT
-from fdasync.ipc.shared_memory import AUX_REGION, DEVICE_REGION, HOST_REGION, Part
+from fdasync.ipc.shared_memory import AUX_REGION, DEVICE_REGION, HOST_REGION, Part, state_region
 from fdasync.pd.messages import encode
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class InstanceContext:
     def state_parts(self, place: int) -> tuple[Part]:
         """The part of a recurrent state in a place of the host."""
         assert self.snapshots is not None
-        return (self.snapshots.payload(place, AUX_REGION if self.arena is None else AUX_REGION + 1),)
+        return (self.snapshots.payload(place, state_region(with_rows=self.arena is not None)),)
 
     def parts(self, host: int, slot: int) -> tuple[Part, ...]:
         """The parts of a host block's KV and of a slot's rows."""

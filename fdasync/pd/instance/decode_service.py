@@ -29,7 +29,7 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
-from fdasync.ipc.shared_memory import DEVICE_REGION, Part
+from fdasync.ipc.shared_memory import DEVICE_REGION
 from fdasync.pd.instance.lease_table import LeaseTable
 from fdasync.pd.messages import (
     BlocksTaken,

@@ -303,26 +303,29 @@ class PrefillService:
         context = self._context
         raw, processed, top = sample.raw, sample.processed, sample.top
         full = len(lease.action.keys)
-        blocks: list[tuple[int, tuple[Part, ...]]] = []
-        known = await context.device_sums([action.device]) if action.device >= 0 else [0]
+        device_sum = 0
+        if action.device >= 0:
+            (device_sum,) = await context.device_sums([action.device])
         if action.offer not in lease.hands:
+            # the lease and its hand-overs ended meanwhile
             return
+        # the open block and the state, by their numbers in the prompt
+        blocks: dict[int, tuple[Part, ...]] = {}
         if action.tail >= 0:
-            parts = self._parts(action.host, action.slot, action.generation, action.tail_rows, device=action.device)
-            blocks.append((action.tail, parts))
+            place = (action.host, action.slot, action.generation)
+            blocks[full] = self._parts(*place, action.tail_rows, device=action.device)
         if action.snapshot_host >= 0:
-            blocks.append((full + 1, context.state_parts(action.snapshot_host)))
-            known = [*known[: len(blocks) - 1], 0]
+            blocks[full + 1] = context.state_parts(action.snapshot_host)
+        refs: dict[int, BlockRef] = {}
         if blocks:
-            offered = tuple([part for _, parts in blocks for part in parts])
+            offered = tuple([part for parts in blocks.values() for part in parts])
             context.transports.offer(offered)
             lease.hands[action.offer] = (action.index, offered)
-        sums = await self._checksums([parts for _, parts in blocks], known[: len(blocks)]) if blocks else []
-        if action.offer not in lease.hands:
-            return
-        refs = [BlockRef(index, parts, each) for (index, parts), each in zip(blocks, sums, strict=True)]
-        tail = next((ref for ref in refs if ref.index == action.tail), None)
-        state = next((ref for ref in refs if ref.index > full), None)
+            # a state is never on a device
+            sums = await self._checksums(list(blocks.values()), [device_sum] * len(blocks))
+            if action.offer not in lease.hands:
+                return
+            refs = {at: BlockRef(at, blocks[at], each) for at, each in zip(blocks, sums, strict=True)}
         message = HandOff(
             *lease.name,
             action.index,
@@ -333,9 +336,9 @@ class PrefillService:
             processed[-1] if processed else None,
             top[-1] if top else None,
             action.cached,
-            tail,
+            refs.get(full),
             action.tail_rows,
-            state,
+            refs.get(full + 1),
         )
         try:
             assert lease.peer is not None

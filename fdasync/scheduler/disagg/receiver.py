@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import ReceiveBlocks
+from fdasync.scheduler.disagg.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,14 +69,11 @@ class BlockReceiver:
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, actions: list[Action]) -> None:
         self._rules = config.leases
         self._size = config.block_tokens
-        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
         self._index = index
         self._actions = actions
         self._receives: dict[int, _Receive] = {}
-        self._receiving = 0
-        self._by_peer: dict[str, int] = {}
-        self._most_states = max(config.num_host_snapshots // 2, 1)
-        self._states_by_peer: dict[str, int] = {}
+        self._ring = Shares(config.leases.staging_blocks or max(config.num_host_blocks // 2, 1))
+        self._states = Shares(config.num_host_snapshots)
         self._next_receive = 0
         self.epoch = 0
         self.num_received = 0
@@ -83,12 +81,11 @@ class BlockReceiver:
     @property
     def num_receiving(self) -> int:
         """Host blocks that are being filled."""
-        return self._receiving
+        return self._ring.total
 
     def receive(self, lease: Lease, now: float) -> str:
         """Copy the offered blocks as far as the ring and the host have room. Returns a promise that the prefill
         instance broke, for which the lease must end; "" if there is none."""
-        share = max(self._staging // 2, 1)
         problem = ""
         while lease.offered and not problem:
             if lease.offered[0][1] > lease.full:
@@ -102,8 +99,7 @@ class BlockReceiver:
                 offer, index, seq, on_device = lease.offered[0]
                 if on_device != receive.on_device or index > lease.full:
                     break
-                full = self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share
-                if not on_device and self._receiving and full:
+                if not on_device and self._ring.total and self._ring.is_full(lease.peer):
                     break
                 if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
                     # offered twice, or a block of the prefix that this instance has
@@ -151,12 +147,11 @@ class BlockReceiver:
         """Copy the state that is offered next; False: there is no place for it now."""
         pool = self._index.pool.snapshots
         offer, index, seq, _ = lease.offered[0]
-        full = self._states_by_peer.get(lease.peer, 0) >= self._most_states
-        state = None if full or pool is None else pool.receive(None)
+        state = None if pool is None or self._states.is_full(lease.peer) else pool.receive(None)
         if state is None:
             return False
         lease.offered.popleft()
-        self._states_by_peer[lease.peer] = self._states_by_peer.get(lease.peer, 0) + 1
+        self._states.take(lease.peer)
         receive = _Receive(lease, self.epoch, on_device=False)
         receive.state = state
         receive.samples.append(seq)
@@ -171,11 +166,8 @@ class BlockReceiver:
 
     def let_go(self, lease: Lease, state: Snapshot) -> None:
         """A lease needs the place of a state on the host no more."""
-        assert self._index.pool.snapshots is not None
-        self._states_by_peer[lease.peer] -= 1
-        if not self._states_by_peer[lease.peer]:
-            del self._states_by_peer[lease.peer]
-        self._index.pool.snapshots.unhold(state)
+        self._states.give_back(lease.peer)
+        self._index.unhold(state)
 
     @property
     def held_snapshots(self) -> list[Snapshot]:
@@ -190,8 +182,7 @@ class BlockReceiver:
         else:
             self._index.pool.add_host(block)
             block.hold("receive")
-            self._receiving += 1
-            self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
+            self._ring.take(lease.peer)
         self._index.settle(block)
 
     def _leave(self, block: Block, lease: Lease, *, on_device: bool) -> None:
@@ -201,10 +192,7 @@ class BlockReceiver:
             self._index.lent -= 1
         else:
             block.unhold("receive")
-            self._receiving -= 1
-            self._by_peer[lease.peer] -= 1
-            if not self._by_peer[lease.peer]:
-                del self._by_peer[lease.peer]
+            self._ring.give_back(lease.peer)
         self._index.settle(block)
 
     def received(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import HandOver, SendBlocks
+from fdasync.scheduler.disagg.shares import Shares
 
 if TYPE_CHECKING:
     from fdasync.cache.snapshots import Snapshot
@@ -62,15 +63,12 @@ class BlockSender:
 
     def __init__(self, config: SchedulerConfig, swap_planner: SwapPlanner, actions: list[Action]) -> None:
         self._block_tokens = config.block_tokens
-        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
         self._swap_planner = swap_planner
         self._actions = actions
         self._offers: dict[int, tuple[str, list[Export]]] = {}
         self._hand_overs: dict[int, _Hand] = {}
-        self._exported = 0
-        self._by_peer: dict[str, int] = {}
-        self._most_states = max(config.num_host_snapshots // 2, 1)
-        self._states_by_peer: dict[str, int] = {}
+        self._ring = Shares(config.leases.staging_blocks or max(config.num_host_blocks // 2, 1))
+        self._states = Shares(config.num_host_snapshots)
         self._next_offer = 0
 
     @property
@@ -81,7 +79,7 @@ class BlockSender:
     @property
     def num_exported(self) -> int:
         """Blocks in the staging ring, or on their way into it."""
-        return self._exported
+        return self._ring.total
 
     def drop(self, hand_off: HandOff) -> None:
         """Its lease is over: offer nothing more. Offered blocks stay until their offer has ended."""
@@ -93,7 +91,7 @@ class BlockSender:
                 self._swap_planner.release(hand)
         hand_off.hands.clear()
         for _ in hand_off.staged:
-            self._unstage(hand_off.peer)
+            self._states.give_back(hand_off.peer)
         hand_off.staged.clear()
 
     def forget(self, hand_off: HandOff, seq: Sequence) -> None:
@@ -103,12 +101,11 @@ class BlockSender:
             self._swap_planner.release(export)
         if seq.key in hand_off.staged:
             del hand_off.staged[seq.key]
-            self._unstage(hand_off.peer)
+            self._states.give_back(hand_off.peer)
 
     def pump(self, hand_off: HandOff) -> None:
         """Offer sealed blocks as far as there is room on the host, and hand over the samples that are ready."""
         holder = next((seq for seq in hand_off.seqs if seq.blocks), None)
-        share = max(self._staging // 2, 1)
         gone = next((number for number, (_, export) in enumerate(hand_off.exports) if export.gone), None)
         if gone is not None:
             # their sequence was preempted: they are offered once they were computed again
@@ -124,12 +121,11 @@ class BlockSender:
                 hand_off.exports.append((hand_off.next_block, self._swap_planner.pin(block)))
                 hand_off.next_block += 1
                 continue
-            if self._exported and (self._exported >= self._staging or self._by_peer.get(hand_off.peer, 0) >= share):
+            if self._ring.total and self._ring.is_full(hand_off.peer):
                 break
             hand_off.exports.append((hand_off.next_block, self._swap_planner.export(block)))
             hand_off.next_block += 1
-            self._exported += 1
-            self._by_peer[hand_off.peer] = self._by_peer.get(hand_off.peer, 0) + 1
+            self._ring.take(hand_off.peer)
         while hand_off.exports and hand_off.exports[0][1].ready:
             count = 0
             while count < min(len(hand_off.exports), _MAX_OFFER_BLOCKS) and hand_off.exports[count][1].ready:
@@ -160,17 +156,12 @@ class BlockSender:
         if snapshot is None or snapshot.on_host:
             return True
         if seq.key not in hand_off.staged:
-            if self._states_by_peer.get(hand_off.peer, 0) >= self._most_states:
+            if self._states.is_full(hand_off.peer):
                 return False
             hand_off.staged[seq.key] = None
-            self._states_by_peer[hand_off.peer] = self._states_by_peer.get(hand_off.peer, 0) + 1
+            self._states.take(hand_off.peer)
         self._swap_planner.keep_snapshot(snapshot)
         return False
-
-    def _unstage(self, peer: str) -> None:
-        self._states_by_peer[peer] -= 1
-        if not self._states_by_peer[peer]:
-            del self._states_by_peer[peer]
 
     def _offer(self, hand_off: HandOff, batch: list[tuple[int, Export]]) -> None:
         number = self._take_offer()
@@ -238,10 +229,7 @@ class BlockSender:
         self._swap_planner.release(export)
         if export.on_device:
             return
-        self._exported -= 1
-        self._by_peer[peer] -= 1
-        if not self._by_peer[peer]:
-            del self._by_peer[peer]
+        self._ring.give_back(peer)
 
     def handed_over(self, event: HandedOver) -> tuple[HandOff, Sequence]:
         """A hand-over ended; returns its hand-off and its sample. The open block is not read any more."""
@@ -253,7 +241,7 @@ class BlockSender:
         if hand.state is not None:
             self._swap_planner.unhold_snapshot(hand.state)
         if hand.staged:
-            self._unstage(hand.peer)
+            self._states.give_back(hand.peer)
         return hand.hand_off, hand.seq
 
     @property

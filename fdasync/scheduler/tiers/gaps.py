@@ -94,9 +94,9 @@ class Gaps:
             rest = list(takewhile(self._is_missing, gap.keys[known:]))
             return Gap(gap.start + known, gap.numbers[known : known + len(rest)], rest)
         last = gap.numbers[-1] if gap.numbers else -1
-        left = [at for at, key in zip(gap.numbers, gap.keys, strict=True) if self._lacks(key, with_state=at == last)]
-        keys = dict(zip(gap.numbers, gap.keys, strict=True))
-        return Gap(gap.start, left, [keys[at] for at in left])
+        both = zip(gap.numbers, gap.keys, strict=True)
+        left = [(at, key) for at, key in both if self._lacks(key, with_state=at == last)]
+        return Gap(gap.start, [at for at, _ in left], [key for _, key in left])
 
     def whole(self, gap: Gap) -> Gap:
         """The leading blocks of a gap up to the last one behind which a sequence can go on."""

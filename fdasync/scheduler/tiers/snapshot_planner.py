@@ -111,7 +111,7 @@ class SnapshotPlanner:
             if snapshot is None:
                 raise InvariantBroken(f"sequence {seq.key} parts, and there is no place for its state")
             self._takes.append(TakeSnapshot(seq.key, length, snapshot.place))
-        self.pool.hold(snapshot)
+        snapshot.hold()
         seq.parting = snapshot
 
     def let_go(self, seq: Sequence) -> None:

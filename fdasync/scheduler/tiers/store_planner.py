@@ -417,7 +417,7 @@ class StorePlanner:
     def _hold_snapshot(seq: Sequence, arrived: list[Snapshot]) -> None:
         """Hold the last of the snapshots that came for it."""
         for snapshot in arrived[-1:]:
-            snapshot.holds += 1
+            snapshot.hold()
             seq.store.held_snapshots.append(snapshot)
 
     def _hold_hits(self, seq: Sequence, gap: Gap) -> None:
@@ -438,8 +438,7 @@ class StorePlanner:
             self._index.settle(block)
         snapshots, seq.store.held_snapshots = seq.store.held_snapshots, []
         for snapshot in snapshots:
-            assert self._index.pool.snapshots is not None
-            self._index.pool.snapshots.unhold(snapshot)
+            self._index.unhold(snapshot)
 
     def _release(self, transfer: _Transfer, arrived: tuple[bool, ...], *, last: bool) -> int:
         """End the holds on blocks that arrived, or were stored; returns how many did. `last`: end the others too.
@@ -558,7 +557,7 @@ class StorePlanner:
         self._puts[number] = put = _Transfer(keys, blocks, self._epoch, "write")
         for place, block in enumerate(blocks):
             if block.with_state and block.snapshot is not None:
-                block.snapshot.holds += 1
+                block.snapshot.hold()
                 put.snapshots[place] = block.snapshot
         host = tuple([block.host for block in blocks])
         slots = [block.slot for block in blocks if block.slot is not None]

@@ -107,8 +107,7 @@ class SwapPlanner:
 
     def unhold_snapshot(self, snapshot: Snapshot) -> None:
         """Another instance reads it no more."""
-        assert self._index.pool.snapshots is not None
-        self._index.pool.snapshots.unhold(snapshot)
+        self._index.unhold(snapshot)
 
     def need(self, count: int) -> None:
         """A sequence lacked device blocks in this turn: see that this many can be had."""

@@ -75,7 +75,7 @@ def test_the_last_token_of_a_prompt_in_chunks_waits_for_a_place():
     pool = states(table)
     others = [pool.take(None, turned.step.step_id) for _ in range(2)]
     for other in others:
-        pool.hold(other)
+        other.hold()
     table.scheduler.check = lambda: None
     turned = table.turn(table.done())
     assert turned.chunks == [(1, 5, False)]

@@ -124,7 +124,7 @@ class Wakes:
         instance.was_told(outcome.state)
         instance.owes_wake = bool(outcome.error) and outcome.state in ("asleep", "waking")
         if outcome.error == "UpdateUnderWay" and slept:
-            # nobody has tried to wake it
+            # the instance refused before it tried to wake
             instance.owes_wake = True
             self._again(instance)
         self._agreement.woke(instance)

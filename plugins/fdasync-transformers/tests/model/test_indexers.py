@@ -1,5 +1,5 @@
-"""Models whose indexers pick the positions that attention reads: what the blocks hold of it, who is refused, and that
-a self-check finds attention to other positions (tokens and rows: `test_families.py`)."""
+"""Models whose indexers pick the positions that attention reads. Blocks hold the indexers' keys, modules of other forms
+are refused, and the self-check finds attention to other positions. Tokens and rows: `test_families.py`."""
 
 from __future__ import annotations
 

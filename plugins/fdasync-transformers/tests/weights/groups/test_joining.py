@@ -65,6 +65,7 @@ async def test_a_rank_that_dies_when_it_has_told_its_address() -> None:
         await until(lambda: keys.check(["0/2"]), 60.0, 0.05)
         rank.kill()
         rank.wait()
+    # threads: the trainer and the rank that is refused each block until they have met
     joins = threading.Thread(target=_join, args=(sender,))
     joins.start()
     refused(msgspec.structs.replace(sender.group, rank=1))
