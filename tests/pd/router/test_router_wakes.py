@@ -21,6 +21,15 @@ def sleepers(scene, *deltas):
     return [Sleeper(script, deltas) for script in scene.scripts.values()]
 
 
+async def asleep_and_cut_off(scene):
+    """Both sleep, and the second one is out of reach."""
+    both = sleepers(scene)
+    await scene.router.sleep()
+    cut_off(scene, "m1")
+    await settle(5.0)
+    return both
+
+
 async def asks(scene, count=4):
     """Requests at once, all of which are served; returns how many each instance got."""
     for script in scene.scripts.values():
@@ -215,10 +224,7 @@ def mend(scene, name):
 
 @in_scene("m0", "m1")
 async def test_one_that_was_out_of_reach_is_woken_before_it_gets_requests(scene):
-    _, two = sleepers(scene)
-    await scene.router.sleep()
-    cut_off(scene, "m1")
-    await settle(5.0)
+    _, two = await asleep_and_cut_off(scene)
     assert await scene.router.wake() == "running"
     # its memory is not there at first
     two.fails = "WakeFailed"
@@ -256,10 +262,7 @@ async def test_one_that_is_lost_while_it_is_woken_is_woken_again(scene):
 
 @in_scene("m0", "m1")
 async def test_parts_that_it_missed_are_woken_and_no_others(scene):
-    _, two = sleepers(scene)
-    await scene.router.sleep()
-    cut_off(scene, "m1")
-    await settle(5.0)
+    _, two = await asleep_and_cut_off(scene)
     await scene.router.wake(["weights"])
     mend(scene, "m1")
     await settle(5.0)
@@ -276,10 +279,7 @@ async def test_parts_that_it_missed_are_woken_and_no_others(scene):
 
 @in_scene("m0", "m1")
 async def test_one_that_is_to_sleep_again_by_then_sleeps_on(scene):
-    _, two = sleepers(scene)
-    await scene.router.sleep()
-    cut_off(scene, "m1")
-    await settle(5.0)
+    _, two = await asleep_and_cut_off(scene)
     await scene.router.wake()
     await scene.router.sleep()
     mend(scene, "m1")
@@ -292,10 +292,7 @@ async def test_one_that_is_to_sleep_again_by_then_sleeps_on(scene):
 
 @in_scene("m0", "m1")
 async def test_a_sleep_that_all_refuse_leaves_the_wake_that_one_owes(scene):
-    _, two = sleepers(scene)
-    await scene.router.sleep()
-    cut_off(scene, "m1")
-    await settle(5.0)
+    _, two = await asleep_and_cut_off(scene)
     await scene.router.wake()
     obeys = scene.m0.obeys
     scene.m0.obeys = lambda command: obeys(command).__class__(command.number, "UpdateUnderWay", "busy")

@@ -53,18 +53,24 @@ def test_a_prompt_of_whole_blocks_leaves_its_state_to_others_too():
     assert table.scheduler.index.get(table.keys(range(12))[2]).snapshot is not None
 
 
-def test_the_last_token_waits_for_a_place():
+def test_a_sequence_that_is_handed_over_waits_for_a_place():
     table = table_of(num_snapshots=2, num_host_snapshots=2)
     begin(table, 1, range(10))
     table.turn(table.done())
-    # the copy of the first one's state is in flight, its prompt's own snapshot may go
-    begin(table, 2, range(100, 110))
-    assert table.flying == []
+    # both places are being copied to the host
+    assert begin(table, 2, range(100, 110)).steps == []
+    turned = table.turn(*[table.copied() for _ in list(table.copies)])
+    assert turned.chunks == [(2, 10, True)]
+    assert 10 in [take.position for take in turned.step.snapshots]
     table.work()
-    assert [take.group for take in table.hands.values()] == [1]
-    begun = table.turn(table.handed())
-    assert begun.steps == [] or begun.step.snapshots
+    # one place on the host is a peer's share
+    assert [hand.group for hand in table.hands.values()] == [1]
+    table.turn(table.handed(), *[table.sent(offer) for offer in list(table.offers)])
     table.work()
+    assert [hand.group for hand in table.hands.values()] == [2]
+    table.turn(table.handed())
+    table.work()
+    assert table.is_empty()
 
 
 def test_the_last_token_of_a_prompt_in_chunks_waits_for_a_place():
@@ -130,12 +136,18 @@ def test_a_decode_instance_gets_half_of_the_places():
 # -- the decode side
 
 
-def test_a_sample_starts_when_its_state_is_on_the_device():
+def arrived_at() -> PdTable:
+    """A lease whose two blocks are on the device; its first token is to come."""
     table = table_of()
     table.turn(table.lease(1, range(8)))
     table.turn(table.offered(1, 5, 0, 1))
     table.turn(table.received())
     table.turn(table.copied())
+    return table
+
+
+def test_a_sample_starts_when_its_state_is_on_the_device():
+    table = arrived_at()
     turned = table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
     receive = only(turned, ReceiveBlocks)
     assert (receive.offers, receive.indices, receive.host, len(receive.snapshots_host)) == ((6,), (3,), (), 1)
@@ -153,11 +165,7 @@ def test_a_sample_starts_when_its_state_is_on_the_device():
 
 
 def test_a_state_that_did_not_arrive_ends_the_lease():
-    table = table_of()
-    table.turn(table.lease(1, range(8)))
-    table.turn(table.offered(1, 5, 0, 1))
-    table.turn(table.received())
-    table.turn(table.copied())
+    table = arrived_at()
     table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
     turned = table.turn(table.received(arrived="-"))
     assert "did not arrive" in only(turned, DropLease).reason
@@ -166,11 +174,7 @@ def test_a_state_that_did_not_arrive_ends_the_lease():
 
 
 def test_a_lease_that_ends_while_its_state_is_on_the_way_leaves_nothing():
-    table = table_of()
-    table.turn(table.lease(1, range(8)))
-    table.turn(table.offered(1, 5, 0, 1))
-    table.turn(table.received())
-    table.turn(table.copied())
+    table = arrived_at()
     table.turn(table.first(1, 1, 6, 55, 0, with_state=True))
     table.turn(table.gives_up(1))
     assert holds(table) == 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
-    """The error of a reply that tells one (`done.error` is not ""); RemoteError for a kind that no caller tells apart."""
+    """The error of a reply that tells one (`done.error` is not ""); RemoteError for a kind that callers do not know."""
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
         return UpdateUnderWay(f"says {instance.peer.name}")

@@ -7,6 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Moves
@@ -259,6 +260,33 @@ class TestSealed(InFolder):
             assert await checked.put([items[0]]) == [DONE]
             assert await checked.get_into([self.item(0, 1)]) == [DONE]
             assert self.holds(self.item(0, 1), 77)
+            await checked.aclose()
+
+        on_loop(lambda _: play())(self)
+
+    @pytest.mark.parametrize("kind", [FileStore, OnLoop], ids=["beside", "on the loop"])
+    def test_blocks_with_a_state_lie_beside_those_without(self, kind):
+        state = Part(0, _RAW_AT, 9000)
+        schema = msgspec.structs.replace(SCHEMA, state=Section("state", "uint8", (9000,), 9000))
+
+        async def play():
+            checked = CheckedStore(kind(self.store(segment_nbytes=1 << 20, max_nbytes=1 << 26).config), schema)
+            await checked.open([self.region])
+            plain = self.item(0)
+            bare = self.item(1)
+            items = [plain, Item(bare.key, (*bare.parts, state))]
+            for number, item in enumerate(items):
+                self.fill(item, number + 1)
+            assert await checked.put(items) == [DONE, DONE]
+            for item in items:
+                self.fill(item, 255)
+            assert await checked.get_into(items) == [DONE, DONE]
+            assert [self.holds(item, number + 1) for number, item in enumerate(items)] == [True, True]
+            # a key has one form: who expects the other one finds damage, and nothing of it stays
+            for item in (bare, Item(plain.key, (*plain.parts, state))):
+                [outcome] = await checked.get_into([item])
+                assert outcome.status == "damaged"
+            assert await checked.get_into(items) == [MISS, MISS]
             await checked.aclose()
 
         on_loop(lambda _: play())(self)
