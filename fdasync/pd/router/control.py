@@ -404,7 +404,7 @@ class ControlPlane:
 
     def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
         """The instances that did as they were told. Others are dropped by name, where any did, but those that sleep or
-        have no whole weights. Raises the first error where none did."""
+        have no whole weights. Where none did, raises the first error of one that is awake, if one is."""
         answers, silent = outcomes
         for instance, done in answers:
             instance.was_told(done.state)
@@ -412,7 +412,10 @@ class ControlPlane:
         refused = [(instance, error_of(instance, done)) for instance, done in answers if done.error]
         if not took:
             errors = [error for _, error in refused + silent]
-            raise errors[0] if errors else PeerUnreachable("router", "no instance is there")
+            if not errors:
+                raise PeerUnreachable("router", "no instance is there")
+            # what an instance says that was awake is about the weights
+            raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
         for instance, error in refused + silent if drops else ():
             if isinstance(error, Asleep) or (isinstance(error, WeightsRejected) and instance.lacks_weights):
                 self.agreement.keep(instance, awaits_memory=isinstance(error, Asleep))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fdasync import GroupTensors, TensorMeta
-from fdasync.errors import Asleep, PeerUnreachable, UpdateUnderWay, WakeFailed, WeightsBroken
+from fdasync.errors import Asleep, PeerUnreachable, UpdateUnderWay, WakeFailed, WeightsBroken, WeightsRejected
 from fdasync.pd.messages import Command
 from tests.pd.router.weights_scene import Sleeper, dropped, namespace_of, problems, serve
 from tests.support.router_scene import in_scene, settle
@@ -68,6 +68,21 @@ async def test_one_that_sleeps_during_an_update_gets_the_weights_when_it_is_woke
     scene.m0.die()
     await settle(4.0)
     assert (await asks(scene))["m1"] == 4
+
+
+@in_scene("m0", "m1")
+async def test_weights_that_none_takes_are_refused_for_the_reason_of_one_that_is_awake(scene):
+    _, two = sleepers(scene)
+    await scene.router.sleep()
+    scene.m1.router.send(scene.m1.obeys(Command(0, "wake")))
+    await settle(2.0)
+    two.refuses = "WeightsRejected"
+    with pytest.raises(WeightsRejected, match="m1"):
+        await scene.router.update_weights(1, "/nowhere")
+    assert dropped(scene) == {}
+    await scene.router.sleep()
+    with pytest.raises(Asleep, match="m0"):
+        await scene.router.update_weights(1, "/w")
 
 
 @in_scene("m0", "m1")
