@@ -46,6 +46,7 @@ from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
+from fdasync_transformers.model.recurrent.plan import plan_size
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.device_group import join
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
@@ -301,10 +302,14 @@ class TransformersRunner(Runner):
         except (RuntimeError, MemoryError, OSError, RunnerError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
         try:
-            step_model.states = step_model.make_states(limits.max_running, capacity.num_snapshots)
-        except (RuntimeError, MemoryError) as error:
+            step_model.states = step_model.make_states(
+                limits.max_running, capacity.num_snapshots, None if self._memory is None else self._memory.allocator()
+            )
+        except (RuntimeError, MemoryError, RunnerError) as error:
             problem = f"{capacity.num_snapshots} snapshots cannot be allocated: {error}"
             raise ConfigError("num_snapshots", problem) from error
+        if isinstance(step_model, DeviceStepModel) and step_model.states is not None:
+            step_model.plan_size = plan_size(decode_rows(limits), limits.max_step_tokens, capacity.block_tokens)
         if self._memory is not None:
             self._memory.bind(pool, step_model.states)
         self._aux = step_model.aux = make_aux(
@@ -541,8 +546,9 @@ class TransformersRunner(Runner):
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
         limits = self.limits
         return DeviceStepModel(
-            model, layout, decode_rows(limits), live=self._live, fixed=fixed, most_run=1 + limits.speculation
-        )
+            model, layout, decode_rows(limits), live=self._live, fixed=fixed, most_run=1 + limits.speculation,
+            state=state,
+        )  # fmt: skip
 
     def _no_sleep(self) -> str:
         if self.limits.shows_blocks:

@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 from device_path import DEVICE, answers, assert_same, make_small_checkpoint
 
 FAMILIES = ["qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "llama4_text"]
+# layers with recurrent state: each kind of recurrence once
+RECURRENT = ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe"]
 MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe_lite", "phimoe", "granitemoe"]
 # Triton's interpreter takes seconds for each: one in `make test`, the others in `make test-all`
-MARKS: dict[str, Any] = {one: () if one == "qwen3_moe" else pytest.mark.slow for one in FAMILIES}
+QUICK = ("qwen3_moe", "qwen3_next")
+MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.slow for one in FAMILIES + RECURRENT}
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=MARKS.get(one, pytest.mark.gpu)) for one in FAMILIES + MORE]
+    "family", [pytest.param(one, marks=MARKS.get(one, pytest.mark.gpu)) for one in FAMILIES + RECURRENT + MORE]
 )
 async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> None:
     write_tiny_checkpoint(tmp_path, family)

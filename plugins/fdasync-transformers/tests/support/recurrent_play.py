@@ -55,7 +55,9 @@ class Player:
         batch = self.table.plan(RunStep(self._step, chunks=tuple(Chunk(*chunk) for chunk in chunks), **parts))
         assert self.states is not None
         for start in starts:
-            self.states.begin(self.table.lane_of(start.key), start.snapshot, start.num_cached)
+            self.states.check_start(start.snapshot, start.num_cached)
+            if start.snapshot >= 0:
+                self.states.begin(self.table.lane_of(start.key), start.snapshot)
         taken = [Take(self.table.lane_of(key), position, place) for key, position, place in takes]
         rows = np.arange(int(batch.counts.sum()))
         return self.model.run(batch, self.table, self.pool, rows, taken).clone()

@@ -52,6 +52,8 @@ from fdasync_transformers.execution.drafts.own_drafts import OwnDrafts
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.model.recurrent.pieces import Take
+from fdasync_transformers.model.recurrent.plan import plan_states
 from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.repeat import repeat_rows
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.execution.triton_paging import DeviceBatch
     from fdasync_transformers.sampling.sampler import SamplePlan
     from fdasync_transformers.sampling.scoring import ScorePlan
 
@@ -118,14 +121,16 @@ class DeviceExecutor(Executor):
         self._waiting: deque[Callable[[], None]] = deque()
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
-        # last, since nothing may fail behind it: it pins pages until it is closed
-        self._copies = (
-            None
-            if bound.host is None
-            else BlockCopies(
+        # last, since nothing may fail behind them: they pin pages until they are closed
+        self._copies = self._snapshot_copies = None
+        if bound.host is not None:
+            self._copies = BlockCopies(
                 bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.part
             )
-        )
+        if model.states is not None and bound.snapshots is not None:
+            self._snapshot_copies = BlockCopies(
+                model.states.places, bound.snapshots, services.streams, services.events, services.port
+            )
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
         """Capture decode steps at these batch sizes, and check them. Blocks its loop.
@@ -142,7 +147,8 @@ class DeviceExecutor(Executor):
             with self._services.streams.on("compute"):
                 self._own.capture(self.lone_sizes(sizes, len(self._bound.table.length)), self._services.graph_memory)
                 self._bound.pool.blocks[0].zero_()
-        self.flat_tokens = (self.run_graphs or self.graphs).sizes[-1]
+        # the tokens of one sequence follow each other through recurrent layers
+        self.flat_tokens = 0 if self.model.recurrent is not None else (self.run_graphs or self.graphs).sizes[-1]
 
     @staticmethod
     def lone_sizes(sizes: tuple[int, ...], running: int) -> tuple[int, ...]:
@@ -190,8 +196,9 @@ class DeviceExecutor(Executor):
         """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
         self._failure = self._failure or "the runner is closed"
         try:
-            if self._copies is not None:
-                await self._copies.aclose()
+            for copies in (self._copies, self._snapshot_copies):
+                if copies is not None:
+                    await copies.aclose()
         finally:
             await self._services.port.aclose()
             self.graphs = self.run_graphs = self.mixed = None
@@ -340,6 +347,7 @@ class DeviceExecutor(Executor):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
+        waiting = self._plan_states(step, batch, arrays)
         if drafted is not None and len(rows):
             arrays.update({RUNS + name: array for name, array in DeviceDrafts.arrays(drafted).items()})
         elif drafted is None and len(batch.sampled):
@@ -371,6 +379,7 @@ class DeviceExecutor(Executor):
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if self._own is not None:
                         self._own.enter(own(sent, OWN))
+                    self._begin_waiting(waiting)
                     if total:
                         passed, results = self._compute(batch, scores, sent, way, runs)
         except Exception:
@@ -491,20 +500,45 @@ class DeviceExecutor(Executor):
         elif way == "decodes":
             for ladder in (None if runs else self.graphs, self.run_graphs):
                 if passed is None and ladder is not None:
-                    passed = ladder.replay(sent["lanes"], sent["starts"])
+                    passed = ladder.replay(sent["lanes"], sent["starts"], sent.get("spans"))
             if passed is not None and "rows" in sent:
                 passed = Passed(passed.logits.index_select(0, sent["rows"]), passed.states)
         if scores is not None:
             head = self.model.head
             with head.keeping():
-                passed = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
+                passed = self.model.forward(self._shape(batch, sent, way, runs=runs), lanes, bound.pool)
                 scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, own(sent, SCORES))
         if passed is None:
-            passed = self.model.forward(device_batch(batch, sent, way, runs=runs), lanes, bound.pool)
+            passed = self.model.forward(self._shape(batch, sent, way, runs=runs), lanes, bound.pool)
         results = {SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return passed, results
+
+    def _shape(self, batch: Batch, sent: dict[str, torch.Tensor], way: Way, *, runs: bool) -> DeviceBatch:
+        return device_batch(batch, sent, way, runs=runs, size=self.model.plan_size)
+
+    def _plan_states(self, step: RunStep, batch: Batch, arrays: dict[str, NDArray[np.generic]]) -> dict[int, int]:
+        """Add what is sent of the step's recurrent states to `arrays`; returns lane and place of the sequences that
+        start behind a snapshot, and have no tokens in the step."""
+        table, states, size = self._bound.table, self.model.states, self.model.plan_size
+        if states is None or size is None:
+            return {}
+        begun = {}
+        for start in step.starts:
+            states.check_start(start.snapshot, start.num_cached)
+            if start.snapshot >= 0:
+                begun[table.lane_of(start.key)] = start.snapshot
+        takes = [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
+        if len(batch.positions) or takes:
+            arrays.update(plan_states(size, batch, begun, takes, states.num_lanes))
+        return {lane: place for lane, place in begun.items() if lane not in batch.lanes}
+
+    def _begin_waiting(self, waiting: dict[int, int]) -> None:
+        """Queue the copies of snapshots to lanes whose sequences have no tokens in this step."""
+        for lane, place in waiting.items():
+            assert self.model.states is not None
+            self.model.states.begin(lane, place)
 
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
         """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""
@@ -563,9 +597,11 @@ class DeviceExecutor(Executor):
 
     def _move(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """Queue a copy of blocks; rows stay in their slots."""
-        if self._copies is None:
+        if copy.snapshots:
+            inner = self._move_snapshots(copy)
+        elif self._copies is None:
             raise InvariantBroken("a copy, and there is no host tier")
-        if isinstance(copy, SwapOut):
+        elif isinstance(copy, SwapOut):
             inner = self._copies.out(copy.device, copy.host)
         else:
             inner = self._copies.back(copy.host, copy.device)
@@ -581,6 +617,14 @@ class DeviceExecutor(Executor):
 
         inner.add_done_callback(copied)
         return future
+
+    def _move_snapshots(self, copy: SwapOut | SwapIn) -> asyncio.Future[int]:
+        copies = self._snapshot_copies
+        if copies is None or copy.device or copy.host:
+            raise InvariantBroken(f"copy {copy.copy_id} has snapshots, and blocks too or no places on the host")
+        if isinstance(copy, SwapOut):
+            return copies.out(copy.snapshots, copy.snapshots_host)
+        return copies.back(copy.snapshots_host, copy.snapshots)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

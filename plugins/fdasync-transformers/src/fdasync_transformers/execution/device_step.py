@@ -18,15 +18,19 @@ from fdasync.errors import InvariantBroken
 from fdasync.gpu.kernels.attention.decode_rows import row_tiles, tile_rows
 from fdasync.gpu.kernels.attention.prefill import prefill_tiles
 from fdasync.gpu.kernels.layout import step_layout
+from fdasync.gpu.kernels.recurrence.spans import PlanSize, Spans
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
+from fdasync_transformers.model.recurrent.flat import FlatSteps
+from fdasync_transformers.model.recurrent.plan import plan_states
 from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.kv import KVLayout, KVPool
     from fdasync_transformers.model.recurrent.pieces import Take
+    from fdasync_transformers.model.recurrent.states import StateLayout
 
 
 #: how a step's tokens attend. "both": sequences that decode by the kernel for one query, others in tiles. "decodes":
@@ -60,6 +65,8 @@ class DeviceStepModel(StepModel):
 
     Attributes:
         mtp: passes of the multi-token prediction layers; None: the model has none.
+        plan_size: of the plans of recurrent states that graphs read; set before any is captured. None: the model has
+            no recurrent layers.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class DeviceStepModel(StepModel):
         live: LiveRows,
         fixed: bool = False,
         most_run: int = 1,
+        state: StateLayout | None = None,
     ) -> None:
         """Takes a model on a device where kernels run.
 
@@ -79,8 +87,11 @@ class DeviceStepModel(StepModel):
             live: of the model's fused modules; set in each pass.
             fixed: with fixed numerics.
             most_run: most rows of one sequence that decode side by side, its drafts among them.
+            state: of a sequence, where the model has recurrent layers.
         """
-        super().__init__(model, layout, fixed=fixed)
+        super().__init__(model, layout, fixed=fixed, state=state)
+        self._flat = None if self.recurrent is None else FlatSteps(self.recurrent.forwards, self.recurrent.layout)
+        self.plan_size: PlanSize | None = None
         self._live = live
         self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(most_decodes, model.device, fixed=fixed)
@@ -103,14 +114,18 @@ class DeviceStepModel(StepModel):
         takes: Sequence[Take] = (),
     ) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
-        if takes:
-            raise InvariantBroken(f"step {batch.step_id} takes snapshots of recurrent state, on a device")
         device = self.model.device
         lanes = self.lanes_of(table)
         lanes.mirror(table)
         arrays = batch_arrays(batch, rows)
+        size = None
+        if self.states is not None:
+            size = PlanSize(len(batch.lanes), len(batch.lanes) + len(takes))
+            arrays.update(plan_states(size, batch, {}, takes, self.states.num_lanes))
+        elif takes:
+            raise InvariantBroken(f"step {batch.step_id} takes snapshots of a model without recurrent state")
         sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        return self.forward(device_batch(batch, sent), lanes, pool).logits
+        return self.forward(device_batch(batch, sent, size=size), lanes, pool).logits
 
     def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> Passed:
         """Queue the step on the current stream.
@@ -120,7 +135,8 @@ class DeviceStepModel(StepModel):
         context, ids = self.begin(batch, lanes, pool)
         if self.aux is not None:
             self.aux.begin(context.positions)
-        with self._living(context), nullcontext() if self.mtp is None else self.head.keeping():
+        keeping = nullcontext() if self.mtp is None else self.head.keeping()
+        with self._living(context), keeping, self._recurring(batch):
             with self.inference():
                 output = self.model(
                     input_ids=ids[None],
@@ -174,6 +190,13 @@ class DeviceStepModel(StepModel):
         )  # fmt: skip
         return StepContext(layers=self._layers, paging=paging, positions=positions, latents=LatentCatcher()), ids
 
+    def _recurring(self, batch: DeviceBatch) -> AbstractContextManager[None]:
+        if self._flat is None:
+            return nullcontext()
+        if batch.spans is None or self.states is None:
+            raise InvariantBroken("a pass of a model with recurrent state, without its plan or its memory")
+        return self._flat.step(batch.spans, self.states)
+
     @contextmanager
     def _living(self, context: StepContext) -> Iterator[None]:
         """Fused modules see which rows of the pass are stored."""
@@ -215,9 +238,18 @@ def batch_arrays(batch: Batch, rows: NDArray[np.int64], way: Way = "both") -> di
     return arrays
 
 
-def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both", *, runs: bool = False) -> DeviceBatch:
-    """The shape of a step, from the tensors of `batch_arrays` on the device; `runs` as of a `DeviceBatch`."""
+def device_batch(
+    batch: Batch,
+    sent: dict[str, torch.Tensor],
+    way: Way = "both",
+    *,
+    runs: bool = False,
+    size: PlanSize | None = None,
+) -> DeviceBatch:
+    """The shape of a step, from the tensors of `batch_arrays` on the device, and those of `plan_states` where `size`
+    is given; `runs` as of a `DeviceBatch`."""
     tokens = len(batch.positions)
+    spans = None if size is None else Spans.of(sent["spans"], size, sent.get("owners"), len(batch.lanes))
     return DeviceBatch(
         tokens=tokens,
         decodes={"both": batch.num_decodes, "decodes": tokens, "tiles": 0}[way],
@@ -228,4 +260,5 @@ def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both",
         tiles=sent.get("tiles"),
         rows=sent.get("rows"),
         runs=runs,
+        spans=spans,
     )

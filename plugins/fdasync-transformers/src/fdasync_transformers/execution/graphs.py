@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync_transformers.execution.device_step import Passed
+from fdasync_transformers.execution.plan_buffer import PlanBuffer
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class GraphLadder:
         # graphs read these three at their addresses for as long as they live
         self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._runs = runs
+        self._plan = PlanBuffer.of(model)
         self._captured: dict[int, _Captured] = {}
         # the largest first: the smaller ones then fit into its memory
         for size in reversed(sizes):
@@ -106,6 +108,8 @@ class GraphLadder:
         start = torch.zeros(1, dtype=torch.int64, device=device)
         for size, captured in self._captured.items():
             self._set(lane, start, size)
+            if self._plan is not None:
+                self._plan.set_first(1)
             batch = self._batch(size)
             wanted = model.forward(batch, lanes, pool).logits[:1].float()
             captured.graph.replay()
@@ -115,23 +119,26 @@ class GraphLadder:
                 return size
         return 0
 
-    def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> Passed | None:
-        """Queue a decode step of these sequences (int32 and int64 [n]); its tensors are valid until the next replay of
-        any graph in the same memory, and its states have padding behind. None where there are more sequences than the
-        largest size."""
+    def replay(self, lanes: torch.Tensor, starts: torch.Tensor, plan: torch.Tensor | None = None) -> Passed | None:
+        """Queue a decode step of these sequences (int32 and int64 [n]) with the plan of their recurrent states; its
+        tensors are valid until the next replay of any graph in the same memory, and its states have padding behind.
+        None where there are more sequences than the largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):
             return None
         size = self.sizes[place]
         self._set(lanes, starts, size)
+        if self._plan is not None and plan is not None:
+            self._plan.set(plan)
         captured = self._captured[size]
         captured.graph.replay()
         return Passed(captured.passed.logits[:count], captured.passed.states)
 
     def _batch(self, size: int) -> DeviceBatch:
         lanes, starts, first_rows = self._lanes[:size], self._starts[:size], self._first_rows[: size + 1]
-        return DeviceBatch(size, size, lanes, starts, first_rows, runs=self._runs)
+        spans = None if self._plan is None else self._plan.spans(size)
+        return DeviceBatch(size, size, lanes, starts, first_rows, runs=self._runs, spans=spans)
 
     def _set(self, lanes: torch.Tensor, starts: torch.Tensor, size: int) -> None:
         """Queue the inputs of the next replay of this size: these sequences, and padding behind them."""

@@ -132,7 +132,9 @@ class HostExecutor(Executor):
         table, states = self._bound.table, self._model.states
         if states is not None:
             for start in step.starts:
-                states.begin(table.lane_of(start.key), start.snapshot, start.num_cached)
+                states.check_start(start.snapshot, start.num_cached)
+                if start.snapshot >= 0:
+                    states.begin(table.lane_of(start.key), start.snapshot)
         return [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
 
     def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int) -> StepOutput:

@@ -16,6 +16,7 @@ import torch
 from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE
 from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.graphs import MOST_ERROR
+from fdasync_transformers.execution.plan_buffer import PlanBuffer
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class MixedLadder:
         self._counts = torch.zeros(places, dtype=torch.int32, device=device)
         self._tiles = torch.zeros((places + sizes[-1] // PREFILL_TILE, 2), dtype=torch.int32, device=device)
         self._rows = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._plan = PlanBuffer.of(model, sizes[-1])
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Passed]] = {}
         self._pad(0, 0, 0, 0)
         if device.type == "cuda":
@@ -99,9 +101,11 @@ class MixedLadder:
 
     def _forward(self, size: int) -> Passed:
         tiles = self._tiles[: self.sequences + 1 + size // PREFILL_TILE]
+        spans = None if self._plan is None else self._plan.spans(self.sequences, size)
         batch = DeviceBatch(
-            size, 0, self._lanes, self._starts, self._first_rows, self._counts, tiles, self._rows, padded=True
-        )
+            size, 0, self._lanes, self._starts, self._first_rows, self._counts, tiles, self._rows, padded=True,
+            spans=spans,
+        )  # fmt: skip
         return self._model.forward(batch, self._tables, self._pool)
 
     def size_of(self, tokens: int, sequences: int) -> int:
@@ -113,7 +117,7 @@ class MixedLadder:
         """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`. Its tensors
         are valid until the next replay of any graph in the same memory, and its states have padding behind.
 
-        `sent` has the arrays of `batch_arrays` for tiles, on the device.
+        `sent` has the arrays of `batch_arrays` for tiles, and those of `plan_states`, on the device.
         """
         rows = sent["rows"]
         pairs = (
@@ -126,6 +130,8 @@ class MixedLadder:
         )
         for kept, given in pairs:
             kept[: len(given)].copy_(given, non_blocking=True)
+        if self._plan is not None and "spans" in sent:
+            self._plan.set(sent["spans"], sent["owners"])
         self._pad(len(sent["lanes"]), tokens, len(sent["tiles"]), len(rows))
         size = self.size_of(tokens, len(sent["lanes"]))
         if self._captured:
@@ -164,6 +170,8 @@ class MixedLadder:
             "tiles": tiles,
             "rows": rows,
         }
+        if self._plan is not None:
+            self._plan.set_first(2)
         for size in self.sizes:
             # sets the buffers; it replays the smallest size, as for any two tokens
             self.replay(sent, 2)

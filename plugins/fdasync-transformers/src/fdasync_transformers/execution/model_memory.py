@@ -60,7 +60,7 @@ class ModelMemory(ABC):
         return None
 
     def allocator(self) -> Callable[[int], torch.Tensor] | None:
-        """What makes the memory of the blocks, as `KVPool` takes it; None: torch does."""
+        """What makes the memory of the blocks, as `KVPool` takes it, and of recurrent state; None: torch does."""
         return None
 
     def bind(self, pool: KVPool, states: States | None = None) -> None:
@@ -171,13 +171,14 @@ class DeviceMemory(ModelMemory):
         self._device = device
         self._driver = Driver()
         self._weights: MappedMemory | None = None
-        self._blocks: MappedMemory | None = None
+        # of KV, and of recurrent state where there is any
+        self._blocks: list[MappedMemory] = []
         self._copy: HostCopy | None = None
         self._is_kept = False
 
     @property
     def held_nbytes(self) -> int:
-        return sum(memory.nbytes for memory in (self._weights, self._blocks) if memory is not None)
+        return sum(memory.nbytes for memory in (self._weights, *self._blocks) if memory is not None)
 
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
         super().maker(model)
@@ -214,8 +215,8 @@ class DeviceMemory(ModelMemory):
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         torch.cuda.empty_cache()
-        self._blocks = MappedMemory.create(self._driver, self._device, nbytes)
-        return self._blocks.tensor()
+        self._blocks.append(MappedMemory.create(self._driver, self._device, nbytes))
+        return self._blocks[-1].tensor()
 
     def release(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
         torch.cuda.synchronize(self._device)  # blocking: no step is in flight, in a worker process
@@ -251,12 +252,13 @@ class DeviceMemory(ModelMemory):
             torch.cuda.synchronize(self._device)  # blocking: as in `release`
 
     def _release_blocks(self) -> None:
-        if self._blocks is not None:
-            self._blocks.release()
+        for memory in self._blocks:
+            memory.release()
 
     def _regain_blocks(self) -> None:
-        if self._blocks is not None and self._pool is not None:
-            self._blocks.regain()
+        for memory in self._blocks:
+            memory.regain()
+        if self._pool is not None:
             # an old NaN in a block that is filled in part must not reach a masked sum
             self._pool.blocks.zero_()
 
@@ -266,8 +268,9 @@ class DeviceMemory(ModelMemory):
     def close(self) -> None:
         super().close()
         weights, blocks, copy = self._weights, self._blocks, self._copy
-        self._weights = self._blocks = self._copy = None
-        for memory in (weights, blocks):
+        self._weights = self._copy = None
+        self._blocks = []
+        for memory in (weights, *blocks):
             if memory is not None:
                 memory.close()
         if copy is not None:

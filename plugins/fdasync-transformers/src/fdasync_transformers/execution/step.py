@@ -27,7 +27,7 @@ from fdasync_transformers.model.recurrent.steps import RecurrentSteps
 from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -135,11 +135,13 @@ class StepModel:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def make_states(self, num_lanes: int, num_places: int = 0) -> States | None:
-        """Fresh memory of recurrent state; None: the model has none."""
+    def make_states(
+        self, num_lanes: int, num_places: int = 0, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> States | None:
+        """Fresh memory of recurrent state, as `States`; None: the model has none."""
         if self.recurrent is None:
             return None
-        return States(self.recurrent.layout, num_lanes, num_places, self.model.device)
+        return States(self.recurrent.layout, num_lanes, num_places, self.model.device, allocate)
 
     def _mixing(self, batch: Batch, takes: Sequence[Take]) -> AbstractContextManager[None]:
         if self.recurrent is None:

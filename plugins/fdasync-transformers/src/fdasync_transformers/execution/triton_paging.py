@@ -22,6 +22,7 @@ from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.attention.decode import Workspace
+    from fdasync.gpu.kernels.recurrence.spans import Spans
     from fdasync_transformers.model.kv import KVPool, LayerSpec
 
 
@@ -59,6 +60,7 @@ class DeviceBatch:
         rows: int64 [N], rows whose logits are wanted; None: all.
         padded: whether rows may belong to no sequence.
         runs: whether decodes may be several rows of one sequence, side by side.
+        spans: of recurrent layers; None: the model has none.
     """
 
     tokens: int
@@ -71,6 +73,7 @@ class DeviceBatch:
     rows: torch.Tensor | None = None
     padded: bool = False
     runs: bool = False
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         }
         refuse_unservable(model)
         if find_mixers(model):
-            refuse_undone(checkpoint.model_type, config, limits, device)
+            refuse_undone(model, checkpoint.model_type, config, limits, device)
         if find_indexers(model):
             indexed.refuse_undone(checkpoint.model_type, config, limits, device)
         facts["max_context_tokens"] = max_context_of(model, limits)

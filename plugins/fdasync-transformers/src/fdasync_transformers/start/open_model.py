@@ -105,7 +105,7 @@ def open_model(
     kind = checkpoint.model_type
     refuse_unservable(model)
     if find_mixers(model):
-        refuse_undone(kind, config, limits, device)
+        refuse_undone(model, kind, config, limits, device)
     if find_indexers(model):
         indexed.refuse_undone(kind, config, limits, device)
     check_routing(model, limits)

@@ -1,6 +1,6 @@
 """What models with recurrent layers are not served with yet, and why.
 
-Knows configs; knows no modules. Called by `open_model.py` and `examine.py`, before weights are loaded.
+Knows configs and mixers. Called by `open_model.py` and `examine.py`, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.model.recurrent.flat import find_missing
 from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:
@@ -19,15 +20,19 @@ if TYPE_CHECKING:
     from fdasync_transformers.start.runner_config import TransformersConfig
 
 
-def refuse_undone(kind: str, config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+def refuse_undone(
+    model: torch.nn.Module, kind: str, config: TransformersConfig, limits: RunnerLimits, device: torch.device
+) -> None:
     """Raise ConfigError, naming the field, for what is not done yet for a model with recurrent layers."""
-    for field, why in _undone(config, limits, device):
+    for field, why in _undone(model, config, limits, device):
         raise ConfigError(field, f"is not for models with recurrent layers so far, such as {kind}: {why}")
 
 
-def _undone(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> Iterator[tuple[str, str]]:
-    if uses_kernels(config, device):
-        yield "runner_config.device", "their steps run on CPUs, without kernels"
+def _undone(
+    model: torch.nn.Module, config: TransformersConfig, limits: RunnerLimits, device: torch.device
+) -> Iterator[tuple[str, str]]:
+    if uses_kernels(config, device) and (missing := find_missing(model)):
+        yield "runner_config.device", f"no kernel knows the recurrence of {missing}; steps on CPUs do"
     if limits.tensor_parallel > 1:
         yield "tensor_parallel", "the heads of a state are not shared out to ranks"
     if limits.sum_slices > 1:

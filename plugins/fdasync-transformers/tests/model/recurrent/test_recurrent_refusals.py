@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("runner_config.device", {"config": {"kernels": "triton"}}),
         ("sum_slices", {"sum_slices": 2, "numerics": "fixed"}),
         ("numerics", {"numerics": "fixed"}),
         ("speculation", {"speculation": 2}),
@@ -43,8 +42,19 @@ async def test_what_is_not_done_is_refused_by_its_field(
 def test_multi_token_prediction_is_refused() -> None:
     limits = RunnerLimits(max_running=1, max_step_tokens=8)
     with pytest.raises(ConfigError) as caught:
-        refuse_undone("qwen3_next", TransformersConfig(mtp=True), limits, torch.device("cpu"))
+        refuse_undone(torch.nn.Module(), "qwen3_next", TransformersConfig(mtp=True), limits, torch.device("cpu"))
     assert caught.value.field == "runner_config.mtp"
+
+
+@pytest.mark.parametrize(("family", "mixer"), [("zaya", "ZayaCCA"), ("minimax", "MiniMaxLightningAttention")])
+async def test_a_recurrence_without_a_kernel_is_refused_on_gpus(
+    tmp_path: Path, family: str, mixer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_tiny_checkpoint(tmp_path, family)
+    with pytest.raises(ConfigError, match=rf"no kernel knows the recurrence of .*{mixer}") as caught:
+        await Driver.open(tmp_path, config={"kernels": "triton"})
+    assert caught.value.field == "runner_config.device"
 
 
 async def test_a_scan_without_a_state_is_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_start_that_fits_no_snapshot_is_refused() -> None:
     player = Player(make_tiny_model("lfm2_moe"))
     for cached, place in ((BLOCK, -1), (0, 1), (BLOCK, 4)):
         with pytest.raises(InvariantBroken, match=f"behind {cached} tokens, from snapshot {place}"):
-            player.states.begin(0, place, cached)
+            player.states.check_start(place, cached)
     player.model.states = None
     with pytest.raises(InvariantBroken, match="which has no memory"):
         player.step(starts=[start(1, tokens_of(1), range(5))], chunks=[(1, 4, False)])

@@ -16,7 +16,7 @@ from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 Kind = Literal["convolution", "recurrent"]
 
@@ -60,25 +60,44 @@ class States:
     Attributes:
         memory: uint8 [lanes + places, nbytes], all there is.
         places: uint8 [places, nbytes], a view of it.
-        live: by spec, [lanes, layers, *shape], views of it.
+        rows: by spec, [lanes + places, layers, *shape], views of it.
+        live: by spec, [lanes, layers, *shape], views of these.
         kept: by spec, [places, layers, *shape], likewise.
     """
 
-    def __init__(self, layout: StateLayout, num_lanes: int, num_places: int, device: torch.device) -> None:
-        self.memory = torch.zeros(num_lanes + num_places, layout.nbytes, dtype=torch.uint8, device=device)
+    def __init__(
+        self,
+        layout: StateLayout,
+        num_lanes: int,
+        num_places: int,
+        device: torch.device,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """`allocate`: makes uint8 memory of so many bytes; None: torch does."""
+        shape = num_lanes + num_places, layout.nbytes
+        if allocate is None:
+            self.memory = torch.zeros(shape, dtype=torch.uint8, device=device)
+        else:
+            self.memory = allocate(shape[0] * shape[1]).view(shape).zero_()
         self._lanes, self.places = self.memory[:num_lanes], self.memory[num_lanes:]
-        self.live = _views(self._lanes, layout.specs)
-        self.kept = _views(self.places, layout.specs)
+        self.rows = _views(self.memory, layout.specs)
+        self.live = tuple(rows[:num_lanes] for rows in self.rows)
+        self.kept = tuple(rows[num_lanes:] for rows in self.rows)
 
-    def begin(self, lane: int, place: int, num_cached: int) -> None:
-        """A sequence starts in a lane: behind cached tokens from a snapshot, else (-1) from nothing.
+    @property
+    def num_lanes(self) -> int:
+        """Live states; the places begin behind them."""
+        return len(self._lanes)
 
-        Raises InvariantBroken.
-        """
+    def check_start(self, place: int, num_cached: int) -> None:
+        """Raise InvariantBroken unless a sequence can start so: behind cached tokens from a snapshot, else (-1) from
+        nothing."""
         if (place < 0) != (num_cached == 0) or place >= len(self.places):
             raise InvariantBroken(f"a sequence starts behind {num_cached} tokens, from snapshot {place}")
-        if place >= 0:
-            self._lanes[lane] = self.places[place]
+
+    def begin(self, lane: int, place: int) -> None:
+        """A sequence starts in a lane from a snapshot."""
+        self._lanes[lane] = self.places[place]
 
     def take(self, part: Part, lane: int, place: int) -> None:
         """Copy a part of a lane's state to a place of snapshots."""

@@ -73,23 +73,28 @@ class MixedForward:
 
 
 class RecurrentSteps:
-    """See the module. `layout`: as `probe.find_state` found it in this model."""
+    """See the module.
+
+    Attributes:
+        layout: as `probe.find_state` found it in this model.
+        forwards: of its mixers.
+    """
 
     def __init__(self, model: torch.nn.Module, layout: StateLayout) -> None:
         self.layout = layout
-        self._forwards = [MixedForward(mixer) for mixer in find_mixers(model)]
+        self.forwards = [MixedForward(mixer) for mixer in find_mixers(model)]
 
     @contextmanager
     def step(self, pieces: Pieces, states: States) -> Iterator[None]:
         """Within the context the model computes these pieces, in this order."""
         lanes = torch.tensor([piece.lane for piece in pieces.singles], device=states.memory.device)
         try:
-            for forward in self._forwards:
+            for forward in self.forwards:
                 parts = self.layout.parts[forward.mixer.name]
                 forward.compute = _MixerStep(forward, parts, pieces, states, lanes)
             yield
         finally:
-            for forward in self._forwards:
+            for forward in self.forwards:
                 forward.compute = None
 
 

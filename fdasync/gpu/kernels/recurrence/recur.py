@@ -1,0 +1,178 @@
+"""Linear recurrence over the sequences of a step: the core of gated delta nets, Kimi delta attention and Mamba 2.
+
+For each head a state S [keys, values] goes from token to token: S = decay * S, then S = S + key (x) update, and the
+output is query @ S. The update is the value, or by the *delta rule* beta * (value - key @ S). A token's numbers are
+computed in one order of sums, whether it comes alone, in a chunk or behind a snapshot: so its bits follow from its
+sequence alone. Rows and states are those of `spans.py`. Knows no models. Called by the plugins' GPU runners. Runs on
+CUDA, or on the CPU under Triton's interpreter (tests).
+
+Source of the delta rule with decay: Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+
+if TYPE_CHECKING:
+    from fdasync.gpu.kernels.recurrence.spans import Spans
+
+#: how queries and keys are scaled to unit length: not at all, by the inverse root, or by division
+Norm = Literal["none", "rsqrt", "divide"]
+_NORMS: dict[Norm, int] = {"none": 0, "rsqrt": 1, "divide": 2}
+_EPSILON: tl.constexpr = tl.constexpr(1e-6)
+_WIDEST_KEY = 256
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
+    if norm == 1:
+        x = x * tl.rsqrt(tl.sum(x * x, 0) + _EPSILON)
+    if norm == 2:
+        x = x / tl.sqrt(tl.sum(x * x, 0) + _EPSILON)
+    return x
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=[
+        "query", "key", "value", "decay", "beta", "out", "states", "sources", "first_rows", "first_stops", "stops",
+    ],
+)  # fmt: skip
+def _recur_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, out, states, sources, first_rows, first_stops, stops, scale,
+    query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
+    out_row, out_head, state_row, state_head, state_key, state_value,
+    keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
+    norm: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    source = tl.load(sources + sequence)
+    if source > -2:
+        k = tl.arange(0, key_cells)
+        v = tl.program_id(0) * value_cells + tl.arange(0, value_cells)
+        cells = head * state_head + k[:, None] * state_key + v[None, :] * state_value
+        here = (k < keys)[:, None] & (v < values)[None, :]
+        held = states + tl.maximum(source, 0).to(tl.int64) * state_row
+        state = tl.load(held + cells, mask=here & (k < tl.where(source >= 0, keys, 0))[:, None], other=0.0).to(
+            tl.float32
+        )
+        begin = tl.load(first_rows + sequence)
+        wide = begin.to(tl.int64) * 0
+        for stop in range(tl.load(first_stops + sequence), tl.load(first_stops + sequence + 1)):
+            end = tl.load(stops + 2 * stop)
+            for row in range(begin, end):
+                at = wide + row
+                q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
+                q = _unit(q.to(tl.float32), norm) * scale
+                key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
+                key_ = _unit(key_.to(tl.float32), norm)
+                update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
+                update = update.to(tl.float32)
+                if by_key:
+                    fade = tl.load(decay + at * decay_row + head * decay_head + k, mask=k < keys, other=0.0)
+                    state = state * tl.exp(fade.to(tl.float32))[:, None]
+                else:
+                    state = state * tl.exp(tl.load(decay + at * decay_row + head * decay_head).to(tl.float32))
+                if delta:
+                    rate = tl.load(beta + at * beta_row + head * beta_head).to(tl.float32)
+                    update = (update - tl.sum(state * key_[:, None], 0)) * rate
+                state = state + key_[:, None] * update[None, :]
+                result = tl.sum(state * q[:, None], 0)
+                tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
+            target = states + tl.load(stops + 2 * stop + 1).to(tl.int64) * state_row
+            tl.store(target + cells, state, mask=here)
+            begin = end
+
+
+def recur(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    states: torch.Tensor,
+    spans: Spans,
+    *,
+    scale: float = 1.0,
+    norm: Norm = "none",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Run a step's rows through the recurrence, and leave the states at its stops; one launch, capturable.
+
+    Computed in float32. Rows of no sequence are zeros.
+
+    Args:
+        query, key: [T, G, K], of any stride but in their last dimension; each serves H / G value heads that stand
+            side by side.
+        value: [T, H, V], likewise.
+        decay: logarithms, [T, H], or [T, H, K] for one of each key's cell.
+        beta: [T, H], the rate of the delta rule; None: the update is the value.
+        states: [rows, H, K, V] of any stride. Written.
+        spans: the step's.
+        scale: of queries. norm: of queries and keys before.
+        dtype: of the result; None: that of values.
+
+    Returns:
+        [T, H, V].
+
+    Raises:
+        BadInput: another shape or dtype; keys of more than 256 cells.
+    """
+    rows, heads, values = _check(query, key, value, decay, beta, states, spans)
+    groups, keys = query.shape[1:]
+    out = torch.zeros((rows, heads, values), dtype=dtype or value.dtype, device=value.device)
+    if not rows or not len(spans.sources):
+        return out
+    single = spans.owners is None
+    # alone, a state is read and written once: lines of memory count. In a row of tokens the way from one to the next
+    # counts, and that many programs share it
+    cells = min(32 if single else 16, triton.next_power_of_2(values))
+    grid: Any = (triton.cdiv(values, cells), heads, len(spans.sources))
+    rates = value if beta is None else beta
+    _recur_kernel[grid](
+        query, key, value, decay, rates, out, states, spans.sources, spans.first_rows, spans.first_stops,
+        spans.stops, scale, query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
+        value.stride(1), decay.stride(0), decay.stride(1), rates.stride(0), rates.stride(1), out.stride(0),
+        out.stride(1), states.stride(0), states.stride(1), states.stride(2), states.stride(3),
+        keys=keys, values=values, group=heads // groups, delta=beta is not None, by_key=decay.dim() == 3,
+        norm=_NORMS[norm], key_cells=triton.next_power_of_2(keys), value_cells=cells,
+        num_warps=4 if single else 1,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    states: torch.Tensor,
+    spans: Spans,
+) -> tuple[int, int, int]:
+    """Rows, value heads, and cells of a value."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3 or tensor.stride(2) != 1:
+            raise BadInput(name, f"{tuple(tensor.shape)} of strides {tensor.stride()} where heads were expected")
+    rows, heads, values = value.shape
+    groups, keys = query.shape[1:]
+    if key.shape != query.shape or len(query) != rows or heads % groups:
+        raise BadInput("key", f"{tuple(key.shape)} with queries {tuple(query.shape)}, values {tuple(value.shape)}")
+    if keys > _WIDEST_KEY:
+        raise BadInput("key", f"of {keys} cells", limit=f"{_WIDEST_KEY}")
+    if tuple(decay.shape) not in ((rows, heads), (rows, heads, keys)) or (decay.dim() == 3 and decay.stride(2) != 1):
+        raise BadInput("decay", f"{tuple(decay.shape)} for {rows} rows of {heads} heads")
+    if beta is not None and tuple(beta.shape) != (rows, heads):
+        raise BadInput("beta", f"{tuple(beta.shape)} for {rows} rows of {heads} heads")
+    if tuple(states.shape[1:]) != (heads, keys, values):
+        raise BadInput("states", f"{tuple(states.shape)} where [rows, {heads}, {keys}, {values}] was expected")
+    expected = len(spans.sources) if spans.owners is None else len(spans.owners)
+    if rows != expected:
+        raise BadInput("value", f"{rows} rows, and the spans are of {expected}")
+    return rows, heads, values

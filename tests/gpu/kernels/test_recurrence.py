@@ -1,0 +1,230 @@
+"""Convolution and linear recurrence over spans: `gpu/kernels/recurrence/` against plain loops over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdasync.errors import BadInput, InvariantBroken
+from fdasync.gpu.kernels.recurrence.conv import convolve
+from fdasync.gpu.kernels.recurrence.recur import Norm, recur
+from fdasync.gpu.kernels.recurrence.spans import ABSENT, FRESH, PlanSize, Spans, plan_spans
+
+MEMORY_ROWS = 9
+SIZE = PlanSize(6, 14)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sequences with a source, rows and further stops; their states go on in the memory's rows 0, 1, 2, ..."""
+
+    sources: tuple[int, ...]
+    counts: tuple[int, ...]
+    takes: tuple[tuple[int, int, int], ...] = ()
+    padding: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts) + self.padding
+
+    def spans(self, device: torch.device) -> Spans:
+        targets = np.arange(len(self.counts))
+        plan = plan_spans(SIZE, np.array(self.sources), np.array(self.counts), targets, self.takes)
+        owners = None
+        if set(self.counts) != {1}:
+            owners = torch.tensor(
+                [*np.repeat(targets, self.counts).tolist(), *[-1] * self.padding], dtype=torch.int32, device=device
+            )
+        return Spans.of(torch.from_numpy(plan).to(device), SIZE, owners, SIZE.sequences if owners is not None else 3)
+
+
+# begun and fresh, a sequence of one token among others, snapshots within and at the end; decodes alone
+CHUNKS = Step((0, FRESH, 7, 3), (5, 7, 1, 2), ((1, 4, 6), (1, 7, 8), (0, 2, 5)), padding=2)
+DECODES = Step((0, 7, 2), (1, 1, 1), ((1, 1, 5),))
+
+
+def plain(step: Step, memory: torch.Tensor, forward: object) -> torch.Tensor:
+    """Each token in turn: `forward(row, state)` gives output and new state. Writes to `memory` at the stops."""
+    before, first, outputs = memory.clone(), 0, []
+    for number, (source, count) in enumerate(zip(step.sources, step.counts, strict=True)):
+        state = torch.zeros_like(before[0]) if source < 0 else before[source].clone()
+        stops = {at: row for owner, at, row in step.takes if owner == number}
+        for token in range(count):
+            out, state = forward(first + token, state)  # type: ignore[operator]
+            outputs.append(out)
+            if token + 1 in stops:
+                memory[stops[token + 1]] = state
+        memory[number] = state
+        first += count
+    whole = torch.stack(outputs)
+    return torch.cat([whole, whole.new_zeros((step.padding, *whole.shape[1:]))])
+
+
+@pytest.mark.parametrize("step", [CHUNKS, DECODES])
+@pytest.mark.parametrize(("silu", "bias", "kept"), [(True, False, 4), (False, True, 3)])
+def test_a_convolution_is_that_of_each_sequence_alone(
+    step: Step, silu: bool, bias: bool, kept: int, device: torch.device
+) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    channels, taps = 300, 4
+    x = torch.randn(step.rows, channels + 5, generator=drawn)[:, :channels].to(device)
+    weight = torch.randn(channels, taps, generator=drawn).to(device)
+    added = torch.randn(channels, generator=drawn).to(device) if bias else None
+    # a layer's part of a larger memory
+    memory = torch.randn(MEMORY_ROWS, 2, channels, kept, generator=drawn).to(device)[:, 1]
+    expected = memory.clone()
+
+    def forward(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.cat([state, x[row, :, None]], 1)
+        out = (inputs[:, -taps:] * weight).sum(1) + (0 if added is None else added)
+        return F.silu(out) if silu else out, inputs[:, 1:]
+
+    wanted = plain(step, expected, forward)
+    got = convolve(x, weight, added, memory, step.spans(device), silu=silu)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    # inputs are copied
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("step", [CHUNKS, DECODES])
+@pytest.mark.parametrize(
+    ("delta", "by_key", "norm", "turned"),
+    [(True, False, "rsqrt", False), (True, True, "divide", False), (False, False, "none", True)],
+)
+def test_a_recurrence_is_that_of_each_sequence_alone(
+    step: Step, delta: bool, by_key: bool, norm: Norm, turned: bool, device: torch.device
+) -> None:
+    groups, heads, keys, values = 2, 4, 24, 40
+    drawn = torch.Generator().manual_seed(2)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=drawn).to(device)
+
+    query, key, value = some(step.rows, groups, keys), some(step.rows, groups, keys), some(step.rows, heads, values)
+    decay = -some(*((step.rows, heads, keys) if by_key else (step.rows, heads))).abs()
+    beta = some(step.rows, heads).sigmoid() if delta else None
+    memory = some(MEMORY_ROWS, heads, keys, values)
+    if turned:
+        memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
+    expected = memory.clone()
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return x if norm == "none" else x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    def forward(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = unit(query[row]).repeat_interleave(heads // groups, 0) * 0.5
+        k = unit(key[row]).repeat_interleave(heads // groups, 0)
+        fade = decay[row].exp()
+        state = state * (fade[:, :, None] if by_key else fade[:, None, None])
+        update = value[row]
+        if beta is not None:
+            update = (update - (state * k[:, :, None]).sum(1)) * beta[row][:, None]
+        state = state + k[:, :, None] * update[:, None]
+        return (state * q[:, :, None]).sum(1), state
+
+    wanted = plain(step, expected, forward)
+    got = recur(query, key, value, decay, beta, memory, step.spans(device), scale=0.5, norm=norm)
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(memory, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_bits_do_not_depend_on_how_tokens_come(device: torch.device) -> None:
+    # seven tokens at once, in two chunks with another sequence beside them, or behind a snapshot
+    drawn = torch.Generator().manual_seed(3)
+    heads, keys, values = 2, 16, 8
+
+    def played(steps: list[tuple[Step, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = torch.zeros(MEMORY_ROWS, heads, keys, values, device=device)
+        outputs = {}
+        for step, tokens in steps:
+            index = torch.tensor(tokens, device=device)
+            out = recur(
+                q[index], k[index], v[index], decay[index], beta[index], memory, step.spans(device), norm="rsqrt"
+            )
+            outputs.update({token: out[row] for row, token in enumerate(tokens)})
+        return torch.stack([outputs[token] for token in range(7)]), memory[0]
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(20, *shape, generator=drawn).to(device)
+
+    q, k, v, decay, beta = some(heads, keys), some(heads, keys), some(heads, values), -some(heads).abs(), some(heads)
+    whole = played([(Step((FRESH,), (7,)), [*range(7)])])
+    for others in (
+        [
+            (Step((FRESH, FRESH), (3, 2)), [0, 1, 2, 10, 11]),
+            (Step((0, 1), (4, 1)), [3, 4, 5, 6, 12]),
+        ],
+        [
+            (Step((FRESH, FRESH), (5, 2), ((0, 4, 7),)), [0, 1, 2, 3, 15, 8, 9]),
+            (Step((7, 1), (3, 2)), [4, 5, 6, 10, 11]),
+        ],
+    ):
+        got = played(others)
+        assert torch.equal(got[0], whole[0])
+        assert torch.equal(got[1], whole[1])
+
+
+def test_a_plan_without_sequences_changes_nothing(device: torch.device) -> None:
+    plan = plan_spans(SIZE, np.zeros(0, int), np.zeros(0, int), np.zeros(0, int))
+    assert (plan[: SIZE.sequences] == ABSENT).all()
+    spans = Spans.of(torch.from_numpy(plan).to(device), SIZE, None, 3)
+    memory = torch.ones(MEMORY_ROWS, 8, 3, device=device)
+    rows = torch.ones(3, 8, device=device)
+    assert not convolve(rows, torch.ones(8, 4, device=device), None, memory, spans).any()
+    states = torch.ones(MEMORY_ROWS, 2, 4, 4, device=device)
+    heads, decay = rows.view(3, 2, 4), torch.zeros(3, 2, device=device)
+    assert not recur(heads, heads, heads, decay, None, states, spans).any()
+    assert memory.all()
+    assert states.all()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+@settings(max_examples=50)
+def test_stops_of_a_plan_rise_and_end_where_sequences_end(counts: list[int], data: st.DataObject) -> None:
+    rows = iter(range(6, 14))
+    takes = []
+    for number, count in enumerate(counts):
+        takes += [(number, at, next(rows)) for at in sorted(data.draw(st.sets(st.integers(1, count), max_size=1)))]
+    data.draw(st.randoms()).shuffle(takes)
+    size = PlanSize(6, 14)
+    plan = plan_spans(size, np.full(len(counts), FRESH), np.array(counts), np.arange(len(counts)), takes)
+    spans = Spans.of(torch.from_numpy(plan), size, None, len(counts))
+    ends = np.cumsum(counts)
+    for number in range(len(counts)):
+        own = spans.stops[spans.first_stops[number] : spans.first_stops[number + 1]].tolist()
+        assert own[-1] == [ends[number], number]
+        assert [end for end, _ in own] == sorted(end for end, _ in own)
+        first = int(spans.first_rows[number])
+        assert {(number, end - first, row) for end, row in own[:-1]} == {one for one in takes if one[0] == number}
+
+
+@pytest.mark.parametrize(
+    ("counts", "takes"), [((2,), ((0, 3, 5),)), ((2,), ((1, 1, 5),)), ((2, 1), ((0, 1, 1),)), ((1,) * 7, ())]
+)
+def test_a_plan_that_cannot_be_is_a_broken_invariant(
+    counts: tuple[int, ...], takes: tuple[tuple[int, int, int]]
+) -> None:
+    with pytest.raises(InvariantBroken):
+        plan_spans(SIZE, np.full(len(counts), FRESH), np.array(counts), np.arange(len(counts)), takes)
+
+
+def test_other_shapes_are_bad_input(device: torch.device) -> None:
+    spans = DECODES.spans(device)
+    heads = torch.zeros(3, 2, 4, device=device)
+    memory = torch.zeros(MEMORY_ROWS, 2, 4, 4, device=device)
+    decay = torch.zeros(3, 2, device=device)
+    with pytest.raises(BadInput, match="the spans are of 3"):
+        recur(heads[:2], heads[:2], heads[:2], decay[:2], None, memory, spans)
+    with pytest.raises(BadInput, match="states"):
+        recur(heads, heads, heads, decay, None, memory[:, :1], spans)
+    wide = torch.zeros(3, 2, 257, device=device)
+    with pytest.raises(BadInput, match="256"):
+        recur(wide, wide, heads, decay, None, memory, spans)
+    with pytest.raises(BadInput, match="taps"):
+        convolve(heads[:, 0], torch.zeros(4, 4, device=device), None, memory[:, 0, :, :2], spans)
