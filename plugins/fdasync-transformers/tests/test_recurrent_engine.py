@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 from fdasync_transformers import Served, verify
@@ -16,6 +17,9 @@ from fdasync import ConfigError, Engine, EngineConfig, SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
+GPU = {"device": "cuda"}
+# the others' recurrence has no kernel
+BY_KERNELS = ("lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid")
 OTHERS = ("lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid", "zaya", "minimax")
 
 
@@ -57,10 +61,50 @@ async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) 
     assert report.rows_exact == report.rows_checked > 0
 
 
-async def test_it_sleeps_and_goes_on(tmp_path: Path) -> None:
+async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above by the path of GPUs, in Triton's interpreter: fewer requests, one after the other."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_tiny_checkpoint(tmp_path, "qwen3_next")
+    asked, brief = prompts(3), msgspec.structs.replace(GREEDY, max_tokens=3)
+    kernels = {"kernels": "triton", "self_check": False}
+    sizes = {"num_blocks": 12, "host_blocks": 32, "num_snapshots": 4}
+    async with Engine(config(tmp_path, runner_config=kernels, **sizes)) as engine:
+        results = [await engine.complete(prompt, brief) for prompt in (*asked[1:], *asked)]
+        engine.check()
+        stats = engine.stats().scheduler
+    assert stats.hit_tokens > 20
+    assert stats.hit_tokens_host > 0
+    assert stats.resumed_snapshots > 1
+    report = verify(tmp_path, [Served.from_result(result) for result in results])
+    assert report.ok, report
+    assert report.rows_exact == report.rows_checked > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", *[one for one in OTHERS if one in BY_KERNELS]])
+async def test_a_gpu_is_exact_with_hits_preemption_and_swaps(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    asked = prompts(9)
+    async with Engine(config(tmp_path, runner_config=GPU, host_blocks=64, num_snapshots=10)) as engine:
+        results = await asyncio.gather(*[engine.complete(prompt, GREEDY) for prompt in asked])
+        results += [await engine.complete([*asked[1], *results[1].samples[0].token_ids, 77, 78], GREEDY)]
+        engine.check()
+        stats = engine.stats().scheduler
+    assert stats.preemptions > 0
+    assert stats.hit_tokens > 20
+    assert stats.hit_tokens_host > 0
+    assert stats.resumed_snapshots > 2
+    report = verify(tmp_path, [Served.from_result(result) for result in results])
+    assert report.ok, report
+    assert report.tokens_wrong == 0
+    assert report.rows_exact == report.rows_checked > 0
+
+
+@pytest.mark.parametrize("runner_config", [{}, pytest.param(GPU | {"sleep": True}, marks=pytest.mark.gpu)])
+async def test_it_sleeps_and_goes_on(tmp_path: Path, runner_config: dict[str, Any]) -> None:
     make_tiny_checkpoint(tmp_path, "lfm2_moe")
     prompt = prompts(3)[2]
-    async with Engine(config(tmp_path, num_snapshots=4)) as engine:
+    async with Engine(config(tmp_path, num_snapshots=4, runner_config=runner_config)) as engine:
         before = await engine.complete(prompt, GREEDY)
         await engine.sleep()
         await engine.wake()

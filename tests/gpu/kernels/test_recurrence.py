@@ -49,6 +49,10 @@ CHUNKS = Step((0, FRESH, 7, 3), (5, 7, 1, 2), ((1, 4, 6), (1, 7, 8), (0, 2, 5)),
 DECODES = Step((0, 7, 2), (1, 1, 1), ((1, 1, 5),))
 
 
+# as of published models, where a GPU computes them
+LARGE = pytest.param((16, 32, 128, 128), marks=pytest.mark.gpu)
+
+
 def plain(step: Step, memory: torch.Tensor, forward: object) -> torch.Tensor:
     """Each token in turn: `forward(row, state)` gives output and new state. Writes to `memory` at the stops."""
     before, first, outputs = memory.clone(), 0, []
@@ -68,11 +72,12 @@ def plain(step: Step, memory: torch.Tensor, forward: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [CHUNKS, DECODES])
 @pytest.mark.parametrize(("silu", "bias", "kept"), [(True, False, 4), (False, True, 3)])
+@pytest.mark.parametrize("channels", [300, pytest.param(8192, marks=pytest.mark.gpu)])
 def test_a_convolution_is_that_of_each_sequence_alone(
-    step: Step, silu: bool, bias: bool, kept: int, device: torch.device
+    step: Step, channels: int, silu: bool, bias: bool, kept: int, device: torch.device
 ) -> None:
     drawn = torch.Generator().manual_seed(1)
-    channels, taps = 300, 4
+    taps = 4
     x = torch.randn(step.rows, channels + 5, generator=drawn)[:, :channels].to(device)
     weight = torch.randn(channels, taps, generator=drawn).to(device)
     added = torch.randn(channels, generator=drawn).to(device) if bias else None
@@ -97,10 +102,11 @@ def test_a_convolution_is_that_of_each_sequence_alone(
     ("delta", "by_key", "norm", "turned"),
     [(True, False, "rsqrt", False), (True, True, "divide", False), (False, False, "none", True)],
 )
+@pytest.mark.parametrize("sizes", [(2, 4, 24, 40), LARGE])
 def test_a_recurrence_is_that_of_each_sequence_alone(
-    step: Step, delta: bool, by_key: bool, norm: Norm, turned: bool, device: torch.device
+    step: Step, delta: bool, by_key: bool, norm: Norm, turned: bool, sizes: tuple[int, ...], device: torch.device
 ) -> None:
-    groups, heads, keys, values = 2, 4, 24, 40
+    groups, heads, keys, values = sizes
     drawn = torch.Generator().manual_seed(2)
 
     def some(*shape: int) -> torch.Tensor:
@@ -134,10 +140,10 @@ def test_a_recurrence_is_that_of_each_sequence_alone(
     torch.testing.assert_close(memory, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_bits_do_not_depend_on_how_tokens_come(device: torch.device) -> None:
+@pytest.mark.parametrize(("heads", "keys", "values"), [(2, 16, 8), pytest.param(32, 128, 128, marks=pytest.mark.gpu)])
+def test_bits_do_not_depend_on_how_tokens_come(heads: int, keys: int, values: int, device: torch.device) -> None:
     # seven tokens at once, in two chunks with another sequence beside them, or behind a snapshot
     drawn = torch.Generator().manual_seed(3)
-    heads, keys, values = 2, 16, 8
 
     def played(steps: list[tuple[Step, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
         memory = torch.zeros(MEMORY_ROWS, heads, keys, values, device=device)
