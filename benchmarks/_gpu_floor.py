@@ -1,8 +1,9 @@
 """The bytes that a decode step must read: for `gpu_serving`, of any model with experts.
 
 Dense weights, shared experts, routers and the output head once; of each layer's experts those that are chosen; keys and
-values, or latents, of all contexts. Of the embedding only the rows count, and what is written (a row of KV for each
-sequence) is left out. Knows modules of the library by their parameters; runs nothing.
+values, or latents, of all contexts; recurrent state, which is written too. Of the embedding only the rows count, and
+what else is written (a row of KV for each sequence) is left out. Knows modules of the library by their parameters; runs
+nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class StepBytes:
         num_experts: of a layer.
         top_k: of a token, by MoE layer.
         kv_token: keys and values, or latents, of one token, all layers.
+        state: recurrent state of a sequence, which a step reads and writes.
     """
 
     dense: int
@@ -37,6 +39,7 @@ class StepBytes:
     num_experts: int
     top_k: tuple[int, ...]
     kv_token: int
+    state: int = 0
 
     def expected(self, count: int) -> list[float]:
         """Distinct experts of each layer for `count` tokens where routing is uniform."""
@@ -47,10 +50,11 @@ class StepBytes:
         None: as many as are expected."""
         experts = self.expected(count) if chosen is None else chosen
         routed = sum(number * nbytes for number, nbytes in zip(experts, self.expert, strict=True))
-        return self.dense + count * self.embedding_row + routed + count * context * self.kv_token
+        each = self.embedding_row + context * self.kv_token + 2 * self.state
+        return self.dense + routed + count * each
 
 
-def bytes_of(model: Any, moe: Any, kv_token_nbytes: int) -> StepBytes:
+def bytes_of(model: Any, moe: Any, kv_token_nbytes: int, state_nbytes: int = 0) -> StepBytes:
     """Of a loaded model and its `MoELayers`."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
@@ -71,6 +75,7 @@ def bytes_of(model: Any, moe: Any, kv_token_nbytes: int) -> StepBytes:
         num_experts=moe.num_experts,
         top_k=tuple(moe.top_k),
         kv_token=kv_token_nbytes,
+        state=state_nbytes,
     )
 
 

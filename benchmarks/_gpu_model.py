@@ -24,6 +24,7 @@ from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.moe_layers import find_experts
+from fdasync_transformers.model.recurrent.plan import plan_size
 from fdasync_transformers.weights import loading
 
 from benchmarks._gpu_floor import bytes_of, distinct
@@ -217,7 +218,11 @@ class Rig:
         order = np.random.default_rng(1).permutation(num_blocks).reshape(scale.sizes[-1], scale.blocks_each)
         rig.blocks = [list(map(int, row)) for row in order]
         rig.prompts = scale.prompts(scale.sizes[-1])
-        rig.bytes = bytes_of(step_model.model, moe, int(step_model.layout.token_nbytes))
+        rig.bytes = bytes_of(step_model.model, moe, int(step_model.layout.token_nbytes), rig.capacity.snapshot_nbytes)
+        if rig.capacity.state_specs:
+            # stretches rewind positions and not states: figures of speed do not mind
+            step_model.states = step_model.make_states(scale.sizes[-1])
+            step_model.plan_size = plan_size(scale.sizes[-1], scale.max_step_tokens, scale.block_tokens)
         rig.arena = AuxArena.create(num_blocks, scale.block_tokens, rig.capacity.aux_specs)
         for rows in rig.arena.rows.values():
             rows.fill(0)

@@ -62,7 +62,49 @@ DEEPSEEK_V2_LITE = Shape(
     },
     dense=1,
 )
+#: huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct: three layers of gated delta nets, then one of attention
+QWEN3_NEXT = Shape(
+    {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
+    },
+    period=4,
+)
 DEFAULT_MODEL = "qwen3-30b-a3b"
+HYBRID_MODEL = "qwen3-next-80b-a3b"
 
 
 @dataclass(frozen=True)
@@ -88,4 +130,6 @@ MODELS = {
     # of 46: weights of 92 GB and KV of 27; a layer of experts takes 4.7 and 1.3
     "glm-4.5-air": Served(SHAPES["GLM-4.5-Air"], 20),
     "deepseek-v2-lite": Served(DEEPSEEK_V2_LITE, 27),
+    # of 48: weights of 53 GB, and 7 GB of states for 256 sequences; fits 80 GB
+    HYBRID_MODEL: Served(QWEN3_NEXT, 16),
 }
