@@ -38,6 +38,61 @@ def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
     return x
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _token(  # type: ignore[no-untyped-def]
+    state, q, key, update, fade, rate, scale, delta: tl.constexpr, norm: tl.constexpr
+):  # fmt: skip
+    """The state behind a token, and the token's output: the one order of sums that all kernels here have."""
+    q = _unit(q.to(tl.float32), norm) * scale
+    key = _unit(key.to(tl.float32), norm)
+    update = update.to(tl.float32)
+    # [keys, 1] or [1, 1]
+    state = state * tl.exp(fade.to(tl.float32))[:, None]
+    if delta:
+        update = (update - tl.sum(state * key[:, None], 0)) * rate.to(tl.float32)
+    state = state + key[:, None] * update[None, :]
+    return state, tl.sum(state * q[:, None], 0)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=[
+        "query", "key", "value", "decay", "beta", "out", "states", "sources", "first_stops", "stops",
+    ],
+)  # fmt: skip
+def _single_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, out, states, sources, first_stops, stops, scale,
+    query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
+    out_row, out_head, state_row, state_head, state_key, state_value,
+    keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
+    norm: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
+):  # fmt: skip
+    """Sequences of one token: nothing that is loaded waits for another load but the state, for its row."""
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    source = tl.load(sources + sequence)
+    at = sequence.to(tl.int64)
+    k = tl.arange(0, key_cells)
+    v = tl.program_id(0) * value_cells + tl.arange(0, value_cells)
+    fades = k if by_key else tl.arange(0, 1)
+    first_stop, end_stop = tl.load(first_stops + sequence), tl.load(first_stops + sequence + 1)
+    q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
+    key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
+    update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
+    fade = tl.load(decay + at * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0)
+    rate = tl.load(beta + at * beta_row + head * beta_head)
+    cells = head * state_head + k[:, None] * state_key + v[None, :] * state_value
+    here = (k < keys)[:, None] & (v < values)[None, :]
+    held = states + tl.maximum(source, 0).to(tl.int64) * state_row
+    begun = (k < tl.where(source >= 0, keys, 0))[:, None]
+    state = tl.load(held + cells, mask=here & begun, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    state, result = _token(state, q, key_, update, fade, rate, scale, delta, norm)
+    if source > -2:
+        tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
+        for stop in range(first_stop, end_stop):
+            target = states + tl.load(stops + 2 * stop + 1).to(tl.int64) * state_row
+            tl.store(target + cells, state, mask=here, eviction_policy="evict_first")
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=[
         "query", "key", "value", "decay", "beta", "out", "states", "sources", "first_rows", "first_stops", "stops",
@@ -62,32 +117,37 @@ def _recur_kernel(  # type: ignore[no-untyped-def]
         state = tl.load(held + cells, mask=here & (k < tl.where(source >= 0, keys, 0))[:, None], other=0.0).to(
             tl.float32
         )
+        # one logarithm of a decay, or one for each key's cell
+        fades = k if by_key else tl.arange(0, 1)
         begin = tl.load(first_rows + sequence)
         wide = begin.to(tl.int64) * 0
-        for stop in range(tl.load(first_stops + sequence), tl.load(first_stops + sequence + 1)):
-            end = tl.load(stops + 2 * stop)
-            for row in range(begin, end):
+        last = tl.load(first_rows + sequence + 1)
+        at = wide + begin
+        # what a token needs is loaded while the one before it is computed
+        q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
+        key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
+        update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
+        fade = tl.load(decay + at * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0)
+        rate = tl.load(beta + at * beta_row + head * beta_head)
+        first_stop = tl.load(first_stops + sequence)
+        for stop in range(first_stop, tl.load(first_stops + sequence + 1)):
+            # not carried from stop to stop: Triton 3.6 would forget it
+            before = tl.load(stops + 2 * tl.maximum(stop - 1, first_stop))
+            for row in range(tl.where(stop > first_stop, before, begin), tl.load(stops + 2 * stop)):
                 at = wide + row
-                q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
-                q = _unit(q.to(tl.float32), norm) * scale
-                key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
-                key_ = _unit(key_.to(tl.float32), norm)
-                update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
-                update = update.to(tl.float32)
-                if by_key:
-                    fade = tl.load(decay + at * decay_row + head * decay_head + k, mask=k < keys, other=0.0)
-                    state = state * tl.exp(fade.to(tl.float32))[:, None]
-                else:
-                    state = state * tl.exp(tl.load(decay + at * decay_row + head * decay_head).to(tl.float32))
-                if delta:
-                    rate = tl.load(beta + at * beta_row + head * beta_head).to(tl.float32)
-                    update = (update - tl.sum(state * key_[:, None], 0)) * rate
-                state = state + key_[:, None] * update[None, :]
-                result = tl.sum(state * q[:, None], 0)
+                behind = wide + tl.minimum(row + 1, last - 1)
+                next_q = tl.load(query + behind * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
+                next_key = tl.load(key + behind * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
+                next_update = tl.load(value + behind * value_row + head * value_head + v, mask=v < values, other=0.0)
+                next_fade = tl.load(
+                    decay + behind * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0
+                )
+                next_rate = tl.load(beta + behind * beta_row + head * beta_head)
+                state, result = _token(state, q, key_, update, fade, rate, scale, delta, norm)
                 tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
+                q, key_, update, fade, rate = next_q, next_key, next_update, next_fade, next_rate
             target = states + tl.load(stops + 2 * stop + 1).to(tl.int64) * state_row
             tl.store(target + cells, state, mask=here)
-            begin = end
 
 
 def recur(
@@ -130,20 +190,25 @@ def recur(
     if not rows or not len(spans.sources):
         return out
     single = spans.owners is None
-    # alone, a state is read and written once: lines of memory count. In a row of tokens the way from one to the next
-    # counts, and that many programs share it
-    cells = min(32 if single else 16, triton.next_power_of_2(values))
+    # in a row of tokens the way from one to the next counts, and that many programs share it
+    cells = min(32 if single else 8, triton.next_power_of_2(values))
     grid: Any = (triton.cdiv(values, cells), heads, len(spans.sources))
     rates = value if beta is None else beta
-    _recur_kernel[grid](
-        query, key, value, decay, rates, out, states, spans.sources, spans.first_rows, spans.first_stops,
-        spans.stops, scale, query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
-        value.stride(1), decay.stride(0), decay.stride(1), rates.stride(0), rates.stride(1), out.stride(0),
-        out.stride(1), states.stride(0), states.stride(1), states.stride(2), states.stride(3),
-        keys=keys, values=values, group=heads // groups, delta=beta is not None, by_key=decay.dim() == 3,
-        norm=_NORMS[norm], key_cells=triton.next_power_of_2(keys), value_cells=cells,
-        num_warps=4 if single else 1,
-    )  # fmt: skip
+    tensors = (query, key, value, decay, rates, out, states, spans.sources)
+    strides = (
+        *(stride for tensor in tensors[:6] for stride in tensor.stride()[:2]),
+        *states.stride(),
+    )
+    sizes: dict[str, Any] = {
+        "keys": keys, "values": values, "group": heads // groups, "delta": beta is not None, "by_key": decay.dim() == 3,
+        "norm": _NORMS[norm], "key_cells": triton.next_power_of_2(keys), "value_cells": cells,
+    }  # fmt: skip
+    if single:
+        _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=2)
+    else:
+        _recur_kernel[grid](
+            *tensors, spans.first_rows, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=1
+        )
     return out
 
 
