@@ -225,7 +225,7 @@ def main() -> None:
             uvloop.run(hit(scale, folder, report, tokens, rounds))
     if "c" in args.parts:
         # of the whole model: its state, its KV in bfloat16, and as many tokens as have KV of the state's bytes
-        uvloop.run(turns(report, 6 if args.tiny else 96, 3168, 78_000_000, 24_576))
+        uvloop.run(turns(report, 6 if args.tiny else 96, 3168, 77_856_768, 24_576))
     report.finish(args.json)
 
 

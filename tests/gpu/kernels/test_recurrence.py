@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from fdasync.errors import BadInput, InvariantBroken
 from fdasync.gpu.kernels.recurrence.conv import convolve
-from fdasync.gpu.kernels.recurrence.recur import Norm, recur
+from fdasync.gpu.kernels.recurrence.norm import norm_gated
+from fdasync.gpu.kernels.recurrence.recur import Gates, Norm, recur
 from fdasync.gpu.kernels.recurrence.spans import ABSENT, FRESH, PlanSize, Spans, plan_spans
 
 MEMORY_ROWS = 9
@@ -81,17 +83,19 @@ def test_a_convolution_is_that_of_each_sequence_alone(
     x = torch.randn(step.rows, channels + 5, generator=drawn)[:, :channels].to(device)
     weight = torch.randn(channels, taps, generator=drawn).to(device)
     added = torch.randn(channels, generator=drawn).to(device) if bias else None
+    columns = torch.randperm(channels, generator=drawn).to(torch.int32).to(device) if bias else None
+    ordered = x if columns is None else x[:, columns.long()]
     # a layer's part of a larger memory
     memory = torch.randn(MEMORY_ROWS, 2, channels, kept, generator=drawn).to(device)[:, 1]
     expected = memory.clone()
 
     def forward(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.cat([state, x[row, :, None]], 1)
+        inputs = torch.cat([state, ordered[row, :, None]], 1)
         out = (inputs[:, -taps:] * weight).sum(1) + (0 if added is None else added)
         return F.silu(out) if silu else out, inputs[:, 1:]
 
     wanted = plain(step, expected, forward)
-    got = convolve(x, weight, added, memory, step.spans(device), silu=silu)
+    got = convolve(x, weight, added, memory, step.spans(device), silu=silu, columns=columns)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     # inputs are copied
     assert torch.equal(memory, expected)
@@ -138,6 +142,50 @@ def test_a_recurrence_is_that_of_each_sequence_alone(
     got = recur(query, key, value, decay, beta, memory, step.spans(device), scale=0.5, norm=norm)
     torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(memory, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("step", [CHUNKS, DECODES])
+def test_gates_are_computed_of_what_a_layer_projects(step: Step, device: torch.device) -> None:
+    groups, heads, keys, values = 2, 6, 8, 8
+    drawn = torch.Generator().manual_seed(4)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=drawn).to(device)
+
+    query, key, value = some(step.rows, groups, keys), some(step.rows, groups, keys), some(step.rows, heads, values)
+    # beside each other in a wider row, small and large ones
+    wide = some(step.rows, groups, 8) * torch.tensor([0.1, 1.0, 30.0, 10.0, 1.0, 1.0, 0.0, 0.0], device=device)
+    fades, rates = wide[..., 1:4], wide[..., 4:7]
+    gates = Gates(some(heads), some(heads) - 3)
+    memory = some(MEMORY_ROWS, heads, keys, values)
+    ours = memory.clone()
+    growth = -gates.growth.exp() * F.softplus(fades.flatten(1) + gates.bias)
+    wanted = recur(query, key, value, growth, rates.flatten(1).sigmoid(), memory, step.spans(device))
+    got = recur(query, key, value, fades, rates, ours, step.spans(device), gates=gates)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, memory, rtol=1e-5, atol=1e-5)
+    with pytest.raises(BadInput, match="gates"):
+        recur(query, key, value, fades, rates, ours, step.spans(device), gates=Gates(some(heads), some(groups)))
+    with pytest.raises(BadInput, match="decay"):
+        recur(query, key, value, growth, rates, ours, step.spans(device), gates=gates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_norm_rounds_as_the_library(dtype: torch.dtype, device: torch.device) -> None:
+    rows, groups, heads, values = 5, 2, 6, 40
+    drawn = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, heads, values, generator=drawn).to(device, dtype)
+    gate = torch.randn(rows, groups, 3 * values + 8, generator=drawn).to(device, dtype)[..., : 3 * values]
+    norm = Qwen3NextRMSNormGated(values).to(device, dtype)
+    norm.weight.data = torch.randn(values, generator=drawn).to(device, dtype)
+    with torch.inference_mode():
+        wanted = norm(x.view(-1, values), gate.reshape(-1, values)).view(rows, -1)
+    got = norm_gated(x, gate, norm.weight, norm.variance_epsilon)
+    # the mean's sum has another order
+    assert (got != wanted).float().mean() < (0.002 if dtype is torch.bfloat16 else 1)
+    torch.testing.assert_close(got, wanted, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-6)
+    with pytest.raises(BadInput, match="gate"):
+        norm_gated(x, gate[:, :1], norm.weight, 1e-6)
 
 
 @pytest.mark.parametrize(("heads", "keys", "values"), [(2, 16, 8), pytest.param(32, 128, 128, marks=pytest.mark.gpu)])

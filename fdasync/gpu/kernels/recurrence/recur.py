@@ -11,7 +11,7 @@ Source of the delta rule with decay: Yang et al., "Gated Delta Networks", 2024, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,13 @@ _EPSILON: tl.constexpr = tl.constexpr(1e-6)
 _WIDEST_KEY = 256
 
 
+class Gates(NamedTuple):
+    """Weights of a gated delta net, [H] each, contiguous; see `recur`."""
+
+    growth: torch.Tensor
+    bias: torch.Tensor
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
     if norm == 1:
@@ -36,6 +43,29 @@ def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
     if norm == 2:
         x = x / tl.sqrt(tl.sum(x * x, 0) + _EPSILON)
     return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _growth(growth, bias, head, raw: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a head: what its softplus is multiplied by, and what is added before."""
+    if raw:
+        return -tl.exp(tl.load(growth + head).to(tl.float32)), tl.load(bias + head).to(tl.float32)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gates(fade, rate, growth, bias, raw: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logarithm of the decay, and rate; of what a layer projects where `raw`, rounded as the library rounds."""
+    if raw:
+        x = fade.to(tl.float32) + bias
+        e = tl.exp(tl.minimum(x, 20.0))
+        # log(1 + e) loses the places of a small e
+        y = tl.minimum(e, 0.01)
+        small = y * (1.0 - y * (0.5 - y * (0.333333333 - y * (0.25 - y * 0.2))))
+        fade = growth * tl.where(x > 20.0, x, tl.where(e < 0.01, small, tl.log(1.0 + e)))
+        rate = (1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))).to(rate.dtype)
+    return fade, rate
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,15 +86,15 @@ def _token(  # type: ignore[no-untyped-def]
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=[
-        "query", "key", "value", "decay", "beta", "out", "states", "sources", "first_stops", "stops",
+        "query", "key", "value", "decay", "beta", "growth", "bias", "out", "states", "sources", "first_stops", "stops",
     ],
 )  # fmt: skip
 def _single_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, out, states, sources, first_stops, stops, scale,
+    query, key, value, decay, beta, growth, bias, out, states, sources, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
     out_row, out_head, state_row, state_head, state_key, state_value,
     keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
-    norm: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
+    norm: tl.constexpr, raw: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one token: nothing that is loaded waits for another load but the state, for its row."""
     head = tl.program_id(1)
@@ -78,16 +108,22 @@ def _single_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
     key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
     update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
-    fade = tl.load(decay + at * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0)
-    rate = tl.load(beta + at * beta_row + head * beta_head)
+    # raw gates stand by groups of heads
+    gate = head // group * decay_head + head % group if raw else head * decay_head
+    rated = head // group * beta_head + head % group if raw else head * beta_head
+    fade = tl.load(decay + at * decay_row + gate + fades, mask=fades < keys, other=0.0)
+    rate = tl.load(beta + at * beta_row + rated)
+    growing, added = _growth(growth, bias, head, raw)
+    fade, rate = _gates(fade, rate, growing, added, raw)
     cells = head * state_head + k[:, None] * state_key + v[None, :] * state_value
     here = (k < keys)[:, None] & (v < values)[None, :]
     held = states + tl.maximum(source, 0).to(tl.int64) * state_row
     begun = (k < tl.where(source >= 0, keys, 0))[:, None]
     state = tl.load(held + cells, mask=here & begun, other=0.0, eviction_policy="evict_first").to(tl.float32)
     state, result = _token(state, q, key_, update, fade, rate, scale, delta, norm)
+    result = tl.where(source > -2, result, 0.0)
+    tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
     if source > -2:
-        tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
         for stop in range(first_stop, end_stop):
             target = states + tl.load(stops + 2 * stop + 1).to(tl.int64) * state_row
             tl.store(target + cells, state, mask=here, eviction_policy="evict_first")
@@ -95,15 +131,16 @@ def _single_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=[
-        "query", "key", "value", "decay", "beta", "out", "states", "sources", "first_rows", "first_stops", "stops",
+        "query", "key", "value", "decay", "beta", "growth", "bias", "out", "states", "sources", "first_rows",
+        "first_stops", "stops",
     ],
 )  # fmt: skip
 def _recur_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, out, states, sources, first_rows, first_stops, stops, scale,
+    query, key, value, decay, beta, growth, bias, out, states, sources, first_rows, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
     out_row, out_head, state_row, state_head, state_key, state_value,
     keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
-    norm: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
+    norm: tl.constexpr, raw: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -127,8 +164,12 @@ def _recur_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(query + at * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
         key_ = tl.load(key + at * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
         update = tl.load(value + at * value_row + head * value_head + v, mask=v < values, other=0.0)
-        fade = tl.load(decay + at * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0)
-        rate = tl.load(beta + at * beta_row + head * beta_head)
+        # raw gates stand by groups of heads
+        gate = head // group * decay_head + head % group if raw else head * decay_head
+        rated = head // group * beta_head + head % group if raw else head * beta_head
+        fade = tl.load(decay + at * decay_row + gate + fades, mask=fades < keys, other=0.0)
+        rate = tl.load(beta + at * beta_row + rated)
+        growing, added = _growth(growth, bias, head, raw)
         first_stop = tl.load(first_stops + sequence)
         for stop in range(first_stop, tl.load(first_stops + sequence + 1)):
             # not carried from stop to stop: Triton 3.6 would forget it
@@ -139,11 +180,10 @@ def _recur_kernel(  # type: ignore[no-untyped-def]
                 next_q = tl.load(query + behind * query_row + head // group * query_head + k, mask=k < keys, other=0.0)
                 next_key = tl.load(key + behind * key_row + head // group * key_head + k, mask=k < keys, other=0.0)
                 next_update = tl.load(value + behind * value_row + head * value_head + v, mask=v < values, other=0.0)
-                next_fade = tl.load(
-                    decay + behind * decay_row + head * decay_head + fades, mask=fades < keys, other=0.0
-                )
-                next_rate = tl.load(beta + behind * beta_row + head * beta_head)
-                state, result = _token(state, q, key_, update, fade, rate, scale, delta, norm)
+                next_fade = tl.load(decay + behind * decay_row + gate + fades, mask=fades < keys, other=0.0)
+                next_rate = tl.load(beta + behind * beta_row + rated)
+                faded, rating = _gates(fade, rate, growing, added, raw)
+                state, result = _token(state, q, key_, update, faded, rating, scale, delta, norm)
                 tl.store(out + at * out_row + head * out_head + v, result, mask=v < values)
                 q, key_, update, fade, rate = next_q, next_key, next_update, next_fade, next_rate
             target = states + tl.load(stops + 2 * stop + 1).to(tl.int64) * state_row
@@ -162,6 +202,7 @@ def recur(
     scale: float = 1.0,
     norm: Norm = "none",
     dtype: torch.dtype | None = None,
+    gates: Gates | None = None,
 ) -> torch.Tensor:
     """Run a step's rows through the recurrence, and leave the states at its stops; one launch, capturable.
 
@@ -177,6 +218,8 @@ def recur(
         spans: the step's.
         scale: of queries. norm: of queries and keys before.
         dtype: of the result; None: that of values.
+        gates: decay and beta are [T, G, H / G], as a layer projects them, with the last dimension side by side; the
+            logarithm of the decay is -exp(growth) * softplus(decay + bias), the rate the sigmoid of beta.
 
     Returns:
         [T, H, V].
@@ -184,27 +227,29 @@ def recur(
     Raises:
         BadInput: another shape or dtype; keys of more than 256 cells.
     """
-    rows, heads, values = _check(query, key, value, decay, beta, states, spans)
+    rows, heads, values = _check(query, key, value, decay, beta, states, spans, gates)
     groups, keys = query.shape[1:]
-    out = torch.zeros((rows, heads, values), dtype=dtype or value.dtype, device=value.device)
-    if not rows or not len(spans.sources):
-        return out
     single = spans.owners is None
+    # rows of no sequence are nobody's, but for a sequence that is absent
+    make = torch.empty if single else torch.zeros
+    out = make((rows, heads, values), dtype=dtype or value.dtype, device=value.device)
+    if not rows or not len(spans.sources):
+        return out.zero_()
     # in a row of tokens the way from one to the next counts, and that many programs share it
     cells = min(32 if single else 8, triton.next_power_of_2(values))
     grid: Any = (triton.cdiv(values, cells), heads, len(spans.sources))
     rates = value if beta is None else beta
-    tensors = (query, key, value, decay, rates, out, states, spans.sources)
-    strides = (
-        *(stride for tensor in tensors[:6] for stride in tensor.stride()[:2]),
-        *states.stride(),
-    )
+    growth, bias = (value, value) if gates is None else gates
+    read = (query, key, value, decay, rates)
+    tensors = (*read, growth, bias, out, states, spans.sources)
+    strides = (*(stride for tensor in (*read, out) for stride in tensor.stride()[:2]), *states.stride())
     sizes: dict[str, Any] = {
-        "keys": keys, "values": values, "group": heads // groups, "delta": beta is not None, "by_key": decay.dim() == 3,
-        "norm": _NORMS[norm], "key_cells": triton.next_power_of_2(keys), "value_cells": cells,
+        "keys": keys, "values": values, "group": heads // groups, "delta": beta is not None,
+        "by_key": decay.dim() == 3 and gates is None,
+        "norm": _NORMS[norm], "raw": gates is not None, "key_cells": triton.next_power_of_2(keys), "value_cells": cells,
     }  # fmt: skip
     if single:
-        _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=2)
+        _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=4)
     else:
         _recur_kernel[grid](
             *tensors, spans.first_rows, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=1
@@ -220,6 +265,7 @@ def _check(
     beta: torch.Tensor | None,
     states: torch.Tensor,
     spans: Spans,
+    gates: Gates | None,
 ) -> tuple[int, int, int]:
     """Rows, value heads, and cells of a value."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -231,10 +277,19 @@ def _check(
         raise BadInput("key", f"{tuple(key.shape)} with queries {tuple(query.shape)}, values {tuple(value.shape)}")
     if keys > _WIDEST_KEY:
         raise BadInput("key", f"of {keys} cells", limit=f"{_WIDEST_KEY}")
-    if tuple(decay.shape) not in ((rows, heads), (rows, heads, keys)) or (decay.dim() == 3 and decay.stride(2) != 1):
-        raise BadInput("decay", f"{tuple(decay.shape)} for {rows} rows of {heads} heads")
-    if beta is not None and tuple(beta.shape) != (rows, heads):
-        raise BadInput("beta", f"{tuple(beta.shape)} for {rows} rows of {heads} heads")
+    if gates is not None:
+        shape = (rows, groups, heads // groups)
+        for name, projected in (("decay", decay), ("beta", beta)):
+            if projected is None or tuple(projected.shape) != shape or projected.stride(2) != 1:
+                raise BadInput(name, f"{projected if projected is None else tuple(projected.shape)}, not {shape}")
+        if any(tuple(each.shape) != (heads,) or not each.is_contiguous() for each in gates):
+            raise BadInput("gates", f"{[tuple(each.shape) for each in gates]} for {heads} heads")
+    else:
+        by_key = decay.dim() == 3
+        if tuple(decay.shape) not in ((rows, heads), (rows, heads, keys)) or (by_key and decay.stride(2) != 1):
+            raise BadInput("decay", f"{tuple(decay.shape)} for {rows} rows of {heads} heads")
+        if beta is not None and tuple(beta.shape) != (rows, heads):
+            raise BadInput("beta", f"{tuple(beta.shape)} for {rows} rows of {heads} heads")
     if tuple(states.shape[1:]) != (heads, keys, values):
         raise BadInput("states", f"{tuple(states.shape)} where [rows, {heads}, {keys}, {values}] was expected")
     expected = len(spans.sources) if spans.owners is None else len(spans.owners)

@@ -19,15 +19,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from fdasync.errors import InvariantBroken, UnsupportedModel
+from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.model.recurrent.gated_delta import GatedDelta, difference
 from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
+from fdasync_transformers.model.recurrent.states import StateLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fdasync.gpu.kernels.recurrence.recur import Norm
     from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_transformers.model.recurrent.gated_delta import Computes
     from fdasync_transformers.model.recurrent.mixers import Mixer
-    from fdasync_transformers.model.recurrent.states import Kind, Part, StateLayout, States
+    from fdasync_transformers.model.recurrent.states import Kind, Part, States
     from fdasync_transformers.model.recurrent.steps import MixedForward
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -50,7 +54,8 @@ class FlatSteps:
 
     def __init__(self, forwards: Sequence[MixedForward], layout: StateLayout) -> None:
         self._forwards = tuple(forwards)
-        self._flat = tuple(_FlatForward(one.mixer, layout.parts[one.mixer.name]) for one in forwards)
+        proofs: dict[type, str] = {}
+        self._flat = tuple(_forward_of(one.mixer, layout, proofs) for one in forwards)
 
     @contextmanager
     def step(self, spans: Spans, states: States) -> Iterator[None]:
@@ -62,6 +67,19 @@ class FlatSteps:
         finally:
             for forward in self._forwards:
                 forward.compute = None
+
+
+def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str]) -> Computes:
+    """By few kernels where the mixer is known and they compute what the library's code does; one of a class is tried,
+    and `proofs` has how it differs."""
+    parts, kind = layout.parts[mixer.name], type(mixer.module)
+    flat, known = _FlatForward(mixer, parts), GatedDelta.make(mixer, parts)
+    if known is None:
+        return flat
+    if kind not in proofs:
+        alone = StateLayout(layout.specs, {mixer.name: parts})
+        proofs[kind] = guarded(partial(difference, known, flat, alone), str)
+    return flat if proofs[kind] else known
 
 
 class _FlatForward:
