@@ -53,11 +53,11 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
     found: list[FusedLayers] = []
     make = TransformersRunner._make_step_model
 
-    def fuse_first(self: Any, model: Any, layout: Any) -> Any:
+    def fuse_first(self: Any, model: Any, layout: Any, state: Any) -> Any:
         if self.config.kernels == "triton":
             use_parts(model)
             found.append(fuse_layers(model))
-        return make(self, model, layout)
+        return make(self, model, layout, state)
 
     monkeypatch.setattr(TransformersRunner, "_make_step_model", fuse_first)
     return found
@@ -383,8 +383,8 @@ def test_a_last_bit_keeps_a_layer_unfused_with_fixed_numerics(monkeypatch: pytes
     fuse_operations(model)
     own = finish.add_norm
 
-    def moved(block: Any, residual: Any, norm: Any) -> Any:
-        stream, normed = own(block, residual, norm)
+    def moved(block: Any, residual: Any, norm: Any, **more: Any) -> Any:
+        stream, normed = own(block, residual, norm, **more)
         if normed is not None:
             normed.view(torch.int16)[3, 5] += 1
         return stream, normed

@@ -140,6 +140,7 @@ def _fuse(
                 sums=sums,
                 agree=one,
                 further=[] if head is None else head.blocks,
+                live=live,
             ),
         )
         notes += (*operations.notes, *whole.notes)

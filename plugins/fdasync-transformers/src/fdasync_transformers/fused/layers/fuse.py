@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fdasync_transformers.fused.layers import hybrid
 from fdasync_transformers.fused.layers.attention import AttentionKind, fuse_attention
 from fdasync_transformers.fused.layers.feed_forward import BlockKind, make_block
 from fdasync_transformers.fused.layers.layer import Carry, FusedLayer, LastNorm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.layers.proof import Exact
+    from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.parallel.sums import Sums
 
@@ -87,6 +89,7 @@ def fuse_layers(
     sums: Sums | None = None,
     agree: Agree = alone,
     further: Sequence[torch.nn.Module] = (),
+    live: LiveRows | None = None,
 ) -> FusedLayers:
     """Replace the decoder layers of a model that are of a known kind, in place.
 
@@ -101,6 +104,7 @@ def fuse_layers(
         sums: of the ranks of a group, which are apart meanwhile.
         agree: what the ranks make of a reason not to fuse a layer.
         further: layers behind the model's own, numbered on, of which none is fed by another.
+        live: says which rows of a step count, to layers whose attention half stays the library's own.
 
     Returns:
         What was fused, and notes on the rest.
@@ -113,6 +117,8 @@ def fuse_layers(
     own = list(decoder.layers) if hasattr(decoder, "layers") else []
     layers = [*own, *further]
     kinds = {type(layer).__name__ for layer in layers}
+    if kinds and kinds <= set(hybrid.KNOWN) and live is not None and sums is None and exact is None:
+        return _fuse_hybrid(model, layers, live, agree)
     unknown = kinds - _KNOWN.keys()
     if unknown or not kinds:
         which = ", ".join(sorted(unknown)) or "what holds them"
@@ -150,6 +156,21 @@ def fuse_layers(
         for problem, numbers in kept.items()
     ]
     return FusedLayers(tuple(sorted(fused)), tuple(notes))
+
+
+def _fuse_hybrid(model: PreTrainedModel, layers: Sequence[Any], live: LiveRows, agree: Agree) -> FusedLayers:
+    """What is around the attention of each layer."""
+    fused, kept = [], dict[str, list[int]]()
+    for number, layer in enumerate(layers):
+        made = guarded(partial(hybrid.prove, model, layer, live), str)
+        problem = agree(made if isinstance(made, str) else "")
+        if problem or isinstance(made, str):
+            kept.setdefault(problem, []).append(number)
+        else:
+            layer.forward = made
+            fused.append(number)
+    notes = [f"decoder layers {', '.join(map(str, one))} are the library's own: {why}" for why, one in kept.items()]
+    return FusedLayers(tuple(fused), tuple(notes))
 
 
 def _columns(model: Any, decoder: Any) -> int | str:

@@ -121,11 +121,11 @@ def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary
     stream, normed = add_norm(block, hidden[0], fused.norms[1])
     if not torch.equal(stream, hidden[0] + block):
         return "the sum behind its attention differs"
-    if _moved(normed, layer.post_attention_layernorm(stream)) or _moved(
+    if moved(normed, layer.post_attention_layernorm(stream)) or moved(
         norm_rows(hidden[0], fused.norms[0]), layer.input_layernorm(hidden)[0]
     ):
         return "its norms differ"
-    problem, out = _block(fused, stream, normed, follower)
+    problem, out = block_difference(fused, stream, normed, follower)
     if problem:
         return problem
     own, ours = _whole(fused, hidden, positions, turns)
@@ -188,7 +188,7 @@ def _attention(
     places = paging.places(spec)
     found = ours.attend(qkv, turns, spec, paging, places)
     caught: Any = theirs.paging
-    differs = _moved if ours.form.norm else _unequal
+    differs = moved if ours.form.norm else _unequal
     for name, mine, library in (("queries", paging.query, caught.query), ("keys", paging.key, caught.key)):
         if differs(mine, library):
             return f"its {name} differ", found
@@ -200,12 +200,12 @@ def _attention(
     return "" if _alike(found, wanted[0]) else "its output projection differs", found
 
 
-def _block(fused: FusedLayer, stream: torch.Tensor, normed: torch.Tensor, follower: Any) -> tuple[str, torch.Tensor]:
-    """The first difference of the second block, and the layer's output."""
+def block_difference(fused: Any, stream: torch.Tensor, normed: torch.Tensor, follower: Any) -> tuple[str, torch.Tensor]:
+    """The first difference of the second block of a layer that has `layer`, `block` and `norms`, and its output."""
     block = fused.block
     out, next_normed = block(normed, stream, fused.norms[2], None)
     apart = block.separately(normed)
-    differs = _moved if getattr(block, "gated", False) else _unequal
+    differs = moved if getattr(block, "gated", False) else _unequal
     if differs(out, stream + apart):
         return "the sum behind its second block differs", out
     own = fused.layer.mlp(normed[None])
@@ -213,7 +213,7 @@ def _block(fused: FusedLayer, stream: torch.Tensor, normed: torch.Tensor, follow
         return "its second block differs", out
     if (follower is None) != (next_normed is None):
         return "it hands on a norm where no fused layer follows", out
-    if next_normed is not None and _moved(next_normed, follower(out)):
+    if next_normed is not None and moved(next_normed, follower(out)):
         return "the norm that it hands on differs", out
     return "", out
 
@@ -222,7 +222,7 @@ def _unequal(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
     return ours.dtype != wanted.dtype or not torch.equal(ours, wanted)
 
 
-def _moved(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+def moved(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether values behind a norm differ by more than its last bit can do."""
     if ours.dtype != wanted.dtype or ours.shape != wanted.shape:
         return True
