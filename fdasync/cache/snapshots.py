@@ -16,6 +16,7 @@ make the memory.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Protocol
 
 import msgspec
@@ -159,8 +160,8 @@ class SnapshotPool:
         self.taken = self.resumed = self.lost = self.refused = self.unwritten = 0
         self._free = list(range(num_places - 1, -1, -1))
         self._host_free = list(range(num_host_places - 1, -1, -1))
-        # in the order of last use
-        self._live: dict[Snapshot, None] = {}
+        # in the order of last use, but for those that were demoted
+        self._live: OrderedDict[Snapshot, None] = OrderedDict()
         # by step in flight, the snapshots that it reads or writes
         self._named: dict[int, list[Snapshot]] = {}
 
@@ -173,7 +174,7 @@ class SnapshotPool:
         return len(self._host_free)
 
     def live(self) -> list[Snapshot]:
-        """Every snapshot that has a place, used longest ago first."""
+        """Every snapshot that has a place, in the order in which they make room."""
         return list(self._live)
 
     # -- on the device ------------------------------------------------------------------------------
@@ -258,6 +259,11 @@ class SnapshotPool:
             snapshot.block.snapshot = None
             snapshot.block = None
         self._settle(snapshot)
+
+    def demote(self, snapshot: Snapshot) -> None:
+        """There is a better one to start from: it makes room before all that are used."""
+        if snapshot in self._live:
+            self._live.move_to_end(snapshot, last=False)
 
     def clear_device(self) -> None:
         """Nothing is on the device any more. No step and no copy uses a place, and no sequence is about to start."""

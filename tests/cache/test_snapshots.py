@@ -105,6 +105,24 @@ def test_the_one_used_longest_ago_goes_and_those_with_a_copy_on_the_host_go_firs
     assert pool.lost == 1
 
 
+def test_one_that_was_demoted_goes_before_all_others():
+    pool = SnapshotPool(3)
+    old, middle, young = (taken(pool, step) for step in range(3))
+    for step in range(3):
+        pool.step_done(step)
+    pool.demote(young)
+    taken(pool, 3)
+    assert young.block is None
+    assert old.place >= 0
+    # one that is gone already, and one that somebody starts from meanwhile
+    pool.demote(young)
+    pool.demote(middle)
+    pool.pin(middle)
+    taken(pool, 4)
+    assert old.block is None
+    assert middle.place >= 0
+
+
 def test_host_copies_of_what_is_on_the_device_go_last():
     pool = SnapshotPool(2, 1)
     first, second = taken(pool, 0), taken(pool, 0)
@@ -172,6 +190,12 @@ class Places(RuleBasedStateMachine):
                 named.append(one.place)
         self.flying.append((self.step, named))
         self.step += 1
+
+    @rule(data=st.data())
+    def demote(self, data):
+        one = self._some(data, lambda _: True)
+        if one is not None:
+            self.pool.demote(one)
 
     @precondition(lambda self: self.flying)
     @rule()

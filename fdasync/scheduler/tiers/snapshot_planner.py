@@ -13,6 +13,9 @@ likely to start:
   there. An answer may end at any token, so a decoding sequence takes a snapshot at the end of each block and gives back
   the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
 
+Places are had from the snapshots that were used longest ago, but first from those that a sequence has passed: it has a
+later one now, from which a next turn starts.
+
 This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
 """
 
@@ -80,6 +83,7 @@ class SnapshotPlanner:
             raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, which has no snapshot")
         self.pool.pin(snapshot)
         seq.resume = snapshot
+        seq.passed = snapshot, snapshot.uses
         self._swap_planner.load_snapshot(seq, snapshot)
 
     def started(self, seq: Sequence, step_id: int) -> int:
@@ -149,11 +153,21 @@ class SnapshotPlanner:
         block = self._carrier(seq, position // self._size - 1)
         if block.snapshot is not None:
             return False
+        self._pass_by(seq)
         snapshot = self.pool.take(block, step_id)
         if snapshot is None:
             return False
+        seq.passed = snapshot, 0
         self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
         return True
+
+    def _pass_by(self, seq: Sequence) -> None:
+        """The sequence takes a snapshot behind the one that it passed: what goes on from it, such as the next turn of a
+        conversation, will start there. So that one makes room first, unless others started from it, too."""
+        if seq.passed is not None:
+            before, starts = seq.passed
+            if before.uses == starts <= 1:
+                self.pool.demote(before)
 
     def takes(self) -> tuple[TakeSnapshot, ...]:
         """What the step that is being planned copies."""

@@ -134,6 +134,30 @@ def test_one_that_somebody_started_from_does_not_give_way():
     assert start.num_cached == 8
 
 
+def test_the_next_turns_of_conversations_start_behind_their_last_answers():
+    # a place for each, and one more: each turn takes a snapshot at its prompt's end and one in its answer
+    table = recurrent(num_snapshots=3)
+    histories = [list(range(100 * number, 100 * number + 9)) for number in (1, 2)]
+    for turn in range(3):
+        for number, history in enumerate(histories):
+            key = 1 + 2 * turn + number
+            (start,) = table.turn(table.request(key, history, 8)).step.starts
+            # the block before the answer's last tokens
+            assert start.num_cached == (0 if not turn else (len(history) - 2) // 4 * 4)
+            table.run()
+            history += [*table.finished[key].token_ids, 7, 8]
+    assert table.is_empty()
+
+
+def test_what_a_sequence_has_passed_makes_room_before_what_several_started_from():
+    table = recurrent(num_snapshots=2)
+    for key in (1, 2):
+        table.run(table.request(key, [*range(9), 50 + key], 1))
+    # the third goes on from there, takes one behind its prompt, and another further on for which there is no place
+    table.run(table.request(3, [*range(9), 60, 61, 62, 63, 64], 6))
+    assert table.scheduler.index.get(table.keys(range(8))[-1]).snapshot is not None
+
+
 def test_a_snapshot_on_the_host_is_brought_before_its_sequence_starts():
     table = recurrent(num_blocks=5, num_snapshots=1, num_host_blocks=8, num_host_snapshots=4)
     table.run(table.request(1, range(9), 1))
