@@ -119,7 +119,7 @@ def test_a_recurrence_is_that_of_each_sequence_alone(
     query, key, value = some(step.rows, groups, keys), some(step.rows, groups, keys), some(step.rows, heads, values)
     decay = -some(*((step.rows, heads, keys) if by_key else (step.rows, heads))).abs()
     beta = some(step.rows, heads).sigmoid() if delta else None
-    memory = some(MEMORY_ROWS, heads, keys, values)
+    memory = some(MEMORY_ROWS, heads, values, keys)
     if turned:
         memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
     expected = memory.clone()
@@ -131,12 +131,12 @@ def test_a_recurrence_is_that_of_each_sequence_alone(
         q = unit(query[row]).repeat_interleave(heads // groups, 0) * 0.5
         k = unit(key[row]).repeat_interleave(heads // groups, 0)
         fade = decay[row].exp()
-        state = state * (fade[:, :, None] if by_key else fade[:, None, None])
+        state = state * (fade[:, None] if by_key else fade[:, None, None])
         update = value[row]
         if beta is not None:
-            update = (update - (state * k[:, :, None]).sum(1)) * beta[row][:, None]
-        state = state + k[:, :, None] * update[:, None]
-        return (state * q[:, :, None]).sum(1), state
+            update = (update - (state * k[:, None]).sum(2)) * beta[row][:, None]
+        state = state + update[:, :, None] * k[:, None]
+        return (state * q[:, None]).sum(2), state
 
     wanted = plain(step, expected, forward)
     got = recur(query, key, value, decay, beta, memory, step.spans(device), scale=0.5, norm=norm)
@@ -157,7 +157,7 @@ def test_gates_are_computed_of_what_a_layer_projects(step: Step, device: torch.d
     wide = some(step.rows, groups, 8) * torch.tensor([0.1, 1.0, 30.0, 10.0, 1.0, 1.0, 0.0, 0.0], device=device)
     fades, rates = wide[..., 1:4], wide[..., 4:7]
     gates = Gates(some(heads), some(heads) - 3)
-    memory = some(MEMORY_ROWS, heads, keys, values)
+    memory = some(MEMORY_ROWS, heads, values, keys)
     ours = memory.clone()
     growth = -gates.growth.exp() * F.softplus(fades.flatten(1) + gates.bias)
     wanted = recur(query, key, value, growth, rates.flatten(1).sigmoid(), memory, step.spans(device))
@@ -194,7 +194,7 @@ def test_bits_do_not_depend_on_how_tokens_come(heads: int, keys: int, values: in
     drawn = torch.Generator().manual_seed(3)
 
     def played(steps: list[tuple[Step, list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        memory = torch.zeros(MEMORY_ROWS, heads, keys, values, device=device)
+        memory = torch.zeros(MEMORY_ROWS, heads, values, keys, device=device)
         outputs = {}
         for step, tokens in steps:
             index = torch.tensor(tokens, device=device)

@@ -1,7 +1,7 @@
 """Linear recurrence over the sequences of a step: the core of gated delta nets, Kimi delta attention and Mamba 2.
 
-For each head a state S [keys, values] goes from token to token: S = decay * S, then S = S + key (x) update, and the
-output is query @ S. The update is the value, or by the *delta rule* beta * (value - key @ S). A token's numbers are
+For each head a state S [values, keys] goes from token to token: S = S * decay, then S = S + update (x) key, and the
+output is S @ query. The update is the value, or by the *delta rule* beta * (value - S @ key). A token's numbers are
 computed in one order of sums, whether it comes alone, in a chunk or behind a snapshot: so its bits follow from its
 sequence alone. Rows and states are those of `spans.py`. Knows no models. Called by the plugins' GPU runners. Runs on
 CUDA, or on the CPU under Triton's interpreter (tests).
@@ -76,12 +76,12 @@ def _token(  # type: ignore[no-untyped-def]
     q = _unit(q.to(tl.float32), norm) * scale
     key = _unit(key.to(tl.float32), norm)
     update = update.to(tl.float32)
-    # [keys, 1] or [1, 1]
-    state = state * tl.exp(fade.to(tl.float32))[:, None]
+    # [1, keys] or [1, 1]
+    state = state * tl.exp(fade.to(tl.float32))[None, :]
     if delta:
-        update = (update - tl.sum(state * key[:, None], 0)) * rate.to(tl.float32)
-    state = state + key[:, None] * update[None, :]
-    return state, tl.sum(state * q[:, None], 0)
+        update = (update - tl.sum(state * key[None, :], 1)) * rate.to(tl.float32)
+    state = state + update[:, None] * key[None, :]
+    return state, tl.sum(state * q[None, :], 1)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -92,7 +92,7 @@ def _token(  # type: ignore[no-untyped-def]
 def _single_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, growth, bias, out, states, sources, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
-    out_row, out_head, state_row, state_head, state_key, state_value,
+    out_row, out_head, state_row, state_head, state_value, state_key,
     keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
     norm: tl.constexpr, raw: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
 ):  # fmt: skip
@@ -115,10 +115,10 @@ def _single_kernel(  # type: ignore[no-untyped-def]
     rate = tl.load(beta + at * beta_row + rated)
     growing, added = _growth(growth, bias, head, raw)
     fade, rate = _gates(fade, rate, growing, added, raw)
-    cells = head * state_head + k[:, None] * state_key + v[None, :] * state_value
-    here = (k < keys)[:, None] & (v < values)[None, :]
+    cells = head * state_head + v[:, None] * state_value + k[None, :] * state_key
+    here = (v < values)[:, None] & (k < keys)[None, :]
     held = states + tl.maximum(source, 0).to(tl.int64) * state_row
-    begun = (k < tl.where(source >= 0, keys, 0))[:, None]
+    begun = (k < tl.where(source >= 0, keys, 0))[None, :]
     state = tl.load(held + cells, mask=here & begun, other=0.0, eviction_policy="evict_first").to(tl.float32)
     state, result = _token(state, q, key_, update, fade, rate, scale, delta, norm)
     result = tl.where(source > -2, result, 0.0)
@@ -138,7 +138,7 @@ def _single_kernel(  # type: ignore[no-untyped-def]
 def _recur_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, growth, bias, out, states, sources, first_rows, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
-    out_row, out_head, state_row, state_head, state_key, state_value,
+    out_row, out_head, state_row, state_head, state_value, state_key,
     keys: tl.constexpr, values: tl.constexpr, group: tl.constexpr, delta: tl.constexpr, by_key: tl.constexpr,
     norm: tl.constexpr, raw: tl.constexpr, key_cells: tl.constexpr, value_cells: tl.constexpr,
 ):  # fmt: skip
@@ -148,10 +148,10 @@ def _recur_kernel(  # type: ignore[no-untyped-def]
     if source > -2:
         k = tl.arange(0, key_cells)
         v = tl.program_id(0) * value_cells + tl.arange(0, value_cells)
-        cells = head * state_head + k[:, None] * state_key + v[None, :] * state_value
-        here = (k < keys)[:, None] & (v < values)[None, :]
+        cells = head * state_head + v[:, None] * state_value + k[None, :] * state_key
+        here = (v < values)[:, None] & (k < keys)[None, :]
         held = states + tl.maximum(source, 0).to(tl.int64) * state_row
-        state = tl.load(held + cells, mask=here & (k < tl.where(source >= 0, keys, 0))[:, None], other=0.0).to(
+        state = tl.load(held + cells, mask=here & (k < tl.where(source >= 0, keys, 0))[None, :], other=0.0).to(
             tl.float32
         )
         # one logarithm of a decay, or one for each key's cell
@@ -214,7 +214,7 @@ def recur(
         value: [T, H, V], likewise.
         decay: logarithms, [T, H], or [T, H, K] for one of each key's cell.
         beta: [T, H], the rate of the delta rule; None: the update is the value.
-        states: [rows, H, K, V] of any stride. Written.
+        states: [rows, H, V, K] of any stride; fast where keys lie side by side. Written.
         spans: the step's.
         scale: of queries. norm: of queries and keys before.
         dtype: of the result; None: that of values.
@@ -290,8 +290,8 @@ def _check(
             raise BadInput("decay", f"{tuple(decay.shape)} for {rows} rows of {heads} heads")
         if beta is not None and tuple(beta.shape) != (rows, heads):
             raise BadInput("beta", f"{tuple(beta.shape)} for {rows} rows of {heads} heads")
-    if tuple(states.shape[1:]) != (heads, keys, values):
-        raise BadInput("states", f"{tuple(states.shape)} where [rows, {heads}, {keys}, {values}] was expected")
+    if tuple(states.shape[1:]) != (heads, values, keys):
+        raise BadInput("states", f"{tuple(states.shape)} where [rows, {heads}, {values}, {keys}] was expected")
     expected = len(spans.sources) if spans.owners is None else len(spans.owners)
     if rows != expected:
         raise BadInput("value", f"{rows} rows, and the spans are of {expected}")

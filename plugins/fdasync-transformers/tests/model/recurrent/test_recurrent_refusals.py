@@ -83,7 +83,7 @@ def test_states_of_all_kinds_are_found() -> None:
         assert layout is not None
         found[family] = [(spec.name, spec.shape, spec.layers) for spec in layout.specs]
     assert found == {
-        "qwen3_next": [("convolution", (64, 4), (0, 1, 2)), ("recurrent", (4, 8, 8), (0, 1, 2))],
+        "qwen3_next": [("convolution", (64, 4), (0, 1, 2)), ("recurrent-by-value", (4, 8, 8), (0, 1, 2))],
         "lfm2_moe": [("convolution", (32, 3), (0, 2))],
         "minimax": [("recurrent", (4, 8, 8), (0, 2))],
         "zaya": [("convolution", (48, 2), (0, 1, 2, 3)), ("recurrent", (8,), (0, 1, 2, 3))],

@@ -115,15 +115,12 @@ class _FlatForward:
         *,
         scale: float,
         norm: Norm,
-        turned: bool = False,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """As the kernel, of [1, T, ...]; `turned`: states are [values, keys]."""
+        """As the kernel, of [1, T, ...]."""
         from fdasync.gpu.kernels.recurrence.recur import recur
 
         states, spans = self._states_of("recurrent", 0)
-        if turned:
-            states = states.transpose(2, 3)
         rates = None if beta is None else beta[0]
         query, key, value = (_side_by_side(one[0]) for one in (query, key, value))
         out = recur(query, key, value, decay[0], rates, states, spans, scale=scale, norm=norm, dtype=dtype)
@@ -218,7 +215,7 @@ def _scan(
     dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]).float()
     hidden = hidden.float()
     decay = a.float() * dt
-    out = flat.recur(c, b, hidden * dt[..., None], decay, None, scale=1.0, norm="none", turned=True)
+    out = flat.recur(c, b, hidden * dt[..., None], decay, None, scale=1.0, norm="none")
     return out if D is None else out + D[..., None] * hidden, out.new_empty(0)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # by these a module leaves state in the library's cache: convolution, recurrence, and minimax's
 _STATE_CALLS = (".update_conv_state(", ".update_recurrent_state(", ".set_linear_cache(")
+# recurrences by the delta rule
+_BY_KEY = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
@@ -50,6 +52,12 @@ def find_mixers(model: torch.nn.Module) -> tuple[Mixer, ...]:
         if stateful[kind]:
             found.append(_mixer_of(name, module))
     return tuple(found)
+
+
+def turns_state(mixer: Mixer) -> bool:
+    """Whether a mixer's recurrent state is [heads, keys, values], which lies the other way round: kernels sum over
+    keys, which then lie side by side."""
+    return any(f"{name}(" in source_of(type(mixer.module)) for name in _BY_KEY)
 
 
 def _mixer_of(name: str, module: Any) -> Mixer:

@@ -7,7 +7,7 @@ Families have state of different shapes, and config fields do not tell them. Kno
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from fdasync.cache.snapshots import StateSpec
 from fdasync.errors import UnsupportedModel
 from fdasync_transformers.model import probe
 from fdasync_transformers.model.recurrent.cache import StateLayer
-from fdasync_transformers.model.recurrent.mixers import find_mixers
+from fdasync_transformers.model.recurrent.mixers import find_mixers, turns_state
 from fdasync_transformers.model.recurrent.outputs import joined, per_token
 from fdasync_transformers.model.recurrent.states import Part, StateLayout
 from fdasync_transformers.model.recurrent.steps import MixedForward
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 _TOKENS, _CUT = 7, 4
 # relative, in float32: the forms have other orders of sums
 _TOLERANCE = 1e-3
+
+
+class _Key(NamedTuple):
+    """Layers' states that lie in one spec: of the library's kind and number, as they lie."""
+
+    kind: Kind
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    turned: bool
 
 
 class _Note:
@@ -56,31 +66,33 @@ def find_state(model: PreTrainedModel) -> StateLayout | None:
             forward.detach()
     if not forwards:
         return None
-    rows: dict[tuple[Kind, int, tuple[int, ...], torch.dtype], list[int]] = {}
-    found = [
-        (forward.mixer, kind, index, (kind, index, tuple(state.shape[1:]), state.dtype))
-        for forward, note in zip(forwards, notes, strict=True)
-        for kind, index, state in note.layer.held()
-    ]
+    rows: dict[_Key, list[int]] = {}
+    found = []
+    for forward, note in zip(forwards, notes, strict=True):
+        for kind, index, state in note.layer.held():
+            turned = kind == "recurrent" and turns_state(forward.mixer)
+            shape = tuple(state.transpose(-1, -2).shape[1:] if turned else state.shape[1:])
+            found.append((forward.mixer, kind, index, _Key(kind, index, shape, state.dtype, turned)))
     for mixer, _, _, key in found:
         rows.setdefault(key, []).append(mixer.layer)
     order = {key: number for number, key in enumerate(rows)}
     parts: dict[str, tuple[Part, ...]] = {}
     for mixer, kind, index, key in found:
-        part = Part(kind, index, order[key], rows[key].index(mixer.layer))
+        part = Part(kind, index, order[key], rows[key].index(mixer.layer), key.turned)
         parts[mixer.name] = (*parts.get(mixer.name, ()), part)
     specs = [
-        StateSpec(_name(list(rows), number), shape, str(dtype).removeprefix("torch."), tuple(layers))
-        for number, ((_, _, shape, dtype), layers) in enumerate(rows.items())
+        StateSpec(_name(list(rows), number), key.shape, str(key.dtype).removeprefix("torch."), tuple(layers))
+        for number, (key, layers) in enumerate(rows.items())
     ]
     return StateLayout(tuple(specs), parts)
 
 
-def _name(keys: list[tuple[Kind, int, tuple[int, ...], torch.dtype]], number: int) -> str:
-    """The kind; with a number where there are several of it."""
-    kind = keys[number][0]
-    same = [place for place, key in enumerate(keys) if key[0] == kind]
-    return kind if len(same) == 1 else f"{kind}-{same.index(number)}"
+def _name(keys: list[_Key], number: int) -> str:
+    """The kind, and how it lies; with a number where there are several of it."""
+    kind = keys[number].kind
+    same = [place for place, key in enumerate(keys) if key.kind == kind]
+    name = f"{kind}-by-value" if keys[number].turned else kind
+    return name if len(same) == 1 else f"{name}-{same.index(number)}"
 
 
 def refuse_forgetful(model: PreTrainedModel) -> None:

@@ -28,12 +28,18 @@ class Part(NamedTuple):
         kind: which of the library's cache.
         number: of the state in the layer's cache.
         spec, row: where it lies: the spec, and the layer's place in it.
+        turned: it lies with its last two dimensions the other way round than the library has them.
     """
 
     kind: Kind
     number: int
     spec: int
     row: int
+    turned: bool = False
+
+    def as_library(self, lies: torch.Tensor) -> torch.Tensor:
+        """A view of this part as the library has it, of how it lies."""
+        return lies.transpose(-1, -2) if self.turned else lies
 
 
 @dataclass(frozen=True)

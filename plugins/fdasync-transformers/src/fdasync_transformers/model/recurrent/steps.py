@@ -131,7 +131,7 @@ class _MixerStep:
         layer = StateLayer()
         for part in self._parts:
             live = self._states.live[part.spec]
-            layer.hold(part, live[piece.lane : piece.lane + 1, part.row], fresh=piece.fresh)
+            layer.hold(part, part.as_library(live[piece.lane : piece.lane + 1, part.row]), fresh=piece.fresh)
         out = self._forward.call(hidden, others, layer)
         self._take(piece)
         return out
@@ -141,7 +141,7 @@ class _MixerStep:
         moved = [(part, self._states.live[part.spec][:, part.row]) for part in self._parts]
         gathered = [live.index_select(0, self._lanes) for _, live in moved]
         for (part, _), state in zip(moved, gathered, strict=True):
-            layer.hold(part, state, fresh=False)
+            layer.hold(part, part.as_library(state), fresh=False)
         out = self._forward.call(hidden, others, layer)
         for (_, live), state in zip(moved, gathered, strict=True):
             live.index_copy_(0, self._lanes, state)
