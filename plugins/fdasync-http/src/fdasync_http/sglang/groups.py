@@ -15,6 +15,7 @@ from fdasync import GroupTensors, TensorMeta, WeightsGroup
 from fdasync.errors import FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
+from fdasync_http.replies import whole
 from fdasync_http.sglang.control import Updated, reply
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from fdasync_http.front import Front
 
-# as long as trainers take from the call to their own end of it
-_TIMEOUT_S = 300.0
 _NAME = "weight_update_group"
 
 
@@ -39,6 +38,8 @@ class JoinBody(msgspec.Struct):
         world_size: ranks of the group, the trainer's among them.
         group_name: of the group.
         backend: "gloo" or "nccl".
+        timeout_s: longest that the ranks may take to meet, and that the next bytes of an update may take to come, in
+            seconds; None: the server's `group_s`. SGLang has no such field.
     """
 
     master_address: str
@@ -47,6 +48,7 @@ class JoinBody(msgspec.Struct):
     world_size: int
     group_name: str = _NAME
     backend: str = "nccl"
+    timeout_s: float | None = None
 
 
 def port_of(value: int | str) -> int:
@@ -76,7 +78,8 @@ async def told(work: Awaitable[None], front: Front) -> Response:
 
 
 async def init_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /init_weights_update_group`: answers once the ranks have met, the trainer's among them."""
+    """`POST /init_weights_update_group`: answers once the ranks have met, the trainer's among them. A client that goes
+    away ends it, and so does `/destroy_weights_update_group` of that group, which its answer then says."""
     body = await read_json(request, JoinBody, front.config)
     group = WeightsGroup(
         name=body.group_name,
@@ -85,9 +88,9 @@ async def init_weights_update_group(request: Request, front: Front) -> Response:
         world_size=body.world_size,
         rank=body.rank_offset,
         backend=backend_of(body.backend),
-        timeout_s=_TIMEOUT_S,
+        timeout_s=front.config.group_s if body.timeout_s is None else body.timeout_s,
     )
-    return await told(front.generator.join_weights_group(group), front)
+    return await whole(request, told(front.generator.join_weights_group(group), front))
 
 
 class LeaveBody(msgspec.Struct):
@@ -101,8 +104,8 @@ class LeaveBody(msgspec.Struct):
 
 
 async def destroy_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. An open update in parts is over:
-    a trainer that was started again need not wait for its deadline."""
+    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. A join of it that is under way ends,
+    and an open update in parts is over: a trainer that was started again need not wait for its deadline."""
     body = await read_json(request, LeaveBody, front.config)
 
     async def leave() -> None:

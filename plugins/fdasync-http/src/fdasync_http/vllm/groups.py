@@ -14,6 +14,7 @@ import msgspec
 from fdasync import WeightsGroup
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
+from fdasync_http.replies import whole
 from fdasync_http.sglang.control import reply
 from fdasync_http.sglang.groups import backend_of, port_of
 from fdasync_http.weights import local_within
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from fdasync_http.front import Front
 
-_TIMEOUT_S = 300.0
 STATELESS = (
     "vLLM's own transfer groups are not joined: their store carries a pickle, which runs its sender's code. Make a"
     " group of torch.distributed and name it in group_name, or send a checkpoint folder to /update_weights (weight_dir)"
@@ -38,6 +38,7 @@ class InitInfo(msgspec.Struct):
         master_address, master_port, rank_offset, world_size: as of `/init_weights_update_group`.
         group_name: of a group of `torch.distributed`; None: it is one of vLLM's own, which is refused.
         backend: "gloo" or "nccl".
+        timeout_s: as of `/init_weights_update_group`; vLLM has no such field.
         local_checkpoint_dir: of SkyRL's deltas, instead of a group: folder in `pulls_root` of the checkpoint that
             `/fetch_weights` writes.
     """
@@ -48,6 +49,7 @@ class InitInfo(msgspec.Struct):
     world_size: int = 0
     group_name: str | None = None
     backend: str = "nccl"
+    timeout_s: float | None = None
     local_checkpoint_dir: str | None = None
 
 
@@ -62,7 +64,8 @@ class InitBody(msgspec.Struct):
 
 
 async def init_weight_transfer_engine(request: Request, front: Front) -> Response:
-    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or the checkpoint's folder is known."""
+    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or a checkpoint's folder is known. A client
+    that goes away ends it, and so does `/destroy_weights_update_group` of that group."""
     info = (await read_json(request, InitBody, front.config)).init_info
     if info.local_checkpoint_dir is not None:
         front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, "init_info.local_checkpoint_dir")
@@ -76,10 +79,14 @@ async def init_weight_transfer_engine(request: Request, front: Front) -> Respons
         world_size=info.world_size,
         rank=info.rank_offset,
         backend=backend_of(info.backend),
-        timeout_s=_TIMEOUT_S,
+        timeout_s=front.config.group_s if info.timeout_s is None else info.timeout_s,
     )
-    await front.generator.join_weights_group(group)
-    return reply({"message": "Weight transfer initialized"})
+
+    async def join() -> Response:
+        await front.generator.join_weights_group(group)
+        return reply({"message": "Weight transfer initialized"})
+
+    return await whole(request, join())
 
 
 class StartBody(msgspec.Struct):
