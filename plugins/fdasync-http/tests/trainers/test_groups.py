@@ -107,8 +107,8 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         assert not (await post(scene, "/begin_weight_update", {"selector": None}, 409))["success"]
         names = list(scene.stored)
         await sglang_send(scene, names[:9], weight_version="6")
-        for path in ("/update_weights_from_disk", "/update_weights"):
-            await post(scene, path, {"model_path": str(scene.new), "weight_dir": str(scene.new)}, 409)
+        for path, field in (("/update_weights_from_disk", "model_path"), ("/update_weights", "weight_dir")):
+            await post(scene, path, {field: str(scene.new)}, 409)
         await sglang_send(scene, names[9:], weight_version="6")
         await post(scene, "/end_weight_update", {"selector": None})
         assert (await scene.client.get("/get_weight_version")).json() == {"weight_version": "6"}
