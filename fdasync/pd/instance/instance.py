@@ -705,7 +705,8 @@ class Instance:
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
             if isinstance(caught, BadInput | ConfigError):
-                field, problem = brief(caught.field), brief(caught.problem)
+                # with its limit and the way out
+                field, problem = brief(caught.field), brief(str(caught).removeprefix(f"{caught.field}: "))
             if isinstance(caught, UpdateUnderWay):
                 problem = brief(caught.where)
             if isinstance(caught, WeightsRejected | WeightsBroken):

@@ -134,3 +134,24 @@ async def test_a_word_that_is_none_of_the_good_ones_is_told_them(scene_of, path,
         told = error["message"].replace("'", "").rpartition(" is none of ")[2] or error["message"]
         assert [word for word in known.split(", ") if word not in told] == []
         assert scene.generator.load().doing == "running"
+
+
+@pytest.mark.parametrize("kind", ["engine", "fleet"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank_offset": 0}, ["group.rank: ", "is 0", "1 to 65536"]),
+        ({"master_address": "10.0.0.1"}, ["group.address: ", "10.0.0.1", "weights_interface"]),
+        ({"world_size": 2, "rank_offset": 2}, ["group.world_size: ", "the trainer is rank 0"]),
+        # of a runner that joins none
+        ({}, ["the weights were not taken: ", "joins no process group"]),
+    ],
+)
+async def test_a_refused_group_is_told_the_limit_and_the_way_out(scene_of, kind, changes, words):
+    body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 9, "backend": "gloo"}
+    async with scene_of(kind) as scene:
+        answer = await scene.client.post("/init_weights_update_group", json={**body, **changes})
+        assert answer.status_code == 400
+        told = answer.json()["message"]
+        assert [word for word in words if word not in told] == [], told
+        assert [word for word in words if told.count(word) > 1] == [], told
