@@ -210,6 +210,29 @@ async def test_of_two_instances_a_sleep_of_one_is_a_sleep_and_a_pause_of_one_is_
     assert (await stage.get("/is_paused"))[1]["is_paused"] is True
 
 
+@pytest.mark.parametrize("count", [0, 2])
+async def test_an_update_while_the_weights_alone_are_awake_is_no_end_of_the_sleep(stage_of, count):
+    """Requests wait for the wake of the rest, with the update and after it."""
+    stage = await stage_of(count)
+
+    async def doing():
+        return (await stage.get("/ready"))[1]["error"]["code"], (await stage.get("/is_sleeping"))[1]["is_sleeping"]
+
+    await stage.post("/release_memory_occupation")
+    assert (await stage.post("/resume_memory_occupation", {"tags": ["weights"]}))[1]["doing"] == "asleep"
+    assert await doing() == ("asleep", True)
+    await stage.post("/begin_weight_update")
+    assert stage.generator.load().updating
+    for _ in range(2):
+        assert await doing() == ("asleep", True)
+        # what instances say, too, which comes with their next heartbeat
+        await until(lambda: all(one.doing == "asleep" for one in stage.generator.load().instances))
+    assert (await stage.post("/end_weight_update"))[0] == 200
+    assert await doing() == ("asleep", True)
+    assert (await stage.post("/wake_up"))[1]["doing"] == "running"
+    assert (await stage.get("/ready"))[0] == 200
+
+
 async def test_wakes_in_parts_and_of_what_is_paused_are_whole_answers(stage_of):
     stage = await stage_of()
     await stage.post("/sleep", {"level": 1})
