@@ -734,7 +734,8 @@ class Instance:
         elif message.verb == "join_group":
             if message.group is None:
                 raise BadInput("group", "a router named none")
-            self._joiner = peer
+            # of one that is refused for another's the joiner is that other
+            self._joiner = self._joiner if weights.groups.joins else peer
             await weights.groups.join(message.group)
         elif message.verb == "begin_update":
             await weights.parts.begin(message.mode)

@@ -142,6 +142,8 @@ class ControlPlane:
 
     async def _ask(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
         """Send a command; return the instance's reply, success or not."""
+        if self._closed:
+            raise EngineClosed("closed")
         answer: asyncio.Future[Done] = self._loop.create_future()
         number = self._number()
         self._waiting[number] = instance, answer
@@ -574,3 +576,7 @@ class ControlPlane:
             await wait_within([self._update.task], 1.0)
         await self.wakes.aclose()
         await self.agreement.aclose()
+        for _, answer in self._waiting.values():
+            # nobody reads replies any more
+            if not answer.done():
+                answer.set_exception(EngineClosed("closed"))

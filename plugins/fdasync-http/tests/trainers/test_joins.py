@@ -20,7 +20,8 @@ from fdasync_http.server import Listen, serving
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
-from fdasync import Engine, Instance
+from fdasync import Engine, Instance, UpdateUnderWay, WeightsGroup
+from fdasync.errors import FdasyncError
 from fdasync.testing import until
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "fdasync-transformers" / "tests" / "support"))
@@ -119,6 +120,28 @@ async def test_a_client_that_goes_away_ends_its_join(tmp_path: Path, kind: str, 
         await until(lambda: not engine.weights.groups.joins, 10.0)
         answer = await client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "old")})
         assert answer.status_code == 200
+
+
+async def test_a_front_that_goes_away_ends_its_join(tmp_path: Path, port: int) -> None:
+    """Its router is the caller of its instances."""
+    async with client_of("router", tmp_path) as (client, engine):
+        join = asyncio.ensure_future(client.post(PATHS[0], json=body_of(PATHS[0], port)))
+        await until(lambda: engine.weights.groups.joins)
+        async with fdasync.connect([f"ipc://{tmp_path}/m0"]) as other:
+            # another front's refused join of that group does not end it
+            group = WeightsGroup(name="g", address="127.0.0.1", port=port, world_size=2)
+            with pytest.raises(UpdateUnderWay, match="joins the group 'g'"):
+                await other.join_weights_group(group)
+        assert not join.done()
+        assert engine.weights.groups.joins
+        async with fdasync.connect([f"ipc://{tmp_path}/m0"]) as other:
+            await other.leave_weights_group("g")
+            await join
+            lonely = asyncio.ensure_future(other.join_weights_group(group))
+            await until(lambda: engine.weights.groups.joins)
+        await until(lambda: not engine.weights.groups.joins, 20.0)
+        with pytest.raises(FdasyncError):
+            await lonely
 
 
 @pytest.mark.parametrize("path", PATHS)
