@@ -109,11 +109,11 @@ class ChaosRunner(SyntheticRunner):
 
     # -- groups -----------------------------------------------------------------------------------------
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
         from fdasync_transformers.weights.groups.group import JoinedGroup
 
         await self.leave_group(group.name)
-        self._groups[group.name] = JoinedGroup(group, interface)
+        self._groups[group.name] = JoinedGroup(group, interface, limit_s=limit_s, stop=stop)
 
     async def leave_group(self, name: str) -> None:
         group = self._groups.pop(name, None)

@@ -473,19 +473,21 @@ class Generator(Protocol):
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
 
-        Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). No step
-        runs until then. The call may be repeated; another group of the same name is left first. One by which an update
-        failed has been left. gloo and NCCL ask nobody who they are: workers listen on the loopback interface, or on the
-        one that the configuration names (`EngineConfig.weights_interface`).
+        Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). Steps
+        run until somebody answers at the group's address, and no more until the ranks have met. The call may be
+        repeated; another group of the same name is left first. One by which an update failed has been left. gloo and
+        NCCL ask nobody who they are: workers listen on the loopback interface, or on the one that the configuration
+        names (`EngineConfig.weights_interface`).
 
         Raises BadInput naming the field, for another machine's address without that setting too; WeightsRejected where
-        the ranks do not meet within `group.timeout_s`; UpdateUnderWay; EngineClosed. Cancelling stops the waiting.
+        the ranks do not meet within `group.timeout_s`, or the group is left meanwhile; UpdateUnderWay; EngineClosed.
+        Cancelling ends the join, in a moment.
         """
 
     @abstractmethod
     async def leave_weights_group(self, name: str) -> None:
-        """Leave a group; its other ranks see the connection end. Does nothing where there is none of that name. No step
-        runs meanwhile. Cancelling stops the waiting.
+        """Leave a group; its other ranks see the connection end. A join of it that is under way ends. Does nothing
+        where there is none of that name. No step runs meanwhile. Cancelling stops the waiting.
 
         Raises UpdateUnderWay while an update is under way, one in parts that is open too; EngineClosed.
         """

@@ -38,8 +38,8 @@ WakeTag = Literal["weights", "kv_cache", "cuda_graph", "scheduling"]
 #: what a generator does, in one word. Where several hold, it is the last of them.
 #: "running": it plans steps whenever there is work. "paused": a pause has returned, and no resume came since.
 #: "waits_for_weights": a sleep that is over has dropped them, and an update has to bring some. "broken": an update has
-#: failed half-way, and another one has to mend that. "updating": an update is under way, or a trainer's group is being
-#: joined. "asleep": a sleep has begun, and not all memory is back. "waking": a wake is under way
+#: failed half-way, and another one has to mend that. "updating": an update is under way, or ranks of a trainer's group
+#: meet. "asleep": a sleep has begun, and not all memory is back. "waking": a wake is under way
 Doing = Literal["running", "paused", "waits_for_weights", "broken", "updating", "asleep", "waking"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import termios
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,8 @@ def top(
     at http://127.0.0.1:30000. In a terminal the screen is drawn anew each second until q or Ctrl-C; elsewhere text
     follows text.
 
-    Exit code 0: ended by --once, q or Ctrl-C. 2: nothing could be seen at the start.
+    Exit code 0: ended by --once, q or Ctrl-C, or by a reader of its output that went away. 2: nothing could be seen at
+    the start.
     """
     from fdasync.cli.top_sources import source_of
 
@@ -82,6 +84,9 @@ def top(
             _show(source, once=once, as_json=as_json, interval_s=interval_s)
         except KeyboardInterrupt:
             return
+        except BrokenPipeError:
+            # whoever read it has enough; Python must not try to write the rest at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show(source: Source, *, once: bool, as_json: bool, interval_s: float) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from fdasync.errors import BadInput, PeerUnreachable
+from fdasync.errors import BadInput, DeadlineExceeded, PeerUnreachable
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router
 from fdasync.telemetry.sight.summary import Summary, summary_of
@@ -27,6 +27,8 @@ _ANSWER_S = 5.0
 # of a front's answer
 _MOST_NBYTES = 64 << 20
 _CHUNK_NBYTES = 1 << 16
+_FRONTS, _INSTANCES = ("http://", "https://"), ("ipc://", "tcp://")
+_NAMED = "a front (`fdasync http`) is named by its URL, http://HOST:PORT, an instance by its address, ipc:// or tcp://"
 
 
 class Source(Protocol):
@@ -75,7 +77,8 @@ class FrontSource:
             answer = connection.getresponse()
             body = _body_of(answer)
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            raise PeerUnreachable(self._url, f"{type(error).__name__}: {error}") from None
+            problem = f"{type(error).__name__}: {error}; {_NAMED}"
+            raise PeerUnreachable(self._url, problem) from None
         finally:
             connection.close()
         if answer.status in (401, 403):
@@ -128,7 +131,10 @@ def source_of(
     sources: Sequence[str], keys: Path | None, key: str, window_s: float, connect_s: float
 ) -> Iterator[Source]:
     """Where to look. Raises BadInput, and what connecting to instances raises."""
-    urls = [one for one in sources if one.startswith(("http://", "https://"))]
+    for one in sources:
+        if not one.lower().startswith((*_FRONTS, *_INSTANCES)):
+            raise BadInput("SOURCE", f"{one!r} is neither a URL nor an address of an instance", hint=_NAMED)
+    urls = [one for one in sources if one.lower().startswith(_FRONTS)]
     if urls and len(sources) > 1:
         raise BadInput("SOURCE", f"{len(sources)} sources", limit="one URL, or addresses of instances")
     if urls and keys is not None:
@@ -142,7 +148,10 @@ def source_of(
 
         async def connected() -> Router:
             router = Router(sources, RouterConfig(connect_s=connect_s, settle_s=min(connect_s, 1.0)), keys=keys)
-            await router.start()
+            try:
+                await router.start()
+            except DeadlineExceeded as error:
+                raise PeerUnreachable(", ".join(sources), f"{error}; {_NAMED}") from None
             return router
 
         router = runner.run(connected())

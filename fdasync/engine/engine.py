@@ -541,7 +541,7 @@ class Engine(Generator):
         await self.weights.update(version, source, mode, expected=expected)
 
     async def join_weights_group(self, group: WeightsGroup) -> None:
-        """See `Generator.join_weights_group`. Each worker takes a rank; no step runs until they have met the others."""
+        """See `Generator.join_weights_group`. Each worker takes a rank."""
         await self.weights.groups.join(group)
 
     async def leave_weights_group(self, name: str) -> None:

@@ -385,18 +385,27 @@ class Runner(ABC):
         what = "the digests of its tensors" if with_tensors else "the fingerprint of its weights"
         raise WeightsBroken(f"this runner cannot tell {what}")
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
+    async def reach_group(self, group: WeightsGroup) -> None:  # noqa: B027 - one that joins none waits for nobody
+        """Wait until somebody answers where the store of a group is said to be, while steps go on. Changes nothing. The
+        caller bounds it; cancelling it ends it."""
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
         """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.
 
         Args:
             group: `rank` is this runner's. Another one of that name that was joined before is left first; the same one
                 is joined already.
             interface: network interface to listen on; "": the loopback one.
+            limit_s: longest that the ranks may take to meet.
+            stop: fd of a pipe that is at its end as soon as nobody wants the join any more; -1: there is none. A runner
+                that blocks its loop looks at it meanwhile.
 
-        May block its loop for `group.timeout_s`. Raises WeightsRejected, as this default does, where it cannot join.
+        May block its loop for `limit_s`. Raises WeightsRejected, as this default does, where it cannot join, and where
+        it was stopped.
         """
         where = f"on {interface}" if interface else "on the loopback interface"
-        raise WeightsRejected(f"this runner joins no process group ({group.name!r}, {where})")
+        limits = f"within {limit_s:g} s, stop={stop}"
+        raise WeightsRejected(f"this runner joins no process group ({group.name!r}, {where}, {limits})")
 
     async def leave_group(self, name: str) -> None:  # noqa: B027 - a runner that joins none leaves none
         """Leave a group, if there is one of that name. Its other ranks see the end of the connection."""

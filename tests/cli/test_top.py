@@ -254,7 +254,7 @@ def test_piped_it_is_text_and_json(tmp_path: Path) -> None:
         assert piped.stderr is not None
         assert [json.loads(piped.stdout.readline())["model"] for _ in range(2)] == ["synthetic", "synthetic"]
         piped.stdout.close()
-        assert piped.wait(DEADLINE_S) == 1
+        assert piped.wait(DEADLINE_S) == 0
         assert piped.stderr.read() == ""
         piped.stderr.close()
 
@@ -262,6 +262,11 @@ def test_piped_it_is_text_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "said"), [
     (["ipc:///run/nobody/is/here", "--connect-s", "0.2"], "nobody/is/here"),
     (["http://127.0.0.1:1/"], "127.0.0.1:1"),
+    (["http://127.0.0.1:1/"], "an instance by its address, ipc:// or tcp://"),
+    (["HTTP://127.0.0.1:1/"], "Connection refused"),
+    (["127.0.0.1:30000"], "is named by its URL, http://HOST:PORT"),
+    (["localhost"], "is named by its URL, http://HOST:PORT"),
+    (["tcp://127.0.0.1:1", "--connect-s", "0.2"], "is named by its URL, http://HOST:PORT"),
     (["http://127.0.0.1:1/", "ipc:///run/m0"], "one URL, or addresses"),
     (["http://127.0.0.1:x/"], "no port"),
     (["http://"], "no URL"),

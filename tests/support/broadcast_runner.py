@@ -40,6 +40,7 @@ class BroadcastRunner(SyntheticRunner):
         dies: the trainer dies in the middle of its next broadcast.
         groups: names of the groups that are joined.
         gone: names of folders that nobody finds any more.
+        reach_s, meet_s: what the store of a group takes to answer, and its ranks to meet (0: `load_s`).
         fails_wakes: so many parts cannot be taken back before the next one that can.
     """
 
@@ -49,6 +50,7 @@ class BroadcastRunner(SyntheticRunner):
         self.dies = False
         self.groups: set[str] = set()
         self.gone: set[str] = set()
+        self.reach_s = self.meet_s = 0.0
         self.fails_wakes = 0
         self._came = 0
         self._missing = 0
@@ -71,8 +73,11 @@ class BroadcastRunner(SyntheticRunner):
             raise WakeFailed(part, "it was told to fail")
         await super().regain_memory(part)
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
-        await asyncio.sleep(self.config.load_s)
+    async def reach_group(self, group: WeightsGroup) -> None:
+        await asyncio.sleep(self.reach_s)
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
+        await asyncio.sleep(self.meet_s or self.config.load_s)
         self.groups.add(group.name)
 
     async def leave_group(self, name: str) -> None:

@@ -266,7 +266,8 @@ def page() -> str:
 
 
 async def test_every_metric_is_on_the_page(page):
-    rows = re.findall(r"^\| `((?:fdasync_|vllm:)\w+)` \| (\w+) \| ([^|]*?) \| [^|]+ \|$", page, re.MULTILINE)
+    # those of the front are held by the plugin's own test
+    rows = re.findall(r"^\| `((?:fdasync_(?!http_)|vllm:)\w+)` \| (\w+) \| ([^|]*?) \| [^|]+ \|$", page, re.MULTILINE)
     documented = {name: (kind, labels) for name, kind, labels in rows}
     assert len(documented) == len(rows), "a metric has two rows"
     config = synthetic_config(speculation=Speculation())

@@ -1,15 +1,19 @@
 """A trainer's process groups, which workers join and leave while no step is in flight and no update is open.
 
-Knows no tensors. Called by `engine/engine.py` and `pd/instance/instance.py`.
+A join first waits until somebody answers where the trainer's store is said to be; steps go on meanwhile. Then it pauses
+until the ranks have met. Whoever wants it no more ends it: its caller by going away, others by leaving the group. Knows
+no tensors. Called by `engine/engine.py` and `pd/instance/instance.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from fdasync.engine.weights.source import check_group
-from fdasync.errors import FdasyncError, WeightsRejected
-from fdasync.ipc.deadlines import Within
+from fdasync.engine.weights.state import Joining
+from fdasync.errors import EngineClosed, FdasyncError, WeightsRejected, WorkerStuck
+from fdasync.ipc.deadlines import Within, wait_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +24,9 @@ if TYPE_CHECKING:
     from fdasync.engine.weights.tasks import UpdateTask
     from fdasync.request import WeightsGroup
 
-# beyond a group's own limits
-_JOIN_GRACE_S = 10.0
+# beyond a group's own limit: a worker tells by itself who did not come
+_JOIN_GRACE_S = 40.0
+_LEAST_S = 0.01
 
 
 class Groups:
@@ -50,6 +55,14 @@ class Groups:
         self._interface = interface
         self._fail = fail
         self._check = check
+        self._join: asyncio.Task[None] | None = None
+        # who ended it; "": nobody has
+        self._why = ""
+
+    @property
+    def joins(self) -> bool:
+        """Whether a group is being joined."""
+        return self._state.joining is not None
 
     async def join(self, group: WeightsGroup) -> None:
         """See `Engine.join_weights_group`."""
@@ -57,32 +70,87 @@ class Groups:
         check_group(group, self._runtime.capacity.tensor_parallel, self._interface)
         self._state.check_idle()
         self._state.check_still()
-        await self._task.run(self._join(group))
-
-    async def _join(self, group: WeightsGroup) -> None:
-        runner = self._runtime.runner
-        limit_s = 2 * group.timeout_s + _JOIN_GRACE_S
+        loop = asyncio.get_running_loop()
+        until = loop.time() + group.timeout_s
+        self._state.joining = Joining(group.name, f"{group.address}:{group.port}", until)
+        self._why = ""
+        self._join = task = loop.create_task(self._reach_and_meet(group, until), name="fdasync-join")
+        task.add_done_callback(self._ended)
         try:
-            # a worker may wait for the others without answering
-            await self._pausing.quiet()
-            async with Within(limit_s):
-                await runner.join_group(group, self._interface)
-        except TimeoutError:
-            self._fail(runner.overdue("joining a group", limit_s))
+            # bounded by the group's limit
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            self.stop("its caller went away")
+            raise
+        if task.cancelled():
             self._check()
+            raise EngineClosed("closing")
+        task.result()  # of a task that is done
+
+    def stop(self, why: str) -> None:
+        """End a join that is under way, in a moment; its caller hears why."""
+        if self._join is not None and not self._join.done() and not self._why:
+            self._why = why
+            self._join.cancel()
+
+    async def _reach_and_meet(self, group: WeightsGroup, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        late = f"nobody answers at {group.address}:{group.port}, where its store should be"
+        try:
+            async with Within(until - loop.time()):
+                await self._runtime.runner.reach_group(group)
+            late = "its ranks have not met"
+            await self._meet(group, max(until - loop.time(), _LEAST_S))
+        except asyncio.CancelledError:
+            if not self._why:
+                raise
+            raise WeightsRejected(f"group {group.name!r} was not joined: {self._why}") from None
+        except TimeoutError:
+            self._check()
+            raise WeightsRejected(f"group {group.name!r}: {late}, for {group.timeout_s:g} s") from None
         except FdasyncError as error:
             # raises the engine's failure where the worker died
             self._check()
             if isinstance(error, WeightsRejected):
                 raise
-            raise WeightsRejected(f"{type(error).__name__}: {error}") from error
+            raise WeightsRejected(f"group {group.name!r}: {type(error).__name__}: {error}") from error
+
+    async def _meet(self, group: WeightsGroup, limit_s: float) -> None:
+        runner = self._runtime.runner
+        # from here on it keeps the engine from planning steps
+        self._state.updating = True
+        try:
+            await self._pausing.quiet()
+            try:
+                # a worker may wait for the others without answering
+                async with Within(limit_s + _JOIN_GRACE_S):
+                    await runner.join_group(group, self._interface, limit_s)
+            except WorkerStuck as error:
+                self._fail(error)
+                self._check()
+            except (TimeoutError, asyncio.CancelledError):
+                # of several ranks some may have joined
+                await self._task.in_time("leaving a group", runner.leave_group(group.name))
+                raise
         finally:
             self._task.finish()
             self._pausing.go_on()
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._state.joining = None
+        if not task.cancelled():
+            # counts as read: a caller that was cancelled does not read it
+            task.exception()
+
     async def leave(self, name: str) -> None:
         """See `Engine.leave_weights_group`."""
         self._check()
+        joining = self._state.joining
+        if joining is not None and joining.name == name and self._join is not None:
+            self.stop("it was left meanwhile")
+            # a worker that does not give it up is killed
+            await asyncio.wait([self._join])
+            self._check()
         self._state.check_idle()
         self._state.check_still()
         await self._task.run(self._leave(name))
@@ -95,3 +163,9 @@ class Groups:
         finally:
             self._task.finish()
             self._pausing.go_on()
+
+    async def aclose(self, limit_s: float) -> None:
+        """End a join that is under way."""
+        if self._join is not None and not self._join.done():
+            self._join.cancel()
+            await wait_within([self._join], limit_s)

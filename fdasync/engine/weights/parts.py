@@ -99,7 +99,7 @@ class PartUpdates:
         update = self._open
         assert update is not None
         if part is None or self._is_busy(update):
-            raise UpdateUnderWay("of this engine, in parts")
+            raise self._state.under_way()
         if expected is not None:
             raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
         if version is not None:
@@ -139,7 +139,7 @@ class PartUpdates:
         if update is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
         if self._is_busy(update):
-            raise UpdateUnderWay("of this engine, in parts")
+            raise self._state.under_way()
         if version is not None:
             update.label = self._state.unused_label(version)
         label = update.label or self._state.next_label()

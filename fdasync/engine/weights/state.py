@@ -6,7 +6,8 @@ Holds facts and decides nothing. Written by the other modules of this room; read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
 
 from fdasync.errors import Asleep, BadInput, UpdateUnderWay
 from fdasync.request import checked_version, next_order, next_version
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 #: deltas on one checkpoint, beyond which a sleep that drops the weights needs an update: a wake loads each of them
 MOST_DELTAS = 64
+
+
+class Joining(NamedTuple):
+    """A join of a trainer's group that is under way.
+
+    Attributes:
+        name: of the group.
+        store: where the trainer's store should be, "ADDRESS:PORT".
+        until: by the loop's clock: at the latest then the ranks have met, or the join has failed.
+    """
+
+    name: str
+    store: str
+    until: float
+
+    @property
+    def words(self) -> str:
+        left_s = max(self.until - asyncio.get_running_loop().time(), 0.0)
+        return (
+            f"it joins the group {self.name!r} by {self.store}, for up to {left_s:.0f} s more unless that group is left"
+        )
 
 
 class WeightsState:
@@ -43,7 +65,8 @@ class WeightsState:
         differs: they are broken, and whole: only a comparison failed, so that the runner knows of nothing wrong.
         dropped: a sleep dropped the weights, and no update or reload has brought any since: nothing goes on.
         held: a pause has returned, and no resume came since.
-        updating: an update is under way, which may read its caller's buffers, or a group is being joined.
+        updating: an update is under way, which may read its caller's buffers, or the ranks of a group meet or part.
+        joining: a group that is being joined; steps go on until its ranks meet. None: none is.
         is_open: an update in parts has begun and not ended.
         sleeps: a sleep keeps the engine from going on.
         moving: a sleep or a wake is under way, and no update may begin.
@@ -62,6 +85,7 @@ class WeightsState:
         self.dropped = self.held = self.updating = self.is_open = False
         self.sleeps = self.moving = self.waking = self.closing = False
         self.released: tuple[MemoryPart, ...] = ()
+        self.joining: Joining | None = None
         self._changed = changed
         # the weights id that each label named
         self._used = {version: weights_id}
@@ -95,9 +119,17 @@ class WeightsState:
             self.sources = (*self.sources, folder) if 0 < len(self.sources) <= MOST_DELTAS else ()
 
     def check_idle(self) -> None:
-        """Raise unless no update is under way."""
+        """Raise unless no update is under way, and no group is being joined."""
+        if self.joining is not None:
+            raise UpdateUnderWay(f"of this engine: {self.joining.words}")
+        if self.is_open:
+            raise self.under_way()
         if self.updating:
             raise UpdateUnderWay("of this engine")
+
+    def under_way(self) -> UpdateUnderWay:
+        """An update in parts is open."""
+        return UpdateUnderWay(f"of this engine: one in parts is open, and version {self.version} is in use")
 
     def check_still(self) -> None:
         """Raise unless no sleep and no wake is under way."""

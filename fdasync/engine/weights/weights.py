@@ -155,8 +155,9 @@ class Weights:
     async def aclose(self) -> bool:
         """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""
         state = self.state
-        interrupted = state.updating
         state.closing = True
+        await self.groups.aclose(self._config.close_deadline_s)
+        interrupted = state.updating
         self.parts.stop()
         await self._task.aclose(self._config.close_deadline_s)
         return interrupted or state.broken is not None or state.dropped

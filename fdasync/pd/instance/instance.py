@@ -25,7 +25,9 @@ from fdasync.errors import (
     PluginError,
     UpdateUnderWay,
     WakeFailed,
+    WeightsBroken,
     WeightsDiffer,
+    WeightsRejected,
 )
 from fdasync.events.actions import (
     AnswerLease,
@@ -260,6 +262,8 @@ class Instance:
         self._hanging_up: asyncio.Task[None] | None = None
         # the router that has claimed the weights, and until when
         self._claimed: tuple[Peer | None, float] = (None, 0.0)
+        # that asked for the last join of a group
+        self._joiner: Peer | None = None
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
@@ -590,6 +594,8 @@ class Instance:
             self._kv_events.remove(peer)
             self._decode_service.on_lost(peer, str(error))
             self._responses.on_lost(peer)
+            if self._joiner is peer:
+                self._weights.groups.stop("its router went away")
 
     def _on_guard(self, address: str, problem: str) -> None:
         self.engine.bus.publish(LinkChanged(peer=address, role="listener", up=not problem, problem=problem))
@@ -669,7 +675,7 @@ class Instance:
             elif message.verb in _UPDATES:
                 self._claim(peer)
                 try:
-                    await self._update(message)
+                    await self._update(peer, message)
                 finally:
                     # an update in parts keeps its claim, which its router has timed
                     if not self._weights.state.is_open:
@@ -699,7 +705,13 @@ class Instance:
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
             if isinstance(caught, BadInput | ConfigError):
-                field, problem = brief(caught.field), brief(caught.problem)
+                # with its limit and the way out
+                field, problem = brief(caught.field), brief(str(caught).removeprefix(f"{caught.field}: "))
+            if isinstance(caught, UpdateUnderWay):
+                problem = brief(caught.where)
+            if isinstance(caught, WeightsRejected | WeightsBroken):
+                # a router's error has the words that these begin with
+                problem = brief(caught.problem)
             if isinstance(caught, WakeFailed):
                 field, problem = caught.part, brief(caught.problem)
             if isinstance(caught, WeightsDiffer):
@@ -713,7 +725,7 @@ class Instance:
             ),
         )  # fmt: skip
 
-    async def _update(self, message: Command) -> None:
+    async def _update(self, peer: Peer, message: Command) -> None:
         weights = self._weights
         expected = message.expected or None
         if message.verb == "update_weights":
@@ -722,6 +734,8 @@ class Instance:
         elif message.verb == "join_group":
             if message.group is None:
                 raise BadInput("group", "a router named none")
+            # of one that is refused for another's the joiner is that other
+            self._joiner = self._joiner if weights.groups.joins else peer
             await weights.groups.join(message.group)
         elif message.verb == "begin_update":
             await weights.parts.begin(message.mode)

@@ -142,6 +142,8 @@ class ControlPlane:
 
     async def _ask(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
         """Send a command; return the instance's reply, success or not."""
+        if self._closed:
+            raise EngineClosed("closed")
         answer: asyncio.Future[Done] = self._loop.create_future()
         number = self._number()
         self._waiting[number] = instance, answer
@@ -294,7 +296,7 @@ class ControlPlane:
         if not isinstance(group, WeightsGroup):
             raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
         if self.is_updating:
-            raise UpdateUnderWay("of this router")
+            raise self._under_way()
         asked: list[tuple[InstanceHandle, Command]] = []
         rank = group.rank
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
@@ -308,25 +310,43 @@ class ControlPlane:
             problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
             hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
             raise BadInput("group.world_size", problem, hint=hint)
-        joins = [self.one(instance, command, self._config.command_s) for instance, command in asked]
-        outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        limit_s = group.timeout_s + self._config.command_s
+        joins = [self.one(instance, command, limit_s) for instance, command in asked]
+        leave = Command(0, "leave_group", name=group.name)
+        try:
+            outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        except asyncio.CancelledError:
+            # whoever waits for these ranks must not wait for them any longer
+            for instance, _ in asked:
+                with contextlib.suppress(FdasyncError):
+                    instance.peer.send(msgspec.structs.replace(leave, number=self._number()))
+            raise
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:
-            await self._ask_all(Command(0, "leave_group", name=group.name), self._config.command_s)
+            # one that was busy did not begin, and may be joining a group of that name for another caller
+            left = [
+                instance
+                for (instance, _), outcome in zip(asked, outcomes, strict=True)
+                if not isinstance(outcome, UpdateUnderWay)
+            ]
+            await self._ask_all(leave, self._config.command_s, left)
             # of several the one that tells more than that another rank did not come
             raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
+
+    def _under_way(self) -> UpdateUnderWay:
+        return UpdateUnderWay(f"of this router, and version {self._table.weight_version} is in use")
 
     async def leave(self, name: Any) -> None:
         command = Command(0, "leave_group", name=name)
         check_whole("name", command)
         if self.is_updating:
-            raise UpdateUnderWay("of this router")
+            raise self._under_way()
         await self.all(command, self._config.command_s)
 
     async def begin(self, mode: Any) -> None:
         """Begin an update in parts at all instances; one that cannot is dropped."""
         if self.is_updating:
-            raise UpdateUnderWay("of this router")
+            raise self._under_way()
         command = Command(0, "begin_update", mode=mode)
         check_whole("mode", command)
         self._parts = parts = PartUpdate()
@@ -457,7 +477,8 @@ class ControlPlane:
         update = self._update
         if update is None or update.command != command:
             if update is not None and not update.task.done():
-                raise UpdateUnderWay(f"of this router, to version {update.command.version}")
+                way = f"to version {update.command.version}" if update.command.version else "in parts"
+                raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
             if refusal:
                 raise BadInput("version", f"{command.version!r} was used before", hint=refusal)
             update = self._update = self._begin(command, self._play(command))
@@ -555,3 +576,7 @@ class ControlPlane:
             await wait_within([self._update.task], 1.0)
         await self.wakes.aclose()
         await self.agreement.aclose()
+        for _, answer in self._waiting.values():
+            # nobody reads replies any more
+            if not answer.done():
+                answer.set_exception(EngineClosed("closed"))

@@ -23,6 +23,7 @@ from fdasync.errors import (
     WakeFailed,
     WeightsBroken,
     WeightsRejected,
+    WorkerStuck,
 )
 from fdasync.events.actions import SwapOut
 from fdasync.ipc.deadlines import DeadlineTimer
@@ -199,11 +200,28 @@ class GroupRunner(Runner):
     async def end_tensors(self) -> None:
         await self._change("ending an update", [runner.end_tensors() for runner in self._ranks])
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
-        """See `Runner`: every rank joins, one behind the other, so that each receives what it takes its share of."""
+    async def reach_group(self, group: WeightsGroup) -> None:
+        """See `Runner`: rank 0 waits for the store, which is the same for all."""
+        await self._ranks[0].reach_group(group)
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: int = -1) -> None:
+        """See `Runner`: every rank joins, one behind the other, so that each receives what it takes its share of.
+        Cancelling has all of them give it up, and waits for that."""
         ranks = [msgspec.structs.replace(group, rank=group.rank + rank) for rank in range(len(self._ranks))]
-        calls = [runner.join_group(own, interface) for runner, own in zip(self._ranks, ranks, strict=True)]
-        tasks = await self._all("joining a group", calls, bearable=WeightsRejected)
+        calls = [
+            asyncio.ensure_future(runner.join_group(own, interface, limit_s))
+            for runner, own in zip(self._ranks, ranks, strict=True)
+        ]
+        try:
+            tasks = await self._all("joining a group", calls, bearable=WeightsRejected)
+        except asyncio.CancelledError:
+            # each was told to stop, and is killed where it does not
+            await asyncio.wait(calls)
+            stuck = {
+                rank: error for rank, call in enumerate(calls) if isinstance(error := _error_of(call), WorkerStuck)
+            }
+            self._raise_first(stuck)
+            raise
         errors = {rank: error for rank, task in enumerate(tasks) if (error := task.exception()) is not None}
         if errors:
             await self.leave_group(group.name)
@@ -351,6 +369,9 @@ class GroupRunner(Runner):
             raise named[0]
 
 
+def _error_of(done: asyncio.Future[Any]) -> BaseException | None:
+    return None if done.cancelled() else done.exception()
+
+
 def _read(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
+    _error_of(done)

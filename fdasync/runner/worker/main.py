@@ -36,6 +36,7 @@ from fdasync.runner.worker.messages import (
     LoadFolder,
     Open,
     OpenSource,
+    ReachGroup,
     ReadWeightsId,
     ReceiveTensors,
     Regain,
@@ -76,9 +77,9 @@ class _RunnerService(Service):
         if isinstance(message, (RunStep, SwapOut, SwapIn)) and not self._in_line:
             # the hot path: no task switch between the socket and the runner
             return self._start(message)
-        if isinstance(message, CheckGrammar):
+        if isinstance(message, CheckGrammar | ReachGroup):
             # beside the line: steps are in flight, and a step in line would be answered behind a later one
-            return self._check(message)
+            return self._beside(message)
         if isinstance(message, BlockPull | SumBlocks):
             # as a copy between device and host: what may meet it is the engine's care
             peers = self._peers()
@@ -88,10 +89,13 @@ class _RunnerService(Service):
         self._in_line += 1
         return self._in_turn(message, fds)
 
-    async def _check(self, message: CheckGrammar) -> None:
+    async def _beside(self, message: CheckGrammar | ReachGroup) -> None:
         if self._runner is None:
-            raise InvariantBroken("CheckGrammar before a runner was opened")
-        await self._runner.check_grammar(message.grammar)
+            raise InvariantBroken(f"{type(message).__name__} before a runner was opened")
+        if isinstance(message, CheckGrammar):
+            await self._runner.check_grammar(message.grammar)
+        else:
+            await self._runner.reach_group(message.group)
 
     def _peers(self) -> PeerBlocks:
         peers = None if self._runner is None else self._runner.peer_blocks()
@@ -180,7 +184,7 @@ class _RunnerService(Service):
         elif isinstance(message, FingerprintWeights):
             return await runner.fingerprint_weights(message.with_tensors)
         elif isinstance(message, JoinGroup | LeaveGroup | ReceiveTensors | EndReceived):
-            await self._of_group(runner, message)
+            await self._of_group(runner, message, fds)
         elif isinstance(message, BeginTensors):
             self._forget_tensors()
             receiver = TensorReceiver(runner, fds, message.chunk_nbytes)
@@ -222,9 +226,11 @@ class _RunnerService(Service):
         if self._exchange is not None:
             self._exchange.close()
 
-    async def _of_group(self, runner: Runner, message: JoinGroup | LeaveGroup | ReceiveTensors | EndReceived) -> None:
+    async def _of_group(
+        self, runner: Runner, message: JoinGroup | LeaveGroup | ReceiveTensors | EndReceived, fds: list[int]
+    ) -> None:
         if isinstance(message, JoinGroup):
-            await runner.join_group(message.group, message.interface)
+            await runner.join_group(message.group, message.interface, message.limit_s, fds[0])
         elif isinstance(message, LeaveGroup):
             await runner.leave_group(message.name)
         elif isinstance(message, ReceiveTensors):

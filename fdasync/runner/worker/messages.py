@@ -166,11 +166,18 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
     """Every byte was written."""
 
 
+class ReachGroup(msgspec.Struct, frozen=True, array_like=True, tag="reach_group"):
+    """As `Runner.reach_group`; the worker goes on with steps meanwhile."""
+
+    group: WeightsGroup
+
+
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
-    """As `Runner.join_group`."""
+    """As `Runner.join_group`, whose `stop` comes as the message's fd."""
 
     group: WeightsGroup
     interface: str
+    limit_s: float
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag="leave_group"):
@@ -234,7 +241,7 @@ _Weights = (
     | _Group
 )
 PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
-Request = Join | Open | Bind | CheckGrammar | Release | Regain | PeerRequest | _Weights
+Request = Join | Open | Bind | CheckGrammar | ReachGroup | Release | Regain | PeerRequest | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

@@ -9,11 +9,13 @@ of the worker fails all work in flight; a worker that is stuck is killed and rea
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
 from fdasync.errors import ConfigError, FdasyncError, RunnerError, WorkerStuck
+from fdasync.ipc.deadlines import wait_within
 from fdasync.ipc.rpc import RpcClient
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
@@ -30,6 +32,7 @@ from fdasync.runner.worker.messages import (
     LeaveGroup,
     LoadFolder,
     Open,
+    ReachGroup,
     ReadWeightsId,
     ReceiveTensors,
     Regain,
@@ -57,6 +60,9 @@ _WEIGHTS_ID = msgspec.msgpack.Decoder(str)
 _FINGERPRINT = msgspec.msgpack.Decoder(WeightsFingerprint)
 _STEP = msgspec.msgpack.Decoder(StepOutput)
 _COPY = msgspec.msgpack.Decoder(CopyOutput)
+
+# a worker that is told to stop joining a group looks up in a moment, or when it has tried to connect to a lost rank
+_STOPS_S = 40.0
 
 # of every worker's environment: a program that uses NVLink multicast can put the GPUs of a whole host out of service
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -189,13 +195,7 @@ class WorkerRunner(Runner):
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """See `Runner`. Cancelling has the worker stop: checks that clients left must not queue up before others."""
-        assert self._child is not None
-        asking = asyncio.ensure_future(self._child.ask(CheckGrammar(grammar), _NOTHING))
-        try:
-            await asyncio.shield(asking)
-        finally:
-            # it ends with the worker's word, for which nothing waits here
-            asking.cancel()
+        await self._ask_beside(CheckGrammar(grammar))
 
     async def load_folder(self, path: str) -> str:
         """See `Runner`. The engine's deadline for updates bounds the wait here and in the eleven that follow."""
@@ -222,8 +222,30 @@ class WorkerRunner(Runner):
     async def end_tensors(self) -> None:
         await self._transfer.end(_only)
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
-        await self._ask(JoinGroup(group, interface), _NOTHING)
+    async def reach_group(self, group: WeightsGroup) -> None:
+        """See `Runner`. Cancelling has the worker stop."""
+        await self._ask_beside(ReachGroup(group))
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: int = -1) -> None:
+        """See `Runner`. Cancelling has the worker give the join up, and waits for that. Raises WorkerStuck where that
+        takes too long."""
+        # the worker may wait for others without reading: the end of a pipe is all that it looks at
+        told, ours = os.pipe()
+        try:
+            asked = self._send(JoinGroup(group, interface, limit_s), _NOTHING, [told])
+            try:
+                await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                os.close(ours)
+                ours = -1
+                await wait_within([asked], _STOPS_S)
+                if not asked.done():
+                    raise self.overdue("giving the join of a group up", _STOPS_S) from None
+                raise
+        finally:
+            for fd in (told, ours):
+                if fd >= 0:
+                    os.close(fd)
 
     async def leave_group(self, name: str) -> None:
         await self._ask(LeaveGroup(name), _NOTHING)
@@ -268,6 +290,16 @@ class WorkerRunner(Runner):
     async def _ask(self, message: Request, kind: msgspec.msgpack.Decoder[T], fds: Sequence[int] = ()) -> T:
         """Send and wait for the answer. The engine's deadlines bound the wait; cancelling it leaves the call."""
         return await asyncio.shield(self._send(message, kind, fds))
+
+    async def _ask_beside(self, message: CheckGrammar | ReachGroup) -> None:
+        """A call that steps do not wait for; cancelling it has the worker stop."""
+        assert self._child is not None
+        asking = asyncio.ensure_future(self._child.ask(message, _NOTHING))
+        try:
+            await asyncio.shield(asking)
+        finally:
+            # it ends with the worker's word, for which nothing waits here
+            asking.cancel()
 
     def _send(self, message: Request, kind: msgspec.msgpack.Decoder[T], fds: Sequence[int] = ()) -> asyncio.Future[T]:
         """Send; the future ends with the answer or its error. Raises ConfigError for a message that cannot be sent."""

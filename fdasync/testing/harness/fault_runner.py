@@ -203,8 +203,11 @@ class FaultRunner(Runner):
         await self.inner.end_tensors()
         self._loaded()
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
-        await self.inner.join_group(group, interface)
+    async def reach_group(self, group: WeightsGroup) -> None:
+        await self.inner.reach_group(group)
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
+        await self.inner.join_group(group, interface, limit_s, stop)
 
     async def leave_group(self, name: str) -> None:
         await self.inner.leave_group(name)

@@ -147,6 +147,9 @@ class Play:
             await asyncio.wait([task])
             await self._settled()
             told()
+            if name == "join" and self.model.open is None:
+                # a join whose caller goes away ends, unless it has ended
+                self.model.joined = GROUP.name in self.inner.groups
             return
         # of the second one the model knows what it does behind the first, or that it is refused meanwhile
         other = self._draw(("folder", "tensors", "sleep", "wake", "join", "leave", "begin"))
@@ -154,7 +157,11 @@ class Play:
         before = other[2]()
         vars(self.model).update(kept)
         error = await self._caught(other[1]())
-        self._same(name, told(), await self._caught(task))
+        wanted = told()
+        if met and not wanted and (name, other[0]) == ("join", "leave"):
+            # whoever leaves a group that is being joined ends that
+            wanted = "WeightsRejected"
+        self._same(name, wanted, await self._caught(task))
         if met and (error == "UpdateUnderWay" or (error and error == before and other[0].startswith("sleep"))):
             self._say(f"{other[0]} refused")
         else:
@@ -183,10 +190,14 @@ class Play:
     def _say(self, words: str) -> None:
         self.said.append(words)
 
+    def _is_busy(self) -> bool:
+        weights = self.engine.weights
+        return bool(self.engine._sleep._tasks) or weights._task.runs or weights.groups.joins
+
     async def _settled(self) -> None:
         """What a caller left has come to its end."""
         async with asyncio.timeout(60):
-            while self.engine._sleep._tasks or self.engine.weights._task.runs:  # noqa: ASYNC110
+            while self._is_busy():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def _check(self) -> None:
@@ -244,6 +255,8 @@ class Play:
         return f"lost {sorted(gone)}", call, lambda: ""
 
     def _join(self) -> Any:
+        # the runner leaves a group of that name when it begins to join it again
+        self.inner.reach_s = self.random.choice([0.0, 0.03])
         return "join", lambda: self.engine.join_weights_group(GROUP), self.model.join
 
     def _leave(self) -> Any:

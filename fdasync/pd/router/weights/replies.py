@@ -28,7 +28,7 @@ def error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     """The error of a reply that tells one (`done.error` is not ""); RemoteError for a kind that callers do not know."""
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
-        return UpdateUnderWay(f"says {instance.peer.name}")
+        return UpdateUnderWay(f"says {instance.peer.name}: {done.problem}" if done.problem else instance.peer.name)
     if done.error == "Asleep":
         return Asleep(instance.peer.name, ("weights",))
     if done.error == "WeightsDiffer":

@@ -22,10 +22,11 @@ from starlette.routing import Route
 from fdasync_http.access import NeedsKey
 from fdasync_http.budget import BUDGET
 from fdasync_http.config import HttpConfig
-from fdasync_http.contract import HTML
+from fdasync_http.contract import HTML, query_of
 from fdasync_http.docs_page import HEADERS, page
 from fdasync_http.failures import JSON, Refused, answer, on_error
 from fdasync_http.front import Front
+from fdasync_http.known import check_query
 from fdasync_http.openapi import description
 from fdasync_http.paths import CONTROL, USE, Path
 from fdasync_http.tracing import Traced
@@ -108,6 +109,7 @@ class _Endpoint:
     def __init__(self, path: Path, front: Front) -> None:
         self._path = path
         self._front = front
+        self._query = query_of(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -117,6 +119,8 @@ class _Endpoint:
 
         request = Request({**scope, BUDGET: self._front.bodies}, receive, counted)
         try:
+            if self._query is not None:
+                check_query(request.query_params.keys(), self._query)
             response = await self._path.serve(request, self._front)
         except Exception as error:
             response = await on_error(request, error)

@@ -7,13 +7,15 @@ Knows no paths. Called by every endpoint that takes a body.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.failures import TOO_LONG, Refused
+from fdasync_http.known import known_at, listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +30,8 @@ T = TypeVar("T")
 _MAX_TOKEN_CHARS = 64
 #: arrays and objects of a body; millions of empty ones would keep the loop for seconds
 MAX_PARTS = 50_000
+# in msgspec's words
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _PIECE_NBYTES = 1 << 20
 _OPENS, _CLOSES, _QUOTE = 1, -1, 2
 
@@ -88,11 +92,23 @@ def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        words, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".")
-        raise Refused(400, f"{field}: {words}" if field else words, param=field, code="bad_input") from None
+        raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}", code="bad_json") from None
+
+
+def _invalid(told: str, kind: Any) -> Refused:
+    """Of what msgspec says of a body; with what it could have said instead."""
+    words, _, path = told.partition(" - at `$")
+    path = path.rstrip("`")
+    field, code = path.lstrip("."), "bad_input"
+    if unknown := _UNKNOWN.fullmatch(words):
+        where = f" in {field}" if field else ""
+        words = f"there is no such key{where}; known are: {listed(known_at(kind, path, keys=True))}"
+        field, code = f"{field}.{unknown[1]}".lstrip("."), "unknown_key"
+    elif words.startswith("Invalid enum value") and (known := known_at(kind, path, keys=False)):
+        words = f"{words[len('Invalid enum value ') :]} is none of {listed(known)}"
+    return Refused(400, f"{field}: {words}" if field else words, param=field, code=code)
 
 
 def _shape_of(body: bytes, levels: int) -> tuple[int, int]:

@@ -40,6 +40,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         max_live: most requests that generate at a time; the next one is answered with 429.
         body_timeout_s: longest that a body may take to arrive, in seconds.
         pull_s: longest that a pull may take, in seconds.
+        group_s: longest that the ranks of a trainer's group may take to meet, and that the next bytes of its update may
+            take to come, in seconds, where a client names no `timeout_s`; up to 3600.
         health_s: longest that the token of `/health_generate` may take, in seconds.
     """
 
@@ -57,6 +59,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_live: int = 4096
     body_timeout_s: float = 60.0
     pull_s: float = 3600.0
+    group_s: float = 120.0
     health_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -70,9 +73,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, low in (("max_body_nbytes", 1), ("max_bodies_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, f"{getattr(self, name)} is too small", limit=f"at least {low}")
-        for name in ("body_timeout_s", "pull_s", "health_s"):
-            if not 0 < getattr(self, name) <= 1e6:
-                raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit="above 0, up to 1e6")
+        for name, most in (("body_timeout_s", 1e6), ("pull_s", 1e6), ("group_s", 3600), ("health_s", 1e6)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit=f"above 0, up to {most:g}")
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):

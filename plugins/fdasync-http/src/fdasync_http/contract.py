@@ -40,9 +40,13 @@ _UPDATES = (
     "/destroy_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update",
     "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/weights_checker",
 )  # fmt: skip
+_PULLS = ("/pull_weights", "/fetch_weights")
+_PAUSES = ("/pause", "/resume", "/pause_generation", "/continue_generation")
 _SLEEPS = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
-# refused where the memory cannot be released; calls of workers but SkyRL's two; `reset_tensors`
-_IN_PART = ("/sleep", "/release_memory_occupation", "/collective_rpc", "/weights_checker")
+# refused where the memory cannot be released; calls of workers but SkyRL's two; `reset_tensors`; vLLM's own groups
+_IN_PART = (
+    "/sleep", "/release_memory_occupation", "/collective_rpc", "/weights_checker", "/init_weight_transfer_engine",
+)  # fmt: skip
 _WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (
     "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
@@ -184,6 +188,13 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/reset_prefix_cache": {},
     "/update_weights": {"weight_dir": "/weights/step_1"},
 }
+
+
+def query_of(path: Path) -> tuple[str, ...] | None:
+    """The keys that the query of a path may have; None: others are not looked at. Those of weights, memory and pauses
+    may have no other: a key that is written wrong would mean all that is there."""
+    strict = path.path in (*_UPDATES, *_SLEEPS, *_PULLS, *_PAUSES)
+    return tuple([query.name for query in _QUERIES.get(path.path, ())]) if strict else None
 
 
 class Contract(NamedTuple):

@@ -59,6 +59,10 @@ _LIMITS = (
     ),
     _Limit("--body-timeout-s", "body_timeout_s", _SECONDS, "For a body to arrive; then 408."),
     _Limit("--pull-s", "pull_s", _SECONDS, "For a version that is pulled; then 503."),
+    _Limit(
+        "--group-s", "group_s", NumberRange(0.1, 3600.0),
+        "For the ranks of a trainer's group to meet, and for the next bytes of its update; then 400 or 503.",
+    ),
     _Limit("--health-s", "health_s", _SECONDS, "For the token of /health_generate."),
     _Limit("--max-connections", "max_connections", _COUNT, "Open connections; above it 429."),
     _Limit(

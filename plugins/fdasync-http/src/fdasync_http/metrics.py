@@ -1,12 +1,12 @@
 """`GET /metrics`: how busy the generator is, what its engines did, and what the front answered, for Prometheus.
 
-Engines stand under vLLM's names. An engine has more of its own in `fdasync.telemetry`, in its own process. Called by
-`application.py`.
+Engines stand under vLLM's names, and their states under the name that they have themselves. An engine has more of its
+own in `fdasync.telemetry`, in its own process. Called by `application.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from fdasync.errors import FdasyncError
+from fdasync.telemetry.sight.sight import State
 from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 
+_AWAY = "away"
+_STATES: tuple[str, ...] = (*get_args(State), _AWAY)
+
+
 async def metrics(_request: Request, front: Front) -> Response:
     """`GET /metrics`; 200 also where the engine has failed."""
     try:
@@ -33,11 +38,11 @@ async def metrics(_request: Request, front: Front) -> Response:
     except FdasyncError:
         watched = ()
     registry = CollectorRegistry()
-    registry.register(_Figures(front, watched))
+    registry.register(Figures(front, watched))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Figures(Collector):
+class Figures(Collector):
     """What is known now."""
 
     def __init__(self, front: Front, watched: tuple[Watched, ...]) -> None:
@@ -73,4 +78,10 @@ class _Figures(Collector):
         yield version
         # a counter of an engine that is away would stand still, and its gauges would be of before
         shown = [(one.name, one.sight) for one in self._watched if one.is_up and one.sight is not None]
+        states = GaugeMetricFamily("fdasync_engine_state", "1 for what the engine does.", labels=("engine", "state"))
+        for one in self._watched:
+            now = one.sight.state if one.is_up and one.sight is not None else _AWAY
+            for state in _STATES:
+                states.add_metric((one.name or one.address, state), float(state == now))
+        yield states
         yield from vllm_metrics(shown, front.model)

@@ -205,6 +205,35 @@ def test_what_is_damaged_or_of_another_base_is_not_taken(stage, monkeypatch, nam
     assert not [name for name, _ in copies if name.parent == stage.base]
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_file_that_is_still_written_while_it_is_copied_is_not_taken(stage, monkeypatch, version):
+    """Of the engine's own checkpoint, and of a whole one that is published."""
+    source = stage.base
+    if version:
+        stage.pull(0)
+        source = save(stage.source / "weight_v000001", weights(1))
+    file = source / "model-2.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-40])
+
+    def slowly(one, other):
+        copyfile(one, other)
+        if one == file:
+            # the rest comes when the beginning has been read
+            file.write_bytes(whole)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_module.shutil, "copyfile", slowly)
+        with pytest.raises(WeightsRejected, match=r"model-2\.safetensors was cut short while it was copied"):
+            stage.pull(version)
+    # nobody takes what is there for whole, and the half is in no place
+    assert state_of(str(stage.local)) is None
+    in_place = stage.local / "model-2.safetensors"
+    assert not in_place.exists() or len(in_place.read_bytes()) == len(whole)
+    stage.pull(version)
+    assert stage.holds(version, version)
+
+
 def test_a_change_that_grows_beyond_its_tensor_is_refused_before_it_fills_memory(stage, monkeypatch):
     bomb = np.zeros(1 << 20, np.float32)
     for encoding in ("xor", "overwrite"):

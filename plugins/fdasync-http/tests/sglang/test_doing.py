@@ -162,17 +162,89 @@ async def test_a_wake_that_leaves_weights_missing_says_so(stage_of, tmp_path, pa
     assert (status, answer["doing"]) == (200, "running")
 
 
+@pytest.mark.parametrize("state", [state for state in STATES if state != "waking"])
+async def test_a_wake_says_awake_only_where_it_is(stage_of, state):
+    stage = await stage_of()
+    await prepare(stage.engines[0], state, [])
+    if state == "updating":
+        assert (await stage.post("/wake_up"))[0] == 409
+        return
+    part = {"tags": ["weights"]} if state == "asleep" else {}
+    _, vllm = await stage.post("/wake_up", part)
+    _, sglang = await stage.post("/resume_memory_occupation", part)
+    assert vllm["doing"] == sglang["doing"] == state
+    assert vllm["status"] == ("awake" if state == "paused" else state)
+    assert vllm["message"] == sglang["message"]
+    assert ("still released" in vllm["message"]) == (state == "asleep")
+    assert ("broken" in vllm["message"]) == (state == "broken")
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_pause_and_a_sleep_are_told_with_the_reason(stage_of, state):
+    stage, tasks = await stage_of(sleep_s=0.1 if state == "waking" else 0.0), []
+    running = {"is_paused": False, "doing": "running"}
+    assert await stage.get("/is_paused") == (200, running)
+    await prepare(stage.engines[0], state, tasks)
+    assert await stage.get("/is_paused") == (200, {"is_paused": True, "doing": state})
+    asleep = state in ("asleep", "waking")
+    assert await stage.get("/is_sleeping") == (200, {"is_sleeping": asleep, "doing": state})
+    await asyncio.gather(*tasks)
+
+
+async def test_a_sleep_that_releases_nothing_is_not_told_as_one_that_does(stage_of):
+    stage = await stage_of()
+    await stage.post("/sleep?level=0")
+    for path in ("/ready", "/v1/sight"):
+        assert "memory is released" not in str(await stage.get(path))
+    assert (await stage.get("/ready"))[1]["error"]["code"] == "asleep"
+
+
+async def test_of_two_instances_a_sleep_of_one_is_a_sleep_and_a_pause_of_one_is_none(stage_of):
+    stage = await stage_of(2)
+    await stage.engines[0].sleep(1)
+    await until(lambda: stage.generator.load().asleep)
+    assert (await stage.get("/is_sleeping"))[1] == {"is_sleeping": True, "doing": "running"}
+    assert (await stage.get("/is_paused"))[1] == {"is_paused": False, "doing": "running"}
+    await stage.engines[1].pause()
+    await until(lambda: stage.generator.load().paused)
+    assert (await stage.get("/is_paused"))[1]["is_paused"] is True
+
+
+@pytest.mark.parametrize("count", [0, 2])
+async def test_an_update_while_the_weights_alone_are_awake_is_no_end_of_the_sleep(stage_of, count):
+    """Requests wait for the wake of the rest, with the update and after it."""
+    stage = await stage_of(count)
+
+    async def doing():
+        return (await stage.get("/ready"))[1]["error"]["code"], (await stage.get("/is_sleeping"))[1]["is_sleeping"]
+
+    await stage.post("/release_memory_occupation")
+    assert (await stage.post("/resume_memory_occupation", {"tags": ["weights"]}))[1]["doing"] == "asleep"
+    assert await doing() == ("asleep", True)
+    await stage.post("/begin_weight_update")
+    assert stage.generator.load().updating
+    for _ in range(2):
+        assert await doing() == ("asleep", True)
+        # what instances say, too, which comes with their next heartbeat
+        await until(lambda: all(one.doing == "asleep" for one in stage.generator.load().instances))
+    assert (await stage.post("/end_weight_update"))[0] == 200
+    assert await doing() == ("asleep", True)
+    assert (await stage.post("/wake_up"))[1]["doing"] == "running"
+    assert (await stage.get("/ready"))[0] == 200
+
+
 async def test_wakes_in_parts_and_of_what_is_paused_are_whole_answers(stage_of):
     stage = await stage_of()
     await stage.post("/sleep", {"level": 1})
     assert (await stage.post("/wake_up", {"tags": ["weights"]}))[1]["doing"] == "asleep"
-    assert await stage.post("/wake_up") == (200, {"status": "awake", "doing": "running"})
+    status, answer = await stage.post("/wake_up")
+    assert (status, answer["status"], answer["doing"]) == (200, "awake", "running")
     await stage.post("/pause_generation")
     await stage.post("/release_memory_occupation")
     for _ in range(2):
         status, answer = await stage.post("/resume_memory_occupation", {"tags": []})
         assert (status, answer["doing"]) == (200, "paused")
-    assert await stage.get("/is_sleeping") == (200, {"is_sleeping": False})
+    assert await stage.get("/is_sleeping") == (200, {"is_sleeping": False, "doing": "paused"})
 
 
 @pytest.mark.parametrize("count", [0, 2])

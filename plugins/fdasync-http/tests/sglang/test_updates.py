@@ -71,7 +71,7 @@ async def test_a_second_update_while_one_is_open_is_409_and_requests_wait(scene,
         ("/wake_up", {}),
         ("/resume_memory_occupation", {}),
     ):
-        await post(scene, path, body, 409)
+        assert "version 0 is in use" in str(await post(scene, path, body, 409))
     assert (await scene.client.get("/ready")).json()["error"]["code"] == "updating"
     assert not any(call.done() for call in waiting)
     # no part came, so nothing is new

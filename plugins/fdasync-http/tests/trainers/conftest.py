@@ -44,7 +44,7 @@ def stage_of(scene_of: Any, tmp_path: Path) -> Callable[..., AbstractAsyncContex
                 engine.write_text(json.dumps({"runner_config": {**MODEL, "step_s": 0.01}}))
                 options = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
                 url = await stack.enter_async_context(
-                    front("--config", str(engine), "--weights-root", str(weights), *options)
+                    front("--runner", "synthetic", "--config", str(engine), "--weights-root", str(weights), *options)
                 )
                 client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=20.0))
             else:

@@ -107,8 +107,8 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         assert not (await post(scene, "/begin_weight_update", {"selector": None}, 409))["success"]
         names = list(scene.stored)
         await sglang_send(scene, names[:9], weight_version="6")
-        for path in ("/update_weights_from_disk", "/update_weights"):
-            await post(scene, path, {"model_path": str(scene.new), "weight_dir": str(scene.new)}, 409)
+        for path, field in (("/update_weights_from_disk", "model_path"), ("/update_weights", "weight_dir")):
+            await post(scene, path, {field: str(scene.new)}, 409)
         await sglang_send(scene, names[9:], weight_version="6")
         await post(scene, "/end_weight_update", {"selector": None})
         assert (await scene.client.get("/get_weight_version")).json() == {"weight_version": "6"}
@@ -166,6 +166,39 @@ async def test_a_trainer_that_dies_is_told_as_an_engine_that_must_be_updated(tmp
         body = {"model_path": str(scene.new), "weight_version": "8"}
         assert (await post(scene, "/update_weights_from_disk", body))["success"]
         assert await generated(scene) == await fresh_tokens(scene.new)
+
+
+async def test_a_refused_tensor_ends_the_group_and_the_answers_say_so(tmp_path: Path) -> None:
+    async with scene_of(tmp_path) as scene:
+        name = scene.trainer.group.name
+        body = {"names": ["nobody.weight"], "dtypes": ["float32"], "shapes": [[3]], "group_name": name}
+        # before anybody joined one
+        told = (await post(scene, "/update_weights_from_distributed", body, 400))["message"]
+        assert f"no group '{name}' is joined here: nobody has joined it; joined are: none" in told
+        await sglang_join(scene, scene.trainer.group)
+        other = await post(scene, "/update_weights_from_distributed", {**body, "group_name": "other"}, 400)
+        assert f"no group 'other' is joined here: nobody has joined it; joined are: '{name}'" in other["message"]
+        told = (await post(scene, "/update_weights_from_distributed", body, 400))["message"]
+        assert "nobody.weight" in told
+        assert f"group '{name}' was left, since nobody knows what its rank 0 has sent: join it anew" in told
+        assert told.count("the weights were not taken") == 1
+        # vLLM's path says as much of the group that is no more
+        update = {"names": body["names"], "dtype_names": body["dtypes"], "shapes": body["shapes"], "group_name": name}
+        told = (await post(scene, "/update_weights", {"update_info": update}, 400))["error"]["message"]
+        assert f"no group '{name}' is joined here: it was left when an update by it failed (" in told
+        assert "nobody.weight); joined are: none" in told
+
+
+async def test_a_broken_broadcast_is_told_in_plain_words(tmp_path: Path) -> None:
+    async with scene_of(tmp_path, "--die-after", "4") as scene:
+        await sglang_join(scene, scene.trainer.group)
+        await scene.trainer.broadcast()
+        body = sglang_body(scene, list(scene.stored), weight_version="8")
+        told = (await post(scene, "/update_weights_from_distributed", body, 503))["message"]
+        assert told.count("loading new weights failed half-way") == 1
+        # no place in the sources of gloo
+        assert "third_party" not in told
+        assert ".cc:" not in told
 
 
 @pytest.mark.parametrize(

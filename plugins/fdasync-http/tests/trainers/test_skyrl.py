@@ -80,7 +80,7 @@ class SkyRL:
         """Also makes sure that the body is JSON, as its client does."""
         answer = await self.stage.client.post("/pause", params={"mode": mode, "clear_cache": "false"})
         assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
-        assert (await self.stage.get("/is_paused")) == {"is_paused": True}
+        assert (await self.stage.get("/is_paused"))["is_paused"] is True
 
     async def resume(self):
         answer = await self.stage.client.post("/resume")

@@ -161,7 +161,7 @@ async def test_skyrl_and_trl_pause_keep_update_and_resume(scene):
     assert [span["version"] for span in choice["weight_versions"]] in (["0", "1"], ["1"])
     assert (await scene.client.post("/pause?mode=gently")).status_code == 400
     assert (await scene.client.post("/reset_prefix_cache", json={"reset_running_requests": True})).status_code == 200
-    assert (await scene.client.get("/is_paused")).json() == {"is_paused": False}
+    assert (await scene.client.get("/is_paused")).json() == {"is_paused": False, "doing": "running"}
     response = await scene.client.post("/update_weights", json={"update_info": {"names": ["a"]}})
     assert response.status_code == 400
     assert "weight_dir" in response.json()["error"]["message"]

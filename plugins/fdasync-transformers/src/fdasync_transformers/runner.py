@@ -66,6 +66,8 @@ from fdasync_transformers.start.runner_config import (
 )
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.groups.group import JoinedGroup
+from fdasync_transformers.weights.groups.joined import JoinedGroups
+from fdasync_transformers.weights.groups.reaching import reach
 from fdasync_transformers.weights.groups.receiving import ReceivePlan, TensorReceiver
 from fdasync_transformers.weights.update import LiveWeights, delta_base
 
@@ -123,7 +125,7 @@ class TransformersRunner(Runner):
         self._collectives: Collectives | None = None
         self._shares_blocks = False
         # of trainers, by name
-        self._groups: dict[str, JoinedGroup] = {}
+        self._groups = JoinedGroups()
         # of the last update by one: its tensors, bucket and device, and where they go
         self._plan: tuple[tuple[Incoming, ...], tuple[int, torch.device], ReceivePlan] | None = None
 
@@ -406,28 +408,27 @@ class TransformersRunner(Runner):
         self._opened_weights.end()
         self._settle()
 
-    async def join_group(self, group: WeightsGroup, interface: str) -> None:
-        held = self._groups.get(group.name)
-        if held is not None and held.spec == group:
+    async def reach_group(self, group: WeightsGroup) -> None:
+        if not self._groups.holds(group):
+            await reach(group)
+
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
+        if self._groups.holds(group):
             return
         await self.leave_group(group.name)
         device = torch.device("cpu") if self._step_model is None else self._step_model.model.device
         if group.backend == "nccl" and device.type != "cuda":
             raise WeightsRejected(f"group {group.name!r}: this model is on a CPU, and NCCL is between GPUs; use gloo")
         with _current(device):
-            self._groups[group.name] = JoinedGroup(group, interface)
+            self._groups.add(JoinedGroup(group, interface, limit_s=limit_s, stop=stop))
 
     async def leave_group(self, name: str) -> None:
-        group = self._groups.pop(name, None)
-        if group is not None:
-            group.close()
+        self._groups.leave(name)
 
     async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
         until = asyncio.get_running_loop().time() + limit_s
         weights, group = self._opened_weights, self._groups.get(source.group)
         try:
-            if group is None:
-                raise WeightsRejected(f"no group {source.group!r} was joined, or it was left since")
             incoming = weights.begin(source.tensors, first=first, last=last)
             weights.touch()
             problem = ""
@@ -441,6 +442,8 @@ class TransformersRunner(Runner):
                 problem = f"{type(error).__name__}: {error}"
             self._settle()
             weights.received(problem, last=last)
+        except (WeightsRejected, WeightsBroken) as error:
+            raise type(error)(self._groups.failed(source.group, error.problem)) from error
         except BaseException:
             await self.leave_group(source.group)
             raise
@@ -505,8 +508,7 @@ class TransformersRunner(Runner):
         """Free model, KV, graphs and hooks; idempotent. Waits for the device's work, bounded."""
         executor, self._executor = self._executor, None
         dead = False
-        for name in list(self._groups):
-            await self.leave_group(name)
+        self._groups.close()
         try:
             if self._checks is not None:
                 await self._checks.aclose()

@@ -18,7 +18,7 @@ from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
-from fdasync_http.sglang.control import Updated, reply
+from fdasync_http.sglang.control import SGLangBody, Updated, reply
 from fdasync_http.weights import folder_within, local_within, resolved
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CALLS = "calls into workers are not served: each control path has a name of its 
 _BRACKET = ("skyrl_start_weight_update", "skyrl_finish_weight_update")
 
 
-class PullBody(msgspec.Struct):
+class PullBody(SGLangBody):
     """Of `/pull_weights`.
 
     Attributes:
@@ -68,18 +68,21 @@ def _slime_pull(front: Front, body: PullBody) -> Pull:
     return _checked(Pull("slime", local, _base(front), source, version))
 
 
-class FetchBody(msgspec.Struct):
+class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/fetch_weights`.
 
     Attributes:
         target_version: the version to bring the checkpoint to that `/init_weight_transfer_engine` named.
         sync_dir: folder in `weights_root` in which versions are published.
         uri: folder of this version; None: it has its usual name in `sync_dir`.
+        version, update_kind: SkyRL's; they change nothing.
     """
 
     target_version: _Version
     sync_dir: str | None = None
     uri: str | None = None
+    version: Any = None
+    update_kind: Any = None
 
 
 async def fetch_weights(request: Request, front: Front) -> Response:

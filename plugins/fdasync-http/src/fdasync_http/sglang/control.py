@@ -30,6 +30,18 @@ def reply(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
+class SGLangBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What bodies of SGLang's control paths may have. Unknown keys are refused: what a client meant by one would not
+    happen.
+
+    Attributes:
+        rid, http_worker_ipc: of SGLang's own objects, which clients send as they are; they change nothing.
+    """
+
+    rid: Any = None
+    http_worker_ipc: Any = None
+
+
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/pause_generation`.
 
@@ -111,7 +123,7 @@ async def abort_request(request: Request, front: Front) -> Response:
     return Response()
 
 
-class MemoryBody(msgspec.Struct):
+class MemoryBody(SGLangBody):
     """Of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
@@ -133,15 +145,30 @@ async def resume_memory_occupation(request: Request, front: Front) -> Response:
     """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused. 202
     where an update has to bring weights first."""
     body = await read_json(request, MemoryBody, front.config)
-    return woken(await front.generator.wake(body.tags), {"message": "memory is taken back", "status": "ok"})
+    return woken(await front.generator.wake(body.tags), "ok")
 
 
-def woken(doing: Doing, told: dict[str, str]) -> Response:
-    """The answer after a wake: 202 where weights that were dropped are still missing, which clients take for 200."""
-    if doing == "waits_for_weights":
-        missing = "memory is taken back, and an update has to bring the weights: requests wait for it"
-        return reply({**told, "message": missing, "doing": doing}, 202)
-    return reply({**told, "doing": doing})
+# what a wake has done, by what the engine does after it
+_WOKEN: dict[Doing, str] = {
+    "running": "memory is taken back",
+    "paused": "memory is taken back; requests wait for the end of a pause",
+    "waits_for_weights": "memory is taken back, and an update has to bring the weights: requests wait for it",
+    "broken": "memory is taken back, and the weights are broken: an update has to mend them",
+    "updating": "memory is taken back; an update of weights is under way",
+    "asleep": "memory of these parts is taken back, that of others is still released: requests wait for it",
+    "waking": "another wake is under way",
+}
+
+
+def woken(doing: Doing, status: str = "") -> Response:
+    """The answer after a wake: 202 where weights that were dropped are still missing, which clients take for 200.
+
+    Args:
+        status: of the dialect; "": "awake" where it is, else what it does.
+    """
+    awake = "awake" if doing in ("running", "paused") else doing
+    told = {"status": status or awake, "message": _WOKEN[doing], "doing": doing}
+    return reply(told, 202 if doing == "waits_for_weights" else 200)
 
 
 async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Sequence[MemoryPart] | None) -> None:
@@ -152,8 +179,8 @@ async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Se
         raise Refused(501, str(error), code="not_served") from error
 
 
-class UpdateBody(msgspec.Struct):
-    """Of `/update_weights_from_disk`; fields that are not named here change nothing.
+class UpdateBody(SGLangBody):
+    """Of `/update_weights_from_disk`.
 
     Attributes:
         model_path: a checkpoint folder within `weights_root`.
@@ -162,6 +189,8 @@ class UpdateBody(msgspec.Struct):
         abort_all_requests: requests that run end; else they go on, on the KV that they have.
         expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
             is another, and no step uses them); None: any.
+        flush_cache, torch_empty_cache, recapture_cuda_graph, keep_pause, is_async, token_step, manifest,
+            abort_all_request: SGLang's and AReaL's; they change nothing.
     """
 
     model_path: str
@@ -169,6 +198,14 @@ class UpdateBody(msgspec.Struct):
     weight_version: str | int | None = None
     abort_all_requests: bool = False
     expected_weights_id: str | None = None
+    flush_cache: Any = None
+    torch_empty_cache: Any = None
+    recapture_cuda_graph: Any = None
+    keep_pause: Any = None
+    is_async: Any = None
+    token_step: Any = None
+    manifest: Any = None
+    abort_all_request: Any = None
 
 
 class Updated(msgspec.Struct, frozen=True):
@@ -201,7 +238,7 @@ async def update_weights_from_disk(request: Request, front: Front) -> Response:
     return reply(Updated(True, f"version {front.generator.facts().weight_version}"))
 
 
-class VersionBody(msgspec.Struct):
+class VersionBody(SGLangBody):
     """Of `/update_weight_version`.
 
     Attributes:

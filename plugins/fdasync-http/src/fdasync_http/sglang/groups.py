@@ -7,15 +7,14 @@ broadcast each. What a path says twice does no harm, but for a second update whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Literal
 
 from fdasync import GroupTensors, TensorMeta, WeightsGroup
 from fdasync.errors import FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
-from fdasync_http.sglang.control import Updated, reply
+from fdasync_http.replies import whole
+from fdasync_http.sglang.control import SGLangBody, Updated, reply
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
 
     from fdasync_http.front import Front
 
-# as long as trainers take from the call to their own end of it
-_TIMEOUT_S = 300.0
 _NAME = "weight_update_group"
 
 
-class JoinBody(msgspec.Struct):
+class JoinBody(SGLangBody):
     """Of `/init_weights_update_group`.
 
     Attributes:
@@ -39,6 +36,8 @@ class JoinBody(msgspec.Struct):
         world_size: ranks of the group, the trainer's among them.
         group_name: of the group.
         backend: "gloo" or "nccl".
+        timeout_s: longest that the ranks may take to meet, and that the next bytes of an update may take to come, in
+            seconds; None: the server's `group_s`. SGLang has no such field.
     """
 
     master_address: str
@@ -47,6 +46,7 @@ class JoinBody(msgspec.Struct):
     world_size: int
     group_name: str = _NAME
     backend: str = "nccl"
+    timeout_s: float | None = None
 
 
 def port_of(value: int | str) -> int:
@@ -62,7 +62,7 @@ def backend_of(value: str) -> Literal["gloo", "nccl"]:
     """Raises Refused (400) for a backend that is not served."""
     if value == "gloo" or value == "nccl":
         return "gloo" if value == "gloo" else "nccl"
-    raise Refused(400, f"backend {value!r:.50} is not served", param="backend")
+    raise Refused(400, f"backend {value!r:.50} is none of gloo, nccl", param="backend")
 
 
 async def told(work: Awaitable[None], front: Front) -> Response:
@@ -76,7 +76,8 @@ async def told(work: Awaitable[None], front: Front) -> Response:
 
 
 async def init_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /init_weights_update_group`: answers once the ranks have met, the trainer's among them."""
+    """`POST /init_weights_update_group`: answers once the ranks have met, the trainer's among them. A client that goes
+    away ends it, and so does `/destroy_weights_update_group` of that group, which its answer then says."""
     body = await read_json(request, JoinBody, front.config)
     group = WeightsGroup(
         name=body.group_name,
@@ -85,12 +86,12 @@ async def init_weights_update_group(request: Request, front: Front) -> Response:
         world_size=body.world_size,
         rank=body.rank_offset,
         backend=backend_of(body.backend),
-        timeout_s=_TIMEOUT_S,
+        timeout_s=front.config.group_s if body.timeout_s is None else body.timeout_s,
     )
-    return await told(front.generator.join_weights_group(group), front)
+    return await whole(request, told(front.generator.join_weights_group(group), front))
 
 
-class LeaveBody(msgspec.Struct):
+class LeaveBody(SGLangBody):
     """Of `/destroy_weights_update_group`.
 
     Attributes:
@@ -101,8 +102,8 @@ class LeaveBody(msgspec.Struct):
 
 
 async def destroy_weights_update_group(request: Request, front: Front) -> Response:
-    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. An open update in parts is over:
-    a trainer that was started again need not wait for its deadline."""
+    """`POST /destroy_weights_update_group`: 200 where there is no such group, too. A join of it that is under way ends,
+    and an open update in parts is over: a trainer that was started again need not wait for its deadline."""
     body = await read_json(request, LeaveBody, front.config)
 
     async def leave() -> None:
@@ -112,8 +113,8 @@ async def destroy_weights_update_group(request: Request, front: Front) -> Respon
     return await told(leave(), front)
 
 
-class ReceiveBody(msgspec.Struct):
-    """Of `/update_weights_from_distributed`; fields that are not named here change nothing.
+class ReceiveBody(SGLangBody):
+    """Of `/update_weights_from_distributed`.
 
     Attributes:
         names, dtypes, shapes: of the tensors, in the order in which they come.
@@ -123,6 +124,7 @@ class ReceiveBody(msgspec.Struct):
         abort_all_requests: requests that run end; else they go on, on the KV that they have.
         expected_weights_id: as of `/update_weights_from_disk`; not of a part of an update.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`, for senders of `fdasync_transformers`.
+        flush_cache, torch_empty_cache: SGLang's; they change nothing.
     """
 
     names: list[str]
@@ -135,6 +137,8 @@ class ReceiveBody(msgspec.Struct):
     expected_weights_id: str | None = None
     bucket_nbytes: int = 0
     checksum: bool = False
+    flush_cache: Any = None
+    torch_empty_cache: Any = None
 
 
 def tensors_of(
@@ -168,8 +172,14 @@ async def update_weights_from_distributed(request: Request, front: Front) -> Res
     return await told(receive(), front)
 
 
-class BeginBody(msgspec.Struct):
-    """Of `/begin_weight_update`; the selector of modules that SGLang has changes nothing."""
+class BeginBody(SGLangBody):
+    """Of `/begin_weight_update`.
+
+    Attributes:
+        selector: of modules, which SGLang has; it changes nothing.
+    """
+
+    selector: Any = None
 
 
 async def begin_weight_update(request: Request, front: Front) -> Response:
@@ -178,16 +188,18 @@ async def begin_weight_update(request: Request, front: Front) -> Response:
     return await told(front.generator.begin_weight_update("keep"), front)
 
 
-class EndBody(msgspec.Struct):
+class EndBody(SGLangBody):
     """Of `/end_weight_update`.
 
     Attributes:
         weight_version: label of the weights; None: that of the last part that named one.
         expected_weights_id: as of `/update_weights_from_disk`.
+        selector: as of `/begin_weight_update`.
     """
 
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
+    selector: Any = None
 
 
 async def end_weight_update(request: Request, front: Front) -> Response:

@@ -81,7 +81,7 @@ _WAITS = {
     "waits_for_weights": "it waits for weights: an update has to bring them",
     "broken": "its weights are broken, and an update has to mend them",
     "updating": "weights are being updated",
-    "asleep": "it is asleep: its memory is released",
+    "asleep": "it is asleep until a wake",
     "waking": "it takes its memory back",
 }
 

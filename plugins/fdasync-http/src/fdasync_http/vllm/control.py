@@ -56,11 +56,13 @@ async def resume(_request: Request, front: Front) -> Response:
 
 
 async def is_paused(_request: Request, front: Front) -> Response:
-    """`GET /is_paused`."""
-    return reply({"is_paused": front.generator.load().paused})
+    """`GET /is_paused`: whether no steps are planned, for whatever reason: as vLLM means it a sleep is one, of any
+    level, and here weights that broke are, too. Of several instances: at all of them. `doing` says why."""
+    load = front.generator.load()
+    return reply({"is_paused": load.paused, "doing": load.doing})
 
 
-class SleepBody(msgspec.Struct):
+class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/sleep`, for clients that send a body; the query's words go first.
 
     Attributes:
@@ -85,7 +87,7 @@ async def sleep(request: Request, front: Front) -> Response:
     return reply({"status": "sleeping"})
 
 
-class WakeBody(msgspec.Struct):
+class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/wake_up`, for clients that send a body; the query's words go first.
 
     Attributes:
@@ -103,15 +105,17 @@ async def wake_up(request: Request, front: Front) -> Response:
     if tags is not None and "kv_cache" in tags:
         # vLLM knows no part of its own for them
         tags = [*tags, "cuda_graph"]
-    return woken(await front.generator.wake(tags), {"status": "awake"})
+    return woken(await front.generator.wake(tags))
 
 
 async def is_sleeping(_request: Request, front: Front) -> Response:
-    """`GET /is_sleeping`."""
-    return reply({"is_sleeping": front.generator.load().asleep})
+    """`GET /is_sleeping`: whether a sleep of any level has begun and not all memory is back. Of several instances: at
+    any of them. `doing` says what it does, in one word."""
+    load = front.generator.load()
+    return reply({"is_sleeping": load.asleep, "doing": load.doing})
 
 
-class AbortBody(msgspec.Struct):
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/abort_requests`.
 
     Attributes:
@@ -131,7 +135,7 @@ async def abort_requests(request: Request, front: Front) -> Response:
     return reply({"status": "aborted", "aborted": aborted})
 
 
-class ResetBody(msgspec.Struct):
+class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/reset_prefix_cache`.
 
     Attributes:
@@ -156,7 +160,7 @@ async def reset_prefix_cache(request: Request, front: Front) -> Response:
     return reply({"status": "reset"})
 
 
-class UpdateInfo(msgspec.Struct):
+class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/update_weights`.
 
     Attributes:
@@ -169,6 +173,8 @@ class UpdateInfo(msgspec.Struct):
         group_name: of a group of `torch.distributed` that was joined by `/init_weight_transfer_engine`.
         packed: vLLM's own buckets, which are refused.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`.
+        packed_buffer_size_bytes, packed_num_buffers: vLLM's; without `packed` they mean nothing.
+        version, sync_dir, uri, update_kind: SkyRL's, of which `target_version` says enough.
     """
 
     weight_dir: str | None = None
@@ -183,9 +189,15 @@ class UpdateInfo(msgspec.Struct):
     packed: bool = False
     bucket_nbytes: int = 0
     checksum: bool = False
+    packed_buffer_size_bytes: Any = None
+    packed_num_buffers: Any = None
+    version: Any = None
+    sync_dir: Any = None
+    uri: Any = None
+    update_kind: Any = None
 
 
-class UpdateBody(UpdateInfo):
+class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
     """Of `/update_weights`: prime-rl sends the fields themselves, others in `update_info`.
 
     Attributes:

@@ -7,13 +7,14 @@ clients make it; SkyRL's, where it has deltas, names a checkpoint's folder inste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync import WeightsGroup
-from fdasync_http.bodies import read_json
+from fdasync_http.bodies import decode, read_body, read_json
 from fdasync_http.failures import Refused
+from fdasync_http.replies import whole
 from fdasync_http.sglang.control import reply
 from fdasync_http.sglang.groups import backend_of, port_of
 from fdasync_http.weights import local_within
@@ -24,22 +25,25 @@ if TYPE_CHECKING:
 
     from fdasync_http.front import Front
 
-_TIMEOUT_S = 300.0
 STATELESS = (
     "vLLM's own transfer groups are not joined: their store carries a pickle, which runs its sender's code. Make a"
     " group of torch.distributed and name it in group_name, or send a checkpoint folder to /update_weights (weight_dir)"
 )
 
 
-class InitInfo(msgspec.Struct):
+class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/init_weight_transfer_engine`.
 
     Attributes:
         master_address, master_port, rank_offset, world_size: as of `/init_weights_update_group`.
         group_name: of a group of `torch.distributed`; None: it is one of vLLM's own, which is refused.
         backend: "gloo" or "nccl".
+        timeout_s: as of `/init_weights_update_group`; vLLM has no such field.
         local_checkpoint_dir: of SkyRL's deltas, instead of a group: folder in `pulls_root` of the checkpoint that
             `/fetch_weights` writes.
+        packed, packed_buffer_size_bytes, packed_num_buffers: of vLLM's own groups, which are refused.
+        base_model_path, cloud_download_workers, checkpoint_load_format, multi_thread_safetensors_max_workers,
+            override_existing_receiver: SkyRL's beside `local_checkpoint_dir`; they change nothing.
     """
 
     master_address: str = ""
@@ -48,10 +52,23 @@ class InitInfo(msgspec.Struct):
     world_size: int = 0
     group_name: str | None = None
     backend: str = "nccl"
+    timeout_s: float | None = None
     local_checkpoint_dir: str | None = None
+    packed: Any = None
+    packed_buffer_size_bytes: Any = None
+    packed_num_buffers: Any = None
+    base_model_path: Any = None
+    cloud_download_workers: Any = None
+    checkpoint_load_format: Any = None
+    multi_thread_safetensors_max_workers: Any = None
+    override_existing_receiver: Any = None
 
 
-class InitBody(msgspec.Struct):
+class _AnyInit(msgspec.Struct):
+    init_info: dict[str, Any]
+
+
+class InitBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/init_weight_transfer_engine`.
 
     Attributes:
@@ -62,8 +79,14 @@ class InitBody(msgspec.Struct):
 
 
 async def init_weight_transfer_engine(request: Request, front: Front) -> Response:
-    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or the checkpoint's folder is known."""
-    info = (await read_json(request, InitBody, front.config)).init_info
+    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or a checkpoint's folder is known. A client
+    that goes away ends it, and so does `/destroy_weights_update_group` of that group."""
+    body = await read_body(request, front.config) or b"{}"
+    told = decode(body, _AnyInit, front.config).init_info
+    if not {"group_name", "local_checkpoint_dir"} & told.keys():
+        # whatever else it has: a transfer of vLLM's own
+        raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
+    info = decode(body, InitBody, front.config).init_info
     if info.local_checkpoint_dir is not None:
         front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, "init_info.local_checkpoint_dir")
         return reply({"message": "Weight transfer initialized"})
@@ -76,13 +99,17 @@ async def init_weight_transfer_engine(request: Request, front: Front) -> Respons
         world_size=info.world_size,
         rank=info.rank_offset,
         backend=backend_of(info.backend),
-        timeout_s=_TIMEOUT_S,
+        timeout_s=front.config.group_s if info.timeout_s is None else info.timeout_s,
     )
-    await front.generator.join_weights_group(group)
-    return reply({"message": "Weight transfer initialized"})
+
+    async def join() -> Response:
+        await front.generator.join_weights_group(group)
+        return reply({"message": "Weight transfer initialized"})
+
+    return await whole(request, join())
 
 
-class StartBody(msgspec.Struct):
+class StartBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/start_weight_update`.
 
     Attributes:
@@ -99,7 +126,7 @@ async def start_weight_update(request: Request, front: Front) -> Response:
     return reply({"message": "Weight update started"})
 
 
-class FinishBody(msgspec.Struct):
+class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/finish_weight_update`.
 
     Attributes:

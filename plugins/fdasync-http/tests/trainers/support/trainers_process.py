@@ -17,11 +17,11 @@ START_S, END_S = 60.0, 20.0
 
 @asynccontextmanager
 async def front(*options: str) -> AsyncIterator[str]:
-    """The URL at which it serves the synthetic runner. It is told to end when the block is left, and must end well."""
+    """The URL at which it serves. It is told to end when the block is left, and must end well."""
     read, write = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fdasync", "http", "--runner", "synthetic", "--port", "0", "--drain-s", "2",
-        "--ready-fd", str(write), *options, stderr=asyncio.subprocess.PIPE, pass_fds=(write,),
+        sys.executable, "-m", "fdasync", "http", "--port", "0", "--drain-s", "2", "--ready-fd", str(write), *options,
+        stderr=asyncio.subprocess.PIPE, pass_fds=(write,),
     )  # fmt: skip
     os.close(write)
     reader = asyncio.StreamReader()

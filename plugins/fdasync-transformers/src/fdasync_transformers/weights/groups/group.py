@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import deque
 from contextlib import suppress
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from fdasync.errors import WeightsBroken, WeightsRejected
-from fdasync_transformers.weights.groups.rendezvous import GLOO_CONNECTS, TimedStore, left_s
+from fdasync_transformers.weights.groups.rendezvous import GLOO_CONNECTS, TimedStore, check_wanted, left_s
 
 if TYPE_CHECKING:
     from fdasync.request import WeightsGroup
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 dist: Any = torch_dist
 # broadcasts under way: some come while the one before them is put to its place
 _DEPTH = {"cpu": 8, "cuda": 4}
+# a rank that has told its address answers by itself, whatever its program does
+_CONNECT_S = 30.0
+# before what gloo says: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:536]"
+_PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
 # between two looks at a broadcast
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
 # NCCL's own limit ends the process, so it is only for what ours did not end
@@ -56,37 +61,41 @@ class JoinedGroup:
         group: of which this is the rank `group.rank`.
         interface: to listen on; "": the loopback one.
         store: the trainer's own; None: connect to it.
+        limit_s: longest that the ranks may take to meet; None: `group.timeout_s`.
+        stop: fd of a pipe whose end is that of the join; -1: there is none.
 
-    Blocks until all ranks have met (NCCL's meet at the first broadcast): at most `group.timeout_s` until each has told
-    its address, and as long until a rank has connected to it. Raises WeightsRejected.
+    Blocks until all ranks have met (NCCL's meet at the first broadcast): at most `limit_s` until each has told its
+    address, and as long, or 30 s, until a rank has connected to it. Raises WeightsRejected.
 
     Attributes:
         spec: `group`.
         device: where broadcast bytes lie.
     """
 
-    def __init__(self, group: WeightsGroup, interface: str, store: Any = None) -> None:
+    def __init__(
+        self, group: WeightsGroup, interface: str, store: Any = None, *, limit_s: float | None = None, stop: int = -1
+    ) -> None:
         self.spec = group
         on_gpu = group.backend == "nccl"
         if on_gpu and not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise WeightsRejected(f"group {group.name!r}: there is no NCCL, or no GPU, in this process; use gloo")
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        until = time.monotonic() + group.timeout_s
+        limit_s = group.timeout_s if limit_s is None else limit_s
+        until = time.monotonic() + limit_s
         try:
+            check_wanted(stop)
             if store is None:
                 store = new_store(group.address, group.port, group.world_size, left_s(until), is_trainer=False)
             keys: Any = store
             for prefix in (group.name, f"{group.name}/", f"{self.device.type}/"):
                 keys = dist.PrefixStore(prefix, keys)
             if not on_gpu:
-                keys = TimedStore(keys, until)
+                keys = TimedStore(keys, until, stop)
             self._backend: Any = (_nccl if on_gpu else _gloo)(keys, group, interface)
         except (RuntimeError, ValueError, OSError) as error:
-            words = str(error).partition("\n")[0]
-            where = f"{group.address}:{group.port}"
             raise WeightsRejected(
                 f"group {group.name!r}: rank {group.rank} of {group.world_size} could not meet the others by the store"
-                f" at {where} within {group.timeout_s:g} s: {words}"
+                f" at {group.address}:{group.port} within {limit_s:.3g} s: {_words_of(error)}"
             ) from error
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -151,8 +160,7 @@ class JoinedGroup:
             raise self._broken(error) from error
 
     def _broken(self, error: RuntimeError) -> WeightsBroken:
-        words = str(error).partition("\n")[0]
-        return WeightsBroken(f"group {self.spec.name!r}: a broadcast from rank 0 failed: {words}")
+        return WeightsBroken(f"group {self.spec.name!r}: a broadcast from rank 0 failed: {_words_of(error)}")
 
     def close(self) -> None:
         """Leave; idempotent. What is under way ends first, or is cut off: nothing writes to its tensors afterwards."""
@@ -169,10 +177,16 @@ class JoinedGroup:
         del backend
 
 
+def _words_of(error: BaseException) -> str:
+    """What torch says, without the places in its sources and the stack that it says it with."""
+    words = _PLACE.sub("", str(error).partition("\n")[0])
+    return words.partition(" Exception raised from ")[0] or type(error).__name__
+
+
 def _gloo(keys: Any, group: WeightsGroup, interface: str) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    options._timeout = timedelta(seconds=group.timeout_s / GLOO_CONNECTS)
+    options._timeout = timedelta(seconds=min(group.timeout_s, _CONNECT_S) / GLOO_CONNECTS)
     where = {"interface": interface} if interface else {"hostname": "127.0.0.1"}
     options._devices = [kind.create_device(**where)]
     return kind(keys, group.rank, group.world_size, options)
