@@ -66,6 +66,9 @@ def set_plain_experts(
     if limits.sum_slices > 1 or (limits.numerics == "fixed" and model.device.type == "cpu"):
         # of any width, that of a slice too, by products that a mode can take one by one
         set_experts(model, "eager", layers, max_step_tokens)
+    elif config.quantised_weights == "stored":
+        # expert by expert, so that one matrix is dequantised at a time
+        set_experts(model, "eager", layers, max_step_tokens)
     elif not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
     elif (model.device.type == "cuda" and model.dtype != torch.bfloat16) or not fits_grouped(model, layers):
@@ -127,6 +130,9 @@ def _fuse(
         parts.append(experts.fused)
         counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")
         if not experts.fused:
+            if config.quantised_weights == "stored":
+                field = "runner_config.quantised_weights"
+                raise ConfigError(field, f'"stored", and {"; ".join(notes)}', hint='use "dequantised"')
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
             set_experts(model, "auto", layers, limits.max_step_tokens)
