@@ -47,11 +47,11 @@ def dequantise_into(plain: Any, stored: Any) -> None:
     state = plain.state_dict()
     with torch.inference_mode():
         for name, kept in logical_state(stored).items():
-            if isinstance(kept, Kept):
+            if isinstance(kept, Kept) and kept.dim() == 3:
                 for expert in range(len(kept)):
                     state[name][expert].copy_(kept[expert])
             else:
-                state[name].copy_(kept)
+                state[name].copy_(kept[:] if isinstance(kept, Kept) else kept)
 
 
 def agreement(one: Rig, other: Rig, sequences: int, prompt: int, decoded: int, seed: int = 5) -> Agreement:

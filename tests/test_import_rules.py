@@ -159,7 +159,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_mooncake.transfer": (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
         ),
-        "fdasync_transformers.model.kept": ("fdasync.gpu.kernels.experts.stored",),
+        "fdasync_transformers.model.kept": (
+            "fdasync.gpu.kernels.experts.stored", "fdasync.gpu.kernels.linear.stored",
+        ),
         "fdasync_transformers.model": (
             *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.cache.snapshots",
             "fdasync.runner.shares",

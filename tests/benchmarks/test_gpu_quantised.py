@@ -27,6 +27,8 @@ def test_both_models_have_one_shape() -> None:
     assert (plain.config["num_hidden_layers"], plain.sizes) == (4, (1, 64))
     assert stored.config["quantization_config"]["quant_method"] == "mxfp4"
     assert gpu_quantised.scales_of(gpu_quantised.parse(["--tiny"]))[0].device == "cpu"
+    linears = gpu_quantised.scales_of(gpu_quantised.parse(["--linears"]))
+    assert [each.weights for each in linears] == ["dequantised", "stored_linears"]
 
 
 @pytest.mark.slow

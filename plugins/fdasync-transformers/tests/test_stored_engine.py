@@ -126,20 +126,57 @@ async def test_ranks_hold_whole_blocks(tmp_path: Path) -> None:
     quantised, _ = make(tmp_path, "fp8")
     new, _ = make(tmp_path, "fp8", 1)
     ranks: dict[str, Any] = {"tensor_parallel": 2, "process": "worker", "host_blocks": 0}
-    found = []
+    found, ids = [], []
     for stored in (True, False):
         ranked = config(quantised, stored=stored, **ranks)
         own = {**ranked.runner_config, "sleep": False}
         async with Engine(config(quantised, stored=stored, **ranks, runner_config=own)) as engine:
             first = await play(engine)
             await engine.update_weights("tensors", named_tensors(load_file(new / SINGLE_FILE)))
-            by_tensors = engine.capacity.weights_id
-            found.append((first, await play(engine)))
+            second = await play(engine)
             await engine.update_weights("folder", str(new))
-            assert engine.capacity.weights_id == by_tensors
+            assert_alike(await play(engine), second)
+            found.append((first, second))
+            ids.append(engine.capacity.weights_id)
             engine.check()
+    assert ids[0] == ids[1]
     for one, other in zip(*found, strict=True):
         assert_alike(one, other)
+
+
+@pytest.mark.slow
+async def test_linear_layers_stay_too(tmp_path: Path) -> None:
+    """Their products have sums of another order than the library's."""
+    quantised, _ = make(tmp_path, "fp8")
+    new, _ = make(tmp_path, "fp8", 1)
+    ranked = config(quantised)
+    layers = {**ranked.runner_config, "quantised_weights": "stored_linears", "fused_layers": True}
+    async with Engine(config(quantised, runner_config=layers)) as engine, Engine(ranked) as twin:
+        assert "FP8 kept as stored: 35 tensors" in engine.capacity.notes
+        assert any("11 stored linear layers" in note for note in engine.capacity.notes)
+        assert engine.capacity.weights_id == twin.capacity.weights_id
+        near(await play(engine), await play(twin))
+        await engine.update_weights("tensors", named_tensors(load_file(new / SINGLE_FILE)))
+        await twin.update_weights("folder", str(new))
+        near(await play(engine), await play(twin))
+        await engine.update_weights("folder", str(new))
+        assert engine.capacity.weights_id == twin.capacity.weights_id
+        engine.check()
+
+
+def near(one: list[Result], other: list[Result]) -> None:
+    """The first token's log-prob of every answer, and most rows of its prompt."""
+    for a, b in zip(one, other, strict=True):
+        (sample,), (twin,) = a.samples, b.samples
+        assert sample.logprobs is not None
+        assert twin.logprobs is not None
+        assert sample.routing is not None
+        assert twin.routing is not None
+        if sample.token_ids[0] == twin.token_ids[0]:
+            assert sample.logprobs[0] == pytest.approx(twin.logprobs[0], abs=0.1)
+        prompt = len(a.prompt_token_ids)
+        rows = (np.sort(each.routing.array[:prompt], -1) for each in (sample, twin))  # type: ignore[union-attr]
+        assert np.equal(*rows).all(-1).mean() > 0.7
 
 
 @pytest.mark.gpu

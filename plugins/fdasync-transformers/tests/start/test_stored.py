@@ -124,13 +124,34 @@ def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
     assert report.weights_nbytes < 0.7 * whole.weights_nbytes
 
 
+def test_linear_layers_stay_where_ranks_do_not_cut_a_block(tmp_path: Path) -> None:
+    linears = {"quantised_weights": "stored_linears"}
+    folder = make(tmp_path, moe_intermediate_size=256, intermediate_size=256)
+    sizes = [runner(folder, each).examine().weights_nbytes for each in ({}, linears)]
+    # of 2 layers: q, k, v and o of 32 x 64 or so, and a dense layer of 256
+    assert sizes[0] - sizes[1] == pytest.approx(0.5 * 2 * (2 * (64 + 32 + 32 + 64) * 32 + 3 * 256 * 32), rel=0.1)
+    report = runner(folder, linears, tensor_parallel=2).examine()
+    assert report.served
+    assert report.notes[0].startswith("FP8 kept as stored")
+    # attention is cut within blocks, the dense layer is not
+    assert any("dequantised" in note for note in report.notes)
+    packed = make(tmp_path / "packed", "mxfp4")
+    error = refused(packed, linears)
+    assert "linear layers of MXFP4 checkpoints are plain" in str(error)
+    assert error.hint == 'use "stored"'
+    dense = runner(make(tmp_path / "dense", mlp_only_layers=[0, 1]), linears).examine()
+    assert dense.served
+
+
 def test_no_cut_of_mxfp4_is_taken(tmp_path: Path) -> None:
     """The library plans none for gpt-oss as yet."""
     checkpoint = loading.read_checkpoint(str(make(tmp_path, "mxfp4")))
     config = runner_config.TransformersConfig(quantised_weights="stored")
-    cuts = {"model.layers.0.mlp.experts.down_proj": Cut(1, 2, 0)}
+    model = loading.build(checkpoint, "auto")
+    names = loading.names_of(checkpoint, model)
+    names.cuts = {"model.layers.0.mlp.experts.down_proj": Cut(1, 2, 0)}
     with pytest.raises(ConfigError, match="MXFP4 experts are not cut over ranks"):
-        stored.keep_stored(loading.build(checkpoint, "auto"), checkpoint, config, cuts)
+        stored.keep_stored(model, checkpoint, config, names)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("fp8", 0.52), ("mxfp4", 0.28)])

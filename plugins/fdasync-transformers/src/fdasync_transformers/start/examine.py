@@ -85,7 +85,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         untold = len(notes)
         facts |= _shapes(model, checkpoint.model_type, config, limits, notes, device)
         facts |= _parts(model, checkpoint.model_type, config, limits, names)
-        if keep_stored(model, checkpoint, config, names.cuts):
+        if keep_stored(model, checkpoint, config, names):
             facts["weights_nbytes"] = _weights_nbytes(model)
             if placed is not None:
                 forms = kept_forms(model)

@@ -126,12 +126,12 @@ def open_model(
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla, further=further)
         names.cuts = sharded.cuts
         make_layout = partial(sharded.layout, make=make_layout)
-    kept = keep_stored(model, checkpoint, config, names.cuts)
+    kept = keep_stored(model, checkpoint, config, names)
     make = None if memory is None else memory.maker(model)
     if config.weights == "random":
         loading.fill_random(names, device, make)
         if kept:
-            notes.append("experts of drawn weights are quantised as the checkpoint's config says")
+            notes.append("drawn weights that stay as stored are quantised as the checkpoint's config says")
     else:
         notes += loading.fill(model, checkpoint, names, device, make)
     if collectives is not None:

@@ -132,8 +132,8 @@ def _bytes_of(tensor: torch.Tensor | Kept, staging: list[torch.Tensor]) -> Itera
     """The tensor's bytes, in pieces; each is valid until the next. From a GPU they come through a page-locked buffer,
     kept in `staging`: copies to other memory take several times as long."""
     if isinstance(tensor, Kept):
-        for expert in range(len(tensor)):
-            yield from _bytes_of(tensor[expert], staging)
+        for piece in [tensor[:]] if tensor.dim() == 2 else map(tensor.__getitem__, range(len(tensor))):
+            yield from _bytes_of(piece, staging)
         return
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cuda":

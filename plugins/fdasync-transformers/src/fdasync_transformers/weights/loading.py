@@ -211,8 +211,8 @@ def draw_weights(names: Names) -> None:
             shape = tuple(names.shapes[name].shape)
             drawn = torch.empty(shape, dtype=tensor.dtype, device=device).normal_(0.0, 0.02, generator=random)
             target: Any = destination(Placement(name), tensor, names.cuts.get(name))
-            for expert in range(len(drawn)):
-                target.put(expert, drawn[expert : expert + 1])
+            for first in range(0, len(drawn), target.step):
+                target.put(first, drawn[first : first + target.step])
         elif not tensor.is_floating_point():
             # tables of ids: 0 is an id everywhere
             tensor.zero_()

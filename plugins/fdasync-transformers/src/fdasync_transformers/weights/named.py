@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from fdasync.errors import BadInput, WeightsRejected
 from fdasync_transformers.model.kept.forms import FORMS
-from fdasync_transformers.model.kept.keep import keep_experts
+from fdasync_transformers.model.kept.keep import has_experts, keep_experts
 from fdasync_transformers.model.kept.kept import Kept, logical_state
+from fdasync_transformers.model.kept.linears import keep_linears, linears_of
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.deltas.tensors import DTYPES, dtype_name, own_tensors
 
@@ -61,7 +62,7 @@ def weights_fingerprint(
     *,
     dtype: str | torch.dtype,
     state: Mapping[str, torch.Tensor] | None = None,
-    stored: Literal["fp8", "mxfp4"] | None = None,
+    stored: Literal["fp8", "mxfp4", "fp8_linears"] | None = None,
 ) -> WeightsFingerprint:
     """The fingerprint that an engine has once it was given this model's weights.
 
@@ -78,7 +79,8 @@ def weights_fingerprint(
         state: the model's whole tensors by the names of its state dict, where the model holds only parts of them
             (FSDP); None: the model's own.
         stored: the form in which an engine with `quantised_weights="stored"` keeps the experts' weights, which it makes
-            of plain ones by the published recipe: they count as what they then stand for.
+            of plain ones by the published recipe: they count as what they then stand for. "fp8_linears": of one with
+            "stored_linears", whose checkpoint has all linear layers in FP8 that could be, and which no ranks cut.
 
     Raises BadInput for another kind of model and for a dtype that is not served; ConfigError for experts that cannot be
     kept so; WeightsRejected naming the tensor: one
@@ -92,9 +94,12 @@ def weights_fingerprint(
         raise BadInput("model", f"{type(model).__name__} is no model of the library", hint="give the model inside it")
     layout = served_layout(model, served)
     _check_computed(model, layout)
+    linears = stored == "fp8_linears"
     for form in FORMS:
-        if form.kind == stored:
+        if form.kind == ("fp8" if linears else stored) and (not linears or has_experts(layout)):
             keep_experts(layout, form)
+    if linears:
+        keep_linears(layout, [path for path, _ in linears_of(layout)])
     tensors = _rounded(model.state_dict() if state is None else state, logical_state(layout))
     return identity.fingerprint_of(tensors, True)
 

@@ -40,6 +40,11 @@ def keep_experts(model: torch.nn.Module, form: Form) -> int:
     return len(found)
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether there are experts that could be kept."""
+    return any(path.rpartition(".")[2] == "experts" for path, _ in model.named_modules())
+
+
 def _experts_of(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, int]]:
     """Path, module, name of a parameter, and matrices of it that stand one below the other."""
     for path, module in model.named_modules():

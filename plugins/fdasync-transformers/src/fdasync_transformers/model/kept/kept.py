@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """Matrices [experts, ...] in bfloat16, as far as their shape, their dtype and the matrix of an expert go.
+    """Matrices [experts, ...], or one matrix, in bfloat16, as far as shape, dtype and the values of some go.
 
     Args:
         form: of the values.
@@ -47,6 +47,9 @@ class Kept:
     @classmethod
     def made_of(cls, plain: torch.Tensor, form: Form) -> Kept:
         """Of plain matrices, by the form's recipe, on their device. Raises BadInput for weights that it cannot have."""
+        if plain.dim() == 2:
+            values, scales = form.quantised(plain)
+            return cls(form, {"": values, form.scales_end: scales}, "")
         made = cls.empty(form, plain.shape, plain.device)
         for expert in range(len(plain)):
             made.values[expert], made.scales[expert] = form.quantised(plain[expert])
@@ -66,7 +69,7 @@ class Kept:
 
     @property
     def stored(self) -> StoredWeights:
-        """As the kernels read them. Raises BadInput where they cannot."""
+        """As the experts' kernels read them. Raises BadInput where they cannot."""
         values, made = self.values, self._stored
         if made is None or made.values.data_ptr() != values.data_ptr():
             made = self._stored = StoredWeights(self.form.kind, values.detach(), self.scales.detach())
@@ -105,7 +108,10 @@ class Kept:
         return len(self.values)
 
     def __getitem__(self, index: int | torch.Tensor | slice) -> torch.Tensor:
-        """The matrix of an expert, or those of several, new. A number that lies on a device is waited for."""
+        """The matrix of an expert, or those of several, new; of one matrix its rows. A number that lies on a device is
+        waited for."""
+        if self.dim() == 2:
+            return self.form.dequantised(self.values.detach(), self.scales.detach())[index]
         if isinstance(index, slice):
             found = [self[number] for number in range(*index.indices(len(self)))]
             return torch.stack(found) if found else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
