@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -111,6 +115,20 @@ def test_a_graph_replays_it_with_new_values():
         scales.mul_(2)
         graph.replay()
         assert torch.equal(y, stored_linear(x, values, scales))
+
+
+def test_it_compiles_without_a_gpu() -> None:
+    """For Ada, where a program gets 99 KB, and for Hopper, whose products are asynchronous from 64 columns on."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu.kernels._compile_linear_stored"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(lines) == 2 * len(dict.fromkeys(all_stored_tiles()))
+    for capability, columns, shared, products, spilled in lines:
+        assert shared <= 99 << 10
+        assert bool(products) == (capability == 90 and columns == 64)
+        assert not spilled
 
 
 def test_what_the_kernels_do_not_take_is_refused(device):

@@ -9,6 +9,7 @@ import torch
 from fdasync_transformers.model.kept.forms import FP8, MXFP4
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.parallel.cuts import Cut, Target
+from fdasync_transformers.weights.kept import targets
 from fdasync_transformers.weights.kept.arriving import pairs_of, places_of
 from fdasync_transformers.weights.kept.targets import InRows, KeptTarget
 from fdasync_transformers.weights.mapping import destination
@@ -46,16 +47,30 @@ def test_elements_come_in_any_pieces(data: st.DataObject, rows: int, columns: in
     # an update that ended early leaves nothing behind
     place.put_flat(0, whole[: data.draw(st.integers(0, len(whole) - 1))] * 0)
     place.calls.clear()
+    place.made.fill_(-1)
     first = 0
     while first < len(whole):
         count = data.draw(st.integers(1, len(whole) - first))
         place.put_flat(first, whole[first : first + count])
         first += count
     assert torch.equal(place.made.view(-1), whole)
-    assert place.calls == [(at, min(step, rows - at)) for at in range(0, rows, step)]
+    # one after the other, in whole steps
+    ends = [at + count for at, count in place.calls]
+    assert [at for at, _ in place.calls] == [0, *ends[:-1]]
+    assert all(count % step == 0 or at + count == rows for at, count in place.calls)
     if rows * columns > 2:
         with pytest.raises(InvariantBroken, match="element 2 came"):
             place.put_flat(2, whole[2:3])
+
+
+def test_much_is_put_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_PUT_ELEMENTS", 50)
+    whole = torch.arange(9 * 10, dtype=torch.float32)
+    place = Rows((9, 10), 2)
+    place.put_flat(0, whole[:5])
+    place.put_flat(5, whole[5:])
+    assert torch.equal(place.made.view(-1), whole)
+    assert place.calls == [(0, 2), (2, 4), (6, 3)]
 
 
 def split(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fdasync_transformers.parallel.cuts import Target
 
 
+# most elements that are quantised at once: in float32 they take some times as much
+_PUT_ELEMENTS = 1 << 24
+
+
 class Place(Protocol):
     """Where the bytes of one tensor go, as they come."""
 
@@ -32,7 +36,7 @@ class InRows:
 
     Attributes:
         shape: of the tensor that comes.
-        step: rows that are put at once, but for the last ones.
+        step: rows that are put at once, or a multiple of them where they come at once; the last ones may be fewer.
     """
 
     def __init__(self, shape: tuple[int, ...], step: int) -> None:
@@ -60,21 +64,24 @@ class InRows:
         if first != self._row * inner + self._filled:
             raise InvariantBroken(f"element {first} came, and not {self._row * inner + self._filled}")
         while len(source):
-            wanted = min(self.step, self.shape[0] - self._row) * inner
-            if not self._filled and len(source) >= wanted:
-                rows = source[:wanted]
-                source = source[wanted:]
+            left = self.shape[0] - self._row
+            # whole steps, of which many are put at once: each put costs a device some launches
+            most = max(1, _PUT_ELEMENTS // (self.step * inner)) * self.step
+            ready = min(len(source) // inner, left, most)
+            count = ready if ready == left else ready // self.step * self.step
+            if count and not self._filled:
+                rows, source = source[: count * inner], source[count * inner :]
             else:
+                count = min(self.step, left)
                 if self._held is None or self._held.dtype is not source.dtype:
                     self._held = torch.empty(self.step * inner, dtype=source.dtype, device=self.device)
-                count = min(len(source), wanted - self._filled)
-                self._held[self._filled : self._filled + count].copy_(source[:count])
-                source = source[count:]
-                self._filled += count
-                if self._filled < wanted:
+                taken = min(len(source), count * inner - self._filled)
+                self._held[self._filled : self._filled + taken].copy_(source[:taken])
+                self._filled += taken
+                source = source[taken:]
+                if self._filled < count * inner:
                     return
-                rows = self._held[:wanted]
-            count = wanted // inner
+                rows = self._held[: count * inner]
             self.put(self._row, rows.to(self.device).view(count, *self.shape[1:]))
             self._row += count
             self._filled = 0
