@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.experts.stored import StoredWeights
+
+if TYPE_CHECKING:
+    from fdasync_transformers.model.kept.forms import Form
 
 
 def noise(*shape: int, seed: int = 0, size: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -128,6 +132,19 @@ def test_mxfp4_of_a_checkpoint_is_repacked() -> None:
     assert torch.equal(MXFP4.dequantised(blocks, exponents), wanted)
     with pytest.raises(IndexError, match="expert 2 of 2"):
         kept[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [FP8, MXFP4])
+def test_a_gpu_quantises_to_the_same_bits(form: Form) -> None:
+    """So that a trainer's fingerprint is an engine's."""
+    plain = noise(4, 512, 640) * torch.logspace(-4, 0.5, 4)[:, None, None].to(torch.bfloat16)
+    for one, other in zip(form.quantised(plain), form.quantised(plain.cuda()), strict=True):
+        assert torch.equal(bits(one), bits(other.cpu()))
+    values, scales = form.quantised(plain)
+    kept = Kept(form, {"x": values, "x" + form.scales_end: scales}, "x")
+    on_gpu = Kept(form, {"x": values.cuda(), "x" + form.scales_end: scales.cuda()}, "x")
+    assert torch.equal(kept[0:4], on_gpu[0:4].cpu())
 
 
 def test_weights_without_an_exponent_are_refused() -> None:

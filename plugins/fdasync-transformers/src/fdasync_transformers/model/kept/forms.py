@@ -108,7 +108,8 @@ class Fp8(Form):
         numbers = rows.to(torch.bfloat16).float()
         whole = torch.nn.functional.pad(numbers, (0, -width % BLOCK, 0, -height % BLOCK))
         grid = whole.view(*lead, whole.shape[-2] // BLOCK, BLOCK, whole.shape[-1] // BLOCK, BLOCK)
-        scales = grid.abs().amax((-3, -1)) / _FP8_MOST
+        # a tensor: by a number CUDA multiplies with its inverse, which has other last bits
+        scales = grid.abs().amax((-3, -1)) / torch.full((), _FP8_MOST, device=rows.device)
         # of a block of zeros, and of numbers so small that their scale is none
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         values = (grid / scales[..., :, None, :, None]).clamp(-_FP8_MOST, _FP8_MOST).view(whole.shape)
@@ -152,7 +153,9 @@ class Mxfp4(Form):
         most = groups.abs().amax(-1)
         exponents = torch.frexp(most).exponent - 1 - _FOUR_BITS_EXPONENT
         exponents = torch.where(most > 0, exponents, -_BIAS).clamp(min=-_BIAS)
-        sizes = torch.ldexp(groups.abs(), -exponents[..., None])
+        # powers of two by their bits, which are exact everywhere
+        powers = ((_BIAS - exponents) << 23).to(torch.int32).view(torch.float32)
+        sizes = groups.abs() * powers[..., None]
         codes = torch.zeros(groups.shape, dtype=torch.uint8, device=rows.device)
         for middle, up in _MIDDLES:
             codes += sizes >= middle if up else sizes > middle
