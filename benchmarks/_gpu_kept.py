@@ -75,6 +75,32 @@ def agreement(one: Rig, other: Rig, sequences: int, prompt: int, decoded: int, s
     return Agreement(same.size, int((~same).sum()), positions, equal, divergence / positions, worst)
 
 
+def product_us(one: Rig, other: Rig, name: str, rows: int, replays: int = 20) -> tuple[float, float]:
+    """Microseconds of a product of so many rows by the linear layers of this name: of all decoder layers in turns, in a
+    graph, so that no cache holds their weights. Needs a CUDA device."""
+    took = []
+    for rig in (one, other):
+        model = rig.step_model.model
+        modules: list[Any] = [each for path, each in model.named_modules() if path.endswith(f".{name}")]
+        x = torch.randn((rows, modules[0].in_features), device=rig.device).to(torch.bfloat16)
+        with torch.inference_mode():
+            for each in modules:
+                each(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for each in modules:
+                    each(x)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        graph.replay()
+        began.record()
+        for _ in range(replays):
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        took.append(float(began.elapsed_time(ended)) * 1e3 / replays / len(modules))
+    return took[0], took[1]
+
+
 def _play(rig: Rig, reference: Reference) -> tuple[list[torch.Tensor], list[Any]]:
     rig.arms["on"].select()
     return paged_passes(rig.step_model, rig.capture, reference, rig.scale.block_tokens)

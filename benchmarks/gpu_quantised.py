@@ -22,7 +22,8 @@ the stored one's, in nats; `worst_logprob`: the largest difference of a log-prob
 random weights, and nothing of a trained one.
 
 `--linears`: the stored model's linear layers stay in FP8 too, whose products have sums of another order than the
-library's: rows and log-probs may then differ, and the figures say by how much.
+library's: rows and log-probs may then differ, and the figures say by how much. `q_proj_us_N_bf16`, `_stored`,
+`o_proj_us_N_...`: one product of N rows, of all layers in turns.
 
 The exit status is 1 where a row differs without `--linears`. Needs a CUDA GPU with 80 GB; `--tiny` rehearses it in
 Triton's interpreter.
@@ -65,6 +66,8 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
 _DEFAULT = "qwen3-30b-a3b"
 _AIM = 1.4
 _ARMS = ("bf16", "stored")
+# rows of the products that are timed by themselves
+_PRODUCTS = (1, 16, 64, 128, 256, 512)
 # sequences, tokens of their chunk, and tokens one by one, of the comparison
 _PLAYED, _PLAYED_TINY = (64, 32, 8), (2, 3, 1)
 
@@ -106,7 +109,7 @@ def scales_of(args: argparse.Namespace) -> tuple[Half, Half]:
 async def measure(run: Run, scales: tuple[Half, Half], folders: tuple[str, str], played: tuple[int, int, int]) -> None:
     """All figures; both models at once."""
     from benchmarks import _gpu_decode as decode
-    from benchmarks._gpu_kept import agreement, dequantise_into
+    from benchmarks._gpu_kept import agreement, dequantise_into, product_us
     from benchmarks._gpu_model import Rig
 
     report = run.report
@@ -125,6 +128,11 @@ async def measure(run: Run, scales: tuple[Half, Half], folders: tuple[str, str],
         for count in reversed(scales[0].sizes):
             await _decode(run, rigs, count, rate)
             run.save()
+        if scales[1].weights == "stored_linears" and rigs["stored"].device.type == "cuda":
+            for name in ("q_proj", "o_proj"):
+                for count in _PRODUCTS:
+                    for arm, took in zip(_ARMS, product_us(rigs["bf16"], rigs["stored"], name, count), strict=True):
+                        report.add(f"{name}_us_{count}_{arm}", [took])
         bf16 = agreement(rigs["bf16"], rigs["stored"], *played)
         report.add("kl_from_bf16", [bf16.kl])
         report.add("differing_rows_from_bf16", [bf16.differing_rows])

@@ -21,7 +21,7 @@ from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 #: rows that the kernel takes; more are a library's product
-MOST_ROWS = 64
+MOST_ROWS = 256
 _SIDE = 128
 _BLOCK = tl.constexpr(_SIDE)
 # of the processors of a device: programs that suffice to wait for memory
@@ -47,8 +47,8 @@ class StoredTile(NamedTuple):
 
 
 def choose_stored_tile(rows: int, outputs: int, processors: int) -> StoredTile:
-    """The tile of a product of at most `MOST_ROWS` rows: the widest of which there are enough."""
-    height, stages = next((most, stages) for most, stages in ((16, 5), (32, 4), (64, 3)) if rows <= most)
+    """The tile of a product: the widest of which there are enough."""
+    height, stages = next(((most, stages) for most, stages in ((16, 5), (32, 4)) if rows <= most), (64, 3))
     width, warps = next(
         ((columns, warps) for columns, warps in ((64, 4), (32, 2)) if -(-outputs // columns) >= _ENOUGH * processors),
         (16, 1),
