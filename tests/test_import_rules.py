@@ -159,6 +159,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_mooncake.transfer": (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
         ),
+        "fdasync_transformers.model.kept": (
+            "fdasync.gpu.kernels.experts.stored", "fdasync.gpu.kernels.linear.stored",
+        ),
         "fdasync_transformers.model": (
             *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.cache.snapshots",
             "fdasync.runner.shares",
@@ -192,7 +195,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.weights": (
-            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
+            "fdasync.gpu.kernels.experts.stored", "fdasync.request", "fdasync.runner.base",
+            "fdasync_transformers.model.kept.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
         ),
     },
     {
@@ -218,10 +222,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.start": (
-            *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
-            "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
-            "fdasync_transformers.weights.*",
+            *_RUNNER, "fdasync.gpu.kernels.experts.stored", "fdasync.request", "fdasync.runner.report",
+            "fdasync_transformers.capture.*", "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*",
+            "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.mtp.*",
+            "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
         ),
     },
     {

@@ -28,6 +28,12 @@ MOST_EXPONENT: Final = 128
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+def check_exponents(exponents: torch.Tensor) -> None:
+    """Raise BadInput for stored exponents of which one is above the most: it waits for the device."""
+    if exponents.numel() and int(exponents.max()) > MOST_EXPONENT:
+        raise BadInput("exponents", f"{int(exponents.max())} is too large", limit=MOST_EXPONENT)
+
+
 @dataclass(frozen=True)
 class StoredWeights:
     """Matrices [E, N, K] of all experts of a layer, the inner dimension last.
@@ -69,8 +75,7 @@ class StoredWeights:
         device."""
         if blocks.dim() != 4 or blocks.dtype is not torch.uint8 or blocks.shape[2] % 2 or blocks.shape[3] != GROUP // 2:
             raise BadInput("blocks", f"{blocks.dtype} {tuple(blocks.shape)}", limit="uint8 [E, N, an even number, 16]")
-        if exponents.numel() and int(exponents.max()) > MOST_EXPONENT:
-            raise BadInput("exponents", f"{int(exponents.max())} is too large", limit=MOST_EXPONENT)
+        check_exponents(exponents)
         experts, rows, groups, _ = blocks.shape
         apart = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(experts, rows, groups // 2, 2, GROUP)
         packed = apart[..., 0, :] | (apart[..., 1, :] << 4)

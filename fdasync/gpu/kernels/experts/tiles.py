@@ -132,14 +132,17 @@ def choose_stored_tiles(
         tiles = next(tiles for most, tiles in _STORED if pairs <= most * num_experts)
     if slice_depth % tiles.down.depth:
         tiles = replace(tiles, down=replace(tiles.down, depth=64))
-    if not gated:
-        tiles = replace(tiles, up=replace(tiles.up, columns=2 * tiles.up.columns, paired=False))
-    return tiles
+    return tiles if gated else _without_gates(tiles)
 
 
-def all_stored_tiles() -> tuple[Tiles, ...]:
+def all_stored_tiles(*, gated: bool = True) -> tuple[Tiles, ...]:
     """Whatever `choose_stored_tiles` may answer without slices: for proofs."""
-    return (_STORED_SINGLE, *(tiles for _, tiles in _STORED))
+    found = (_STORED_SINGLE, *(tiles for _, tiles in _STORED))
+    return found if gated else tuple(_without_gates(tiles) for tiles in found)
+
+
+def _without_gates(tiles: Tiles) -> Tiles:
+    return replace(tiles, up=replace(tiles.up, columns=2 * tiles.up.columns, paired=False))
 
 
 def all_tiles(dtype: torch.dtype, *, large: bool, bulk: bool) -> tuple[Tiles, ...]:

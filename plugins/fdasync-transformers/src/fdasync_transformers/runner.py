@@ -64,6 +64,7 @@ from fdasync_transformers.start.runner_config import (
     memory_share,
     uses_kernels,
 )
+from fdasync_transformers.start.stored import check_stored
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.groups.group import JoinedGroup
 from fdasync_transformers.weights.groups.joined import JoinedGroups
@@ -135,6 +136,7 @@ class TransformersRunner(Runner):
         device = device_of(self.config, self.limits)
         check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
+        check_stored(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
     def join(self, exchange: Exchange) -> None:
@@ -172,6 +174,7 @@ class TransformersRunner(Runner):
         device = device_of(config, self.limits)
         check_device(config, device)
         check_numerics(config, self.limits, device)
+        check_stored(config, self.limits, device)
         if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
             raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")
         with _current(device):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_transformers.model.kept.keep import keep_experts
+from fdasync_transformers.model.kept.linears import keep_linears, linears_of
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from fdasync_transformers.weights.update import LiveWeights
@@ -16,17 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from fdasync_transformers.model.kept.forms import Form
+
 CPU = torch.device("cpu")
 
 
 class Live:
     """A model loaded from `folder`, with what must not change."""
 
-    def __init__(self, folder: Path, dtype: str = "auto") -> None:
+    def __init__(self, folder: Path, dtype: str = "auto", form: Form | None = None, *, linears: bool = False) -> None:
+        """`form`: in which experts stay. `linears`: linear layers stay in FP8."""
         checkpoint = loading.read_checkpoint(str(folder))
         facts = identity.config_facts(checkpoint.config)
-        self.model = loading.load(checkpoint, dtype, CPU)
-        self.weights = LiveWeights(loading.names_of(checkpoint, self.model), facts)
+        self.model = loading.build(checkpoint, dtype)
+        self.names = loading.names_of(checkpoint, self.model)
+        if form is not None:
+            keep_experts(self.model, form)
+        if linears:
+            keep_linears(self.model, [path for path, _ in linears_of(self.model)])
+        self.notes = loading.fill(self.model, checkpoint, self.names, CPU)
+        self.weights = LiveWeights(self.names, facts)
         self.addresses = self.now()
 
     def now(self) -> dict[str, int]:

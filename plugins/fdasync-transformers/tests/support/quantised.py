@@ -30,9 +30,11 @@ def make_mxfp4(quantised: Path, plain: Path, seed: int = 0) -> None:
     _write(quantised, plain, "gpt_oss_mxfp4", seed, "mxfp4")
 
 
-def make_form(quantised: Path, plain: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+def make_form(
+    quantised: Path, plain: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> None:
     """A qwen3_moe checkpoint in a form of `FORMS`, and its plain form."""
-    _write(quantised, plain, "qwen3_moe", seed, how, dtype)
+    _write(quantised, plain, "qwen3_moe", seed, how, dtype, overrides=overrides)
 
 
 def _write(

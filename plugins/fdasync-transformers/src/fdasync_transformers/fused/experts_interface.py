@@ -14,9 +14,11 @@ import torch
 
 from fdasync.errors import RunnerError
 from fdasync_transformers.fused.replaced import refuse_gradient
+from fdasync_transformers.model.kept.kept import Kept
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.experts.activation import Activation
+    from fdasync.gpu.kernels.experts.stored import StoredWeights
     from fdasync.gpu.kernels.experts.tiles import Tiles
     from fdasync_transformers.fused.live_rows import LiveRows
 
@@ -29,7 +31,8 @@ class Description:
 
     Attributes:
         activation: found by trying.
-        gated, biased, transposed, interleaved: as the library's decorator says.
+        gated, biased, transposed, interleaved: as the library's decorator says; weights that are kept as stored are
+            never transposed.
         live: of the model.
     """
 
@@ -80,8 +83,8 @@ def run_experts(
         hidden,
         ids.contiguous(),
         weights.contiguous(),
-        module.gate_up_proj if described.gated else module.up_proj,
-        module.down_proj,
+        _weights(module.gate_up_proj if described.gated else module.up_proj),
+        _weights(module.down_proj),
         activation=described.activation,
         gated=described.gated,
         up_bias=_up_bias(module) if described.biased else None,
@@ -93,6 +96,10 @@ def run_experts(
         slices=slices,
         tiles=tiles,
     )
+
+
+def _weights(held: torch.Tensor | Kept) -> torch.Tensor | StoredWeights:
+    return held.stored if isinstance(held, Kept) else held
 
 
 def _up_bias(module: Any) -> torch.Tensor:

@@ -14,11 +14,13 @@ import torch
 
 from fdasync.gpu.kernels.limits import MOST_EXPERTS
 from fdasync_transformers.fused.experts_interface import Description, fused_experts, run_experts
+from fdasync_transformers.model.kept.kept import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fdasync.gpu.kernels.experts.activation import Activation
+    from fdasync.gpu.kernels.experts.tiles import Tiles
     from fdasync_transformers.fused.live_rows import LiveRows
 
 # rows of the comparisons: few, of which no pair is grouped, and many
@@ -51,7 +53,7 @@ def _describe(module: Any, live: LiveRows) -> str:
     if getattr(module, "_is_expert_parallel", False):
         return "is spread over devices"
     up = getattr(module, "gate_up_proj" if gated else "up_proj", None)
-    if not isinstance(up, torch.Tensor) or up.dim() != 3 or up.dtype not in _TOLERANCE:
+    if not isinstance(up, torch.Tensor | Kept) or up.dim() != 3 or up.dtype not in _TOLERANCE:
         return "has no experts' weights in three dimensions"
     if len(up) > MOST_EXPERTS:
         return f"has {len(up)} experts, more than the kernels take"
@@ -59,7 +61,8 @@ def _describe(module: Any, live: LiveRows) -> str:
     if activation is None:
         return "has an activation that the kernels do not know"
     interleaved = gated and not module.is_concatenated
-    module.fd_experts = Description(activation, gated, module.has_bias, module.is_transposed, interleaved, live)
+    transposed = module.is_transposed and not isinstance(up, Kept)
+    module.fd_experts = Description(activation, gated, module.has_bias, transposed, interleaved, live)
     return ""
 
 
@@ -79,7 +82,7 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
 
 
 @torch.inference_mode()
-def _activation_of(module: Any, gated: bool, weight: torch.Tensor) -> Activation | None:
+def _activation_of(module: Any, gated: bool, weight: torch.Tensor | Kept) -> Activation | None:
     """The kernels' activation that equals the module's own on rows of all sizes; None if there is none."""
     from fdasync.gpu.kernels.experts.activation import activation_of
 
@@ -106,7 +109,8 @@ def _activation_of(module: Any, gated: bool, weight: torch.Tensor) -> Activation
 
 @torch.inference_mode()
 def _difference(module: Any, k: int) -> str:
-    """How the described experts differ from the module's own forward on random rows; "" if they do not."""
+    """How the described experts differ from the module's own forward on random rows; "" if they do not. Of weights that
+    are kept as stored, the module's own code takes the dequantised ones, expert by expert."""
     dtype = module.down_proj.dtype
     for count in _CHECK_ROWS:
         rows = _random_rows(module, k, count)
@@ -125,18 +129,11 @@ def _regimes(module: Any, k: int) -> tuple[str, bool]:
 
     In Triton's interpreter a product is numpy's, whose order of sums goes by its shape: there bits say nothing.
     """
-    from fdasync.gpu.kernels.chip import chip_of
-    from fdasync.gpu.kernels.experts.chain import fits_bulk
-    from fdasync.gpu.kernels.experts.tiles import all_tiles
-
-    described: Description = module.fd_experts
-    down: torch.Tensor = module.down_proj
-    up = module.gate_up_proj if described.gated else module.up_proj
-    bulk = fits_bulk(up, down, described.transposed, described.interleaved)
+    down: torch.Tensor | Kept = module.down_proj
     rows = _random_rows(module, k, _CHECK_ROWS[-1])
     wanted = fused_experts(module, *rows)
     same = True
-    for tiles in all_tiles(down.dtype, large=chip_of(down.device).large, bulk=bulk):
+    for tiles in _tiles_of(module):
         ours = run_experts(module, *rows, tiles=tiles)
         distance = float((ours.float() - wanted.float()).norm() / wanted.float().norm())
         if not distance <= _TOLERANCE[down.dtype]:
@@ -145,9 +142,22 @@ def _regimes(module: Any, k: int) -> tuple[str, bool]:
     return "", same or down.device.type == "cpu"
 
 
+def _tiles_of(module: Any) -> tuple[Tiles, ...]:
+    from fdasync.gpu.kernels.chip import chip_of
+    from fdasync.gpu.kernels.experts.chain import fits_bulk
+    from fdasync.gpu.kernels.experts.tiles import all_stored_tiles, all_tiles
+
+    described: Description = module.fd_experts
+    up, down = module.gate_up_proj if described.gated else module.up_proj, module.down_proj
+    if isinstance(down, Kept):
+        return all_stored_tiles(gated=described.gated)
+    bulk = fits_bulk(up, down, described.transposed, described.interleaved)
+    return all_tiles(down.dtype, large=chip_of(down.device).large, bulk=bulk)
+
+
 def _random_rows(module: Any, k: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, ids and weights; by a generator of its own, which leaves the global random state alone."""
-    down: torch.Tensor = module.down_proj
+    down: torch.Tensor | Kept = module.down_proj
     width = down.shape[2] if module.is_transposed else down.shape[1]
     make = torch.Generator().manual_seed(1)
     hidden = torch.randn((count, width), generator=make).to(down.device, down.dtype)

@@ -83,6 +83,11 @@ class Target:
         """A tensor that is not cut."""
         return cls(tensor, tuple(tensor.shape))
 
+    @property
+    def device(self) -> torch.device:
+        """That the tensor lies on."""
+        return self.tensor.device
+
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Copy rows `first` and further ones of the stored tensor, of any dtype and device."""
         cut = self.cut

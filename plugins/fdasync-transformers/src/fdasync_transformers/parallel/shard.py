@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync.runner.shares import MOST_RANKS, works_with
 from fdasync_transformers.model import families, probe
+from fdasync_transformers.model.kept.linears import KeptLinear, kept_product, kept_weight
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import without_experts
 from fdasync_transformers.parallel.plan import read_plan
@@ -195,6 +196,8 @@ def _attention_of(model: PreTrainedModel, latent: bool) -> probe.Attention:
 
 def _without_bias(module: Any) -> Any:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if isinstance(module, KeptLinear):
+            return kept_product(hidden, kept_weight(module), None, proven=module.proven)
         return linear(hidden, module.weight)
 
     return forward

@@ -13,6 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from fdasync_transformers.model.kept.kept import Kept
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.parallel.cuts import Cut
 
@@ -21,8 +22,8 @@ _BAND_NBYTES = 16 << 20
 
 
 def whole_tensors(
-    state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], collectives: Collectives | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    state: Mapping[str, torch.Tensor | Kept], cuts: Mapping[str, Cut], collectives: Collectives | None
+) -> Iterator[tuple[str, torch.Tensor | Kept]]:
     """The tensors of a state dict by name, sorted: whole at rank 0, one at a time. Every rank goes through all.
 
     Args:
@@ -34,7 +35,7 @@ def whole_tensors(
         yield name, tensor if cut is None or collectives is None else gathered(tensor, cut, collectives, name)
 
 
-def gathered(tensor: torch.Tensor, cut: Cut, collectives: Collectives, name: str) -> torch.Tensor:
+def gathered(tensor: torch.Tensor | Kept, cut: Cut, collectives: Collectives, name: str) -> torch.Tensor:
     """The whole of a tensor, in host memory at rank 0; what other ranks get has no meaning. Holds no more than the
     whole and some rows."""
     shape = cut.whole_shape(tuple(tensor.shape))
@@ -65,7 +66,7 @@ def agree(collectives: Collectives | None, problem: str, label: str) -> str:
     return "; ".join(f"rank {rank} of {len(told)}: {one}" for rank, one in enumerate(told) if one)
 
 
-def _bands(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _bands(tensor: torch.Tensor | Kept, begin: int, end: int) -> Iterator[tuple[int, int]]:
     each = max(1, _BAND_NBYTES // max(1, tensor[0].nbytes))
     for first in range(begin, end, each):
         yield first, min(first + each, end)

@@ -17,6 +17,7 @@ from fdasync.runner.report import ModelReport
 from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.indexers import find_indexers
+from fdasync_transformers.model.kept.kept import kept_forms
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.recurrent.mixers import find_mixers
@@ -29,7 +30,9 @@ from fdasync_transformers.start import indexed
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
 from fdasync_transformers.start.recurrent import refuse_undone
+from fdasync_transformers.start.stored import keep_stored
 from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.kept.files import refuse_remade
 from fdasync_transformers.weights.mapping import place
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.start.runner_config import TransformersConfig
+    from fdasync_transformers.weights.names import Names
 
 
 def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
@@ -73,11 +77,20 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         if find_indexers(model):
             indexed.refuse_undone(checkpoint.model_type, config, limits, device)
         facts["max_context_tokens"] = max_context_of(model, limits)
+        names = loading.names_of(checkpoint, model)
+        placed, told = None, len(notes)
         if config.weights != "random":
-            placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
+            placed = place(names, checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
+        untold = len(notes)
         facts |= _shapes(model, checkpoint.model_type, config, limits, notes, device)
-        facts |= _parts(model, checkpoint.model_type, config, limits)
+        facts |= _parts(model, checkpoint.model_type, config, limits, names)
+        if keep_stored(model, checkpoint, config, names):
+            facts["weights_nbytes"] = _weights_nbytes(model)
+            if placed is not None:
+                forms = kept_forms(model)
+                refuse_remade(placed.tensors, placed.placements, forms)
+                notes[told:untold] = loading.placed_notes(checkpoint, placed, model.dtype, forms)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
     return ModelReport(
@@ -131,9 +144,11 @@ def _shapes(
     return found
 
 
-def _parts(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
-    """The sizes of one rank's parts, where there are several. Raises UnsupportedModel, also for sizes that do not
-    divide: they are the model's."""
+def _parts(
+    model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits, names: Names
+) -> dict[str, Any]:
+    """Cut the model for the first rank; the sizes of its parts, where there are several. Raises UnsupportedModel, also
+    for sizes that do not divide: they are the model's."""
     try:
         if limits.sum_slices > 1:
             with library_code(kind, "cutting its sums into slices"):
@@ -145,6 +160,7 @@ def _parts(model: PreTrainedModel, kind: str, config: TransformersConfig, limits
             sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla, further=further)
     except ConfigError as error:
         raise UnsupportedModel(kind, str(error)) from error
+    names.cuts = sharded.cuts
     return {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}
 
 

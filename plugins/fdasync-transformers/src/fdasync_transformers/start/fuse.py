@@ -17,6 +17,7 @@ from fdasync.errors import ConfigError
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
+from fdasync_transformers.fused.layers.linears import prove_linears
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.fused.proofs import alone
 from fdasync_transformers.fused.routers import fuse_routers
@@ -65,6 +66,9 @@ def set_plain_experts(
     max_step_tokens = limits.max_step_tokens
     if limits.sum_slices > 1 or (limits.numerics == "fixed" and model.device.type == "cpu"):
         # of any width, that of a slice too, by products that a mode can take one by one
+        set_experts(model, "eager", layers, max_step_tokens)
+    elif config.quantised_weights != "dequantised" and layers is not None:
+        # expert by expert, so that one matrix is dequantised at a time
         set_experts(model, "eager", layers, max_step_tokens)
     elif not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
@@ -127,9 +131,19 @@ def _fuse(
         parts.append(experts.fused)
         counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")
         if not experts.fused:
+            if config.quantised_weights != "dequantised":
+                problem = f"{config.quantised_weights!r}, and {'; '.join(notes)}"
+                raise ConfigError("runner_config.quantised_weights", problem, hint='use "dequantised"')
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
             set_experts(model, "auto", layers, limits.max_step_tokens)
+    if config.quantised_weights == "stored_linears":
+        linears, problem = prove_linears(model, one)
+        if problem:
+            problem = f"the kernels of stored linear layers do not compute what the library does: {problem}"
+            raise ConfigError("runner_config.quantised_weights", problem, hint='use "stored"')
+        counts.append(f"{linears} stored linear layers")
+        parts.append(linears)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
         operations, whole = (

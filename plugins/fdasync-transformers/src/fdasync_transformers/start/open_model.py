@@ -32,6 +32,7 @@ from fdasync_transformers.start.recurrent import refuse_undone
 from fdasync_transformers.start.runner_config import uses_kernels
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
+from fdasync_transformers.start.stored import keep_stored
 from fdasync_transformers.weights import loading
 
 if TYPE_CHECKING:
@@ -125,9 +126,12 @@ def open_model(
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla, further=further)
         names.cuts = sharded.cuts
         make_layout = partial(sharded.layout, make=make_layout)
+    kept = keep_stored(model, checkpoint, config, names)
     make = None if memory is None else memory.maker(model)
     if config.weights == "random":
         loading.fill_random(names, device, make)
+        if kept:
+            notes.append("drawn weights that stay as stored are quantised as the checkpoint's config says")
     else:
         notes += loading.fill(model, checkpoint, names, device, make)
     if collectives is not None:

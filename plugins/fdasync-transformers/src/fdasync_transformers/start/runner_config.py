@@ -50,6 +50,10 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
             no multiples of 16 bytes, and float64, which the default does not take: "batched_mm" on GPUs, "eager" on
             CPUs.
+        quantised_weights: of a quantised checkpoint. "dequantised": weights become plain ones while they are read.
+            "stored": the experts' weights stay on the GPU as they are, FP8 in blocks of 128 x 128 or MXFP4, and the
+            fused experts read them so and compute in bfloat16. "stored_linears": and so do the linear layers of FP8
+            checkpoints, but for those that a rank would cut within a block. Where that cannot be the start is refused.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
@@ -85,6 +89,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int | None = None
     experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
+    quantised_weights: Literal["dequantised", "stored", "stored_linears"] = "dequantised"
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
     collectives: Way = "auto"
@@ -211,7 +216,8 @@ def fuses_experts(config: TransformersConfig, device: torch.device) -> bool:
     """Whether the fused experts are to be tried. Raises ConfigError where they are asked for and cannot run."""
     if config.experts == "fused" and not uses_kernels(config, device):
         raise ConfigError("runner_config.experts", f'"fused" needs kernels, which {device} has not', hint='use "auto"')
-    return config.experts == "fused" or (config.experts == "auto" and device.type == "cuda")
+    stored = config.quantised_weights != "dequantised"
+    return stored or config.experts == "fused" or (config.experts == "auto" and device.type == "cuda")
 
 
 def fuses_layers(config: TransformersConfig, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ import xxhash
 
 from fdasync.errors import WeightsBroken
 from fdasync.request import WeightsFingerprint
+from fdasync_transformers.model.kept.kept import Kept, logical_state
 from fdasync_transformers.parallel.whole import whole_tensors
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ ORDER_OF_SUMS = 3
 def weights_id(model: PreTrainedModel) -> str:
     """The digest of a model's tensors (docs/design.md, rule 1).
 
-    A tied tensor counts under each of its names, so the id does not depend on which tensors share memory.
+    A tied tensor counts under each of its names, so the id does not depend on which tensors share memory. A tensor that
+    is kept as stored counts dequantised, so it does not depend on that either.
     """
-    return digest(sorted(model.state_dict().items()))
+    return digest(sorted(logical_state(model).items()))
 
 
 def whole_weights_id(names: Names, collectives: Collectives | None) -> str:
@@ -65,7 +67,7 @@ def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensor
         names: of the model's checkpoints.
         collectives: of the group; None: this process holds all.
     """
-    state = names.model.state_dict()
+    state = logical_state(names.model)
     if collectives is not None:
         _check_alike(state, names.cuts, collectives)
     tensors = whole_tensors(state, names.cuts, collectives)
@@ -76,7 +78,7 @@ def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensor
     return fingerprint_of((), with_tensors)
 
 
-def _check_alike(state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], collectives: Collectives) -> None:
+def _check_alike(state: Mapping[str, torch.Tensor | Kept], cuts: Mapping[str, Cut], collectives: Collectives) -> None:
     """Raise WeightsBroken on all ranks unless those that hold the same tensor, or the same part, have the same bytes.
 
     Ranks read their parts one by one: a folder may have changed meanwhile, and rank 0's copies alone are gathered.
@@ -100,7 +102,7 @@ def _check_alike(state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], col
             raise WeightsBroken(f"{problem}: the folder changed while it was read")
 
 
-def digest(tensors: Iterable[tuple[str, torch.Tensor]], each: dict[str, str] | None = None) -> str:
+def digest(tensors: Iterable[tuple[str, torch.Tensor | Kept]], each: dict[str, str] | None = None) -> str:
     """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex.
 
     Args:
@@ -120,15 +122,19 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]], each: dict[str, str] | N
     return made.hexdigest()
 
 
-def fingerprint_of(tensors: Iterable[tuple[str, torch.Tensor]], with_tensors: bool) -> WeightsFingerprint:
+def fingerprint_of(tensors: Iterable[tuple[str, torch.Tensor | Kept]], with_tensors: bool) -> WeightsFingerprint:
     """The fingerprint of a model's tensors, which come by name."""
     each: dict[str, str] | None = {} if with_tensors else None
     return WeightsFingerprint(digest(tensors, each), each or {})
 
 
-def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[memoryview]:
+def _bytes_of(tensor: torch.Tensor | Kept, staging: list[torch.Tensor]) -> Iterator[memoryview]:
     """The tensor's bytes, in pieces; each is valid until the next. From a GPU they come through a page-locked buffer,
     kept in `staging`: copies to other memory take several times as long."""
+    if isinstance(tensor, Kept):
+        for piece in [tensor[:]] if tensor.dim() == 2 else map(tensor.__getitem__, range(len(tensor))):
+            yield from _bytes_of(piece, staging)
+        return
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cuda":
         yield _view(flat)

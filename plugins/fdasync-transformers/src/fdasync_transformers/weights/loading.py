@@ -16,12 +16,15 @@ import torch
 from transformers.core_model_loading import build_glob_alternation
 
 from fdasync.errors import CheckpointError, ConfigError
+from fdasync_transformers.model.kept.kept import Kept, kept_forms, logical_state
 from fdasync_transformers.mtp.head import attach
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.architecture import read_architecture
+from fdasync_transformers.weights.kept.files import form_of, refuse_remade
 from fdasync_transformers.weights.mapping import destination, place
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.open_shards import OpenShards
+from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.quantized import plain_table, read_scheme
 from fdasync_transformers.weights.reading import copy_stored
 from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table
@@ -32,10 +35,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from fdasync_transformers.model.kept.forms import Form
     from fdasync_transformers.parallel.cuts import Cut
     from fdasync_transformers.weights.architecture import Architecture
     from fdasync_transformers.weights.mapping import Placed
-    from fdasync_transformers.weights.placement import Placement
     from fdasync_transformers.weights.quantized import Scheme
 
 # ends of names of tensors that only quantised checkpoints have
@@ -153,17 +156,18 @@ def fill(
     Parts that the library keeps in float32 stay float32. Tensors that the config ties are one, unless the folder has
     different values for them: the library then leaves them apart, each with memory of its own, and says so in its log.
     `make` makes the memory of each tensor on the device; None: torch does.
-    Raises CheckpointError and UnsupportedModel before memory is taken, CheckpointError for a file that fails while it
-    is read.
+    Raises CheckpointError and UnsupportedModel before memory is taken, ConfigError where a tensor is to be kept as
+    stored and is stored otherwise, CheckpointError for a file that fails while it is read.
     """
     placed = place(names, checkpoint.tensors, checkpoint.folder)
+    refuse_remade(placed.tensors, placed.placements, kept_forms(model))
     # this gives tied tensors memory of their own
     _to_empty(model, device, make)
     stream(names, placed.tensors, placed.placements)
-    missing = model.state_dict().keys() - {placement.target for placement in placed.placements.values()}
+    missing = names.shapes.keys() - {placement.target for placement in placed.placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     _finish(model, missing - {name for names in tied_groups(model) for name in names})
-    return placed_notes(checkpoint, placed, model.dtype)
+    return placed_notes(checkpoint, placed, model.dtype, kept_forms(model))
 
 
 def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -201,8 +205,15 @@ def draw_weights(names: Names) -> None:
     model = names.model
     device = model.device
     random = torch.Generator(device).manual_seed(0)
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point():
+    for name, tensor in logical_state(model).items():
+        if isinstance(tensor, Kept):
+            # the values of plain weights, quantised: those that a model would have which keeps nothing
+            shape = tuple(names.shapes[name].shape)
+            drawn = torch.empty(shape, dtype=tensor.dtype, device=device).normal_(0.0, 0.02, generator=random)
+            target: Any = destination(Placement(name), tensor, names.cuts.get(name))
+            for first in range(0, len(drawn), target.step):
+                target.put(first, drawn[first : first + target.step])
+        elif not tensor.is_floating_point():
             # tables of ids: 0 is an id everywhere
             tensor.zero_()
         elif cut := names.cuts.get(name) if tensor.dim() > 1 else None:
@@ -225,21 +236,26 @@ def _finish(model: PreTrainedModel, missing: Collection[str] = ()) -> None:
 
 def stream(names: Names, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]) -> None:
     """Copy the stored tensors into the model's own, in place. Raises CheckpointError naming the file."""
-    _read_into(names.model.state_dict(), names.cuts, tensors, placements)
+    _read_into(logical_state(names.model), names.cuts, tensors, placements)
 
 
 def assemble(
-    tensor: torch.Tensor, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]
-) -> torch.Tensor:
+    tensor: torch.Tensor,
+    tensors: Mapping[str, StoredTensor],
+    placements: Mapping[str, Placement],
+    form: Form | None = None,
+) -> torch.Tensor | Kept:
     """What `stream` would make of one of the model's whole tensors, in host memory of its own. `tensor` may be on the
-    meta device. `placements`: of the stored tensors that go there. Raises CheckpointError naming the file."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    meta device. `placements`: of the stored tensors that go there. `form`: in which the model keeps it. Raises
+    CheckpointError naming the file."""
+    made: torch.Tensor | Kept
+    made = torch.empty(tensor.shape, dtype=tensor.dtype) if form is None else Kept.empty(form, tensor.shape, "cpu")
     _read_into({placement.target: made for placement in placements.values()}, {}, tensors, placements)
     return made
 
 
 def _read_into(
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | Kept],
     cuts: Mapping[str, Cut],
     tensors: Mapping[str, StoredTensor],
     placements: Mapping[str, Placement],
@@ -256,12 +272,22 @@ def _read_into(
                 copy_stored(shards, tensors[key], target)
 
 
-def placed_notes(checkpoint: Checkpoint, placed: Placed, dtype: torch.dtype) -> tuple[str, ...]:
-    """What happens to stored tensors on their way into a model of this dtype, for people."""
-    stored = [*placed.tensors.values()]
+def placed_notes(
+    checkpoint: Checkpoint, placed: Placed, dtype: torch.dtype, kept: Mapping[str, Form] | None = None
+) -> tuple[str, ...]:
+    """What happens to stored tensors on their way into a model of this dtype, for people. `kept`: forms of the model's
+    tensors that are kept so, by name."""
+    forms = kept or {}
+    held = {key: forms[where.target] for key, where in placed.placements.items() if where.target in forms}
+    stored = [tensor for key, tensor in placed.tensors.items() if key not in held]
     sources = [source for tensor in stored if tensor.converted for _, source in tensor.converted.sources]
     dequantized = sum(tensor.quantized is not None for tensor in (*stored, *sources))
     notes = []
+    as_stored = sum(form_of(placed.tensors[key]) is form for key, form in held.items())
+    if as_stored:
+        notes.append(f"{next(iter(held.values())).name} kept as stored: {as_stored} tensors")
+    if len(held) > as_stored:
+        notes.append(f"{next(iter(held.values())).name} made of other forms: {len(held) - as_stored} tensors")
     if checkpoint.scheme is not None and dequantized:
         name = str(dtype).removeprefix("torch.")
         notes.append(f"{checkpoint.scheme.name} dequantised to {name}: {dequantized} tensors")

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from transformers.core_model_loading import Concatenate, MergeModulelist, dot_natural_key
 
 from fdasync.errors import CheckpointError
+from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.conversions import planned
+from fdasync_transformers.weights.kept.targets import KeptTarget
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import FLOATS
@@ -161,8 +163,16 @@ def meeting(placements: Mapping[str, Placement], names: Mapping[str, str] | None
     return None
 
 
-def destination(placement: Placement, parameter: torch.Tensor, cut: Cut | None = None) -> Target:
+def destination(placement: Placement, parameter: torch.Tensor | Kept, cut: Cut | None = None) -> Target | KeptTarget:
     """Where in the model's tensor, or in this rank's part of it, a stored tensor is copied."""
+    if isinstance(parameter, Kept):
+        # blocks that share a scale lie wholly in a rank's part
+        parts = (_inside(placement, part.detach(), cut) for part in (parameter.values, parameter.scales))
+        return KeptTarget(parameter.form, *parts)
+    return _inside(placement, parameter, cut)
+
+
+def _inside(placement: Placement, parameter: torch.Tensor, cut: Cut | None) -> Target:
     whole = tuple(parameter.shape) if cut is None else cut.whole_shape(tuple(parameter.shape))
     if placement.row < 0:
         return Target(parameter, whole, cut)

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from fdasync.errors import BadInput, WeightsRejected
+from fdasync_transformers.model.kept.forms import FORMS
+from fdasync_transformers.model.kept.keep import has_experts, keep_experts
+from fdasync_transformers.model.kept.kept import Kept, logical_state
+from fdasync_transformers.model.kept.linears import keep_linears, linears_of
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.deltas.tensors import DTYPES, dtype_name, own_tensors
 
@@ -54,7 +58,11 @@ def named_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[
 
 
 def weights_fingerprint(
-    model: torch.nn.Module, *, dtype: str | torch.dtype, state: Mapping[str, torch.Tensor] | None = None
+    model: torch.nn.Module,
+    *,
+    dtype: str | torch.dtype,
+    state: Mapping[str, torch.Tensor] | None = None,
+    stored: Literal["fp8", "mxfp4", "fp8_linears"] | None = None,
 ) -> WeightsFingerprint:
     """The fingerprint that an engine has once it was given this model's weights.
 
@@ -70,8 +78,12 @@ def weights_fingerprint(
         dtype: that the engine serves in (`engine.facts().dtype`).
         state: the model's whole tensors by the names of its state dict, where the model holds only parts of them
             (FSDP); None: the model's own.
+        stored: the form in which an engine with `quantised_weights="stored"` keeps the experts' weights, which it makes
+            of plain ones by the published recipe: they count as what they then stand for. "fp8_linears": of one with
+            "stored_linears", whose checkpoint has all linear layers in FP8 that could be, and which no ranks cut.
 
-    Raises BadInput for another kind of model and for a dtype that is not served; WeightsRejected naming the tensor: one
+    Raises BadInput for another kind of model and for a dtype that is not served; ConfigError for experts that cannot be
+    kept so; WeightsRejected naming the tensor: one
     that is missing, too much, of another shape or sharded, and a computed buffer (the frequencies of rotary embeddings)
     in another dtype than the server's, as `model.to(dtype)` leaves it: the trainer's forward pass reads other values.
     """
@@ -82,7 +94,14 @@ def weights_fingerprint(
         raise BadInput("model", f"{type(model).__name__} is no model of the library", hint="give the model inside it")
     layout = served_layout(model, served)
     _check_computed(model, layout)
-    return identity.fingerprint_of(_rounded(model.state_dict() if state is None else state, layout.state_dict()), True)
+    linears = stored == "fp8_linears"
+    for form in FORMS:
+        if form.kind == ("fp8" if linears else stored) and (not linears or has_experts(layout)):
+            keep_experts(layout, form)
+    if linears:
+        keep_linears(layout, [path for path, _ in linears_of(layout)])
+    tensors = _rounded(model.state_dict() if state is None else state, logical_state(layout))
+    return identity.fingerprint_of(tensors, True)
 
 
 class OtherDtype(NamedTuple):
@@ -126,9 +145,9 @@ def _check_computed(model: PreTrainedModel, layout: PreTrainedModel) -> None:
 
 
 def _rounded(
-    state: Mapping[str, torch.Tensor], layout: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors by name, in the dtypes of the layout. Raises WeightsRejected."""
+    state: Mapping[str, torch.Tensor], layout: Mapping[str, torch.Tensor | Kept]
+) -> Iterator[tuple[str, torch.Tensor | Kept]]:
+    """The tensors by name, in the dtypes of the layout, or quantised as it keeps them. Raises WeightsRejected."""
     if other := sorted(state.keys() ^ layout.keys()):
         side = "is missing" if other[0] in layout else "has no place in the model"
         raise WeightsRejected(f"{other[0]} {side} ({len(other)} names differ)")
@@ -140,4 +159,4 @@ def _rounded(
             raise WeightsRejected(f"{name} has shape {tuple(tensor.shape)}, the server's has {tuple(want.shape)}")
         if tensor.is_floating_point() != want.is_floating_point():
             raise WeightsRejected(f"{name} is {tensor.dtype}, the server's is {want.dtype}")
-        yield name, tensor.to(want.dtype)
+        yield name, Kept.made_of(tensor, want.form) if isinstance(want, Kept) else tensor.to(want.dtype)

@@ -11,6 +11,8 @@ import torch
 
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import conversions
+from fdasync_transformers.weights.kept.files import copy_kept
+from fdasync_transformers.weights.kept.targets import KeptTarget
 from fdasync_transformers.weights.open_shards import bands
 from fdasync_transformers.weights.shards import FLOATS
 
@@ -22,12 +24,14 @@ if TYPE_CHECKING:
 _BAND_NBYTES = 16 << 20
 
 
-def copy_stored(shards: OpenShards, stored: StoredTensor, target: Target) -> None:
+def copy_stored(shards: OpenShards, stored: StoredTensor, target: Target | KeptTarget) -> None:
     """Copy a stored tensor of the target's shape into it, in its dtype. Raises CheckpointError.
 
     A quantised tensor is read in bands of rows. A converted one is held whole beside its sources meanwhile.
     """
-    if stored.converted is not None:
+    if isinstance(target, KeptTarget):
+        copy_kept(shards, stored, target, rows_of)
+    elif stored.converted is not None:
         target.put(0, _converted(shards, stored.converted, target.tensor))
     elif stored.quantized is None:
         target.put(0, shards.tensor(stored.file, stored.name))

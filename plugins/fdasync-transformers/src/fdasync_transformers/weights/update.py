@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import CheckpointError, FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync_transformers.model.kept.kept import Kept, kept_forms, logical_state
 from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.deltas.delta import bytes_of, checked_metas, is_delta, read_manifest, tensors_of
 from fdasync_transformers.weights.deltas.tensors import DTYPES
+from fdasync_transformers.weights.kept.arriving import pairs_of, places_of
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.ties import settle, tied_groups
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from fdasync.request import WeightsFingerprint
     from fdasync.runner.base import TensorMeta
     from fdasync_transformers.parallel.collectives import Collectives
-    from fdasync_transformers.parallel.cuts import Target
     from fdasync_transformers.weights.deltas.delta import Manifest
+    from fdasync_transformers.weights.kept.arriving import Pair
+    from fdasync_transformers.weights.kept.targets import Place
     from fdasync_transformers.weights.mapping import Located
     from fdasync_transformers.weights.names import Names
     from fdasync_transformers.weights.shards import StoredTensor
@@ -55,7 +58,7 @@ class Incoming(NamedTuple):
     name: str
     dtype: torch.dtype
     nbytes: int
-    target: Target | None
+    target: Place | None
 
 
 class _Placed(NamedTuple):
@@ -94,7 +97,8 @@ class LiveWeights:
         self._collectives = collectives
         self._model: PreTrainedModel = names.model
         self._facts = dict(facts)
-        self._names = _first_names(self._model.state_dict())
+        self._names = _first_names(logical_state(self._model))
+        self._forms = kept_forms(self._model)
         self.broken: frozenset[Placement] = frozenset()
         self._incoming: tuple[Incoming, ...] | None = None
         self._placed: _Placed | None = None
@@ -202,11 +206,12 @@ class LiveWeights:
 
         names, collectives = self._checkpoint_names, self._collectives
 
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in sorted(self._model.state_dict().items()):
+        def tensors() -> Iterator[tuple[str, torch.Tensor | Kept]]:
+            for name, tensor in sorted(logical_state(self._model).items()):
                 placements = stored.get(self._names[settled.copies.get(name, name)])
                 if placements is not None:
-                    yield name, loading.assemble(names.shapes[name], folder_tensors, placements)
+                    form = self._forms.get(name)
+                    yield name, loading.assemble(names.shapes[name], folder_tensors, placements, form)
                     continue
                 # the folder leaves out tensors that loading keeps; none of them is cut (`_read`)
                 yield name, tensor
@@ -238,7 +243,7 @@ class LiveWeights:
         checkpoint = loading.read_checkpoint(path)
         self._check_config(checkpoint)
         placed = place(names, checkpoint.tensors, checkpoint.folder)
-        notes = loading.placed_notes(checkpoint, placed, self._model.dtype)
+        notes = loading.placed_notes(checkpoint, placed, self._model.dtype, self._forms)
         if names.has_mtp and not names.mtp_among(placed.tensors):
             notes = (*notes, MTP_LEFT)
         if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
@@ -247,7 +252,8 @@ class LiveWeights:
         if self._dropped:
             held = {self._names[where.target] for where in settled.placements.values()}
             held |= {self._names[name] for name in settled.copies}
-            if missing := sorted({self._names[name] for name, _ in self._model.named_parameters()} - held):
+            own = {self._names[name] for name, _ in self._model.named_parameters() if name in self._names}
+            if missing := sorted(own - held):
                 raise WeightsRejected(f"{path}: holds no {missing[0]}, and a sleep dropped it")
         return notes, placed.tensors, settled
 
@@ -275,7 +281,8 @@ class LiveWeights:
     def _begin_own(self, tensors: Sequence[TensorMeta], last: bool) -> None:
         placed = self._placed
         metas, addresses = tuple(tensors), self._addresses()
-        if placed is None or placed.metas != metas or placed.addresses != addresses:
+        # what an update that failed has left at its places is forgotten with them
+        if placed is None or self.broken or placed.metas != metas or placed.addresses != addresses:
             # thousands of names take longer than their bytes: those of the next update are the same
             placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
         if last and (left := self._left(placed.replaced)):
@@ -296,17 +303,28 @@ class LiveWeights:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise WeightsRejected(f"{twice} is given twice")
+        pairs = pairs_of(tensors)
+        shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name not in pairs}
+        shapes |= {pair.name: pair.shape for pair in pairs.values()}
         try:
-            located = locate(self._checkpoint_names, names)
+            located = locate(self._checkpoint_names, shapes)
         except Exception as error:  # the library's own errors about names; nothing has changed
             raise WeightsRejected(str(error)) from error
         if located.unknown:
             some = ", ".join(located.unknown[:3])
             raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
-        state = self._model.state_dict()
-        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        state = logical_state(self._model)
         placements = {**located.placements, **self._converted_already(located, shapes)}
-        incoming = [self._check(tensor, placements.get(tensor.name), state) for tensor in tensors]
+        quantised = {
+            pair.name: self._check_pair(pair, placements.get(pair.name), state)
+            for pair in dict.fromkeys(pairs.values())
+        }
+        incoming = [
+            quantised[pair.name][pair.scales.name == tensor.name]
+            if (pair := pairs.get(tensor.name))
+            else self._check(tensor, placements.get(tensor.name), state)
+            for tensor in tensors
+        ]
         return tuple(incoming), frozenset(self._check_overlap(placements))
 
     def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
@@ -396,10 +414,27 @@ class LiveWeights:
             found[key] = Placement(own)
         return found
 
-    def _check(self, tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> Incoming:
-        dtype = DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
+    def _check_pair(
+        self, pair: Pair, placement: Placement | None, state: Mapping[str, torch.Tensor | Kept]
+    ) -> tuple[Incoming, Incoming]:
+        """Of values and of scales."""
+        names = self._checkpoint_names
+        places: tuple[Place | None, Place | None] = None, None
+        if placement is not None:
+            if problem := misfit(pair.shape, True, placement, names.shapes[placement.target]):
+                raise WeightsRejected(f"{pair.name} {problem}")
+            target = state[placement.target]
+            places = places_of(pair, destination(placement, target, names.cuts.get(placement.target)))
+        values, scales = (
+            Incoming(meta.name, dtype, math.prod(meta.shape) * dtype.itemsize, place)
+            for meta, dtype, place in zip((pair.values, pair.scales), map(_dtype_of, pair[3:]), places, strict=True)
+        )
+        return values, scales
+
+    def _check(
+        self, tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor | Kept]
+    ) -> Incoming:
+        dtype = _dtype_of(tensor)
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         if placement is None:
             return Incoming(tensor.name, dtype, nbytes, None)
@@ -439,7 +474,7 @@ class LiveWeights:
         if not self._owed:
             return ""
         replaced |= self._covered
-        state = self._model.state_dict()
+        state = logical_state(self._model)
         pieces: dict[str, int] = {}
         for where in replaced:
             pieces[where.target] = pieces.get(where.target, 0) + 1
@@ -449,6 +484,14 @@ class LiveWeights:
         if not left:
             return ""
         return f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
+
+
+def _dtype_of(tensor: TensorMeta) -> torch.dtype:
+    """Raises WeightsRejected."""
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
+    return dtype
 
 
 def delta_base(path: str) -> str:
@@ -463,7 +506,7 @@ def _manifest_of(path: str) -> Manifest:
         raise WeightsRejected(str(error)) from error
 
 
-def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _first_names(state: Mapping[str, torch.Tensor | Kept]) -> dict[str, str]:
     """For every tensor the first name of its memory, which tied tensors share."""
     firsts: dict[tuple[int, tuple[int, ...]], str] = {}
     names = {}

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Linear, functional
 
 from fdasync_transformers.fused.layers.merged import merge_linears
+from fdasync_transformers.model.kept.kept import Kept
+from fdasync_transformers.model.kept.linears import kept_product
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +80,10 @@ class FusedAttention:
 
         `linear`: what computes it past modes.
         """
-        return (linear or functional.linear)(normed, self.merged.weight, self.merged.bias)
+        weight, bias = self.merged
+        if isinstance(weight, Kept):
+            return kept_product(normed, weight, bias, proven=True)
+        return (linear or functional.linear)(normed, weight, bias)
 
     def attend(
         self,

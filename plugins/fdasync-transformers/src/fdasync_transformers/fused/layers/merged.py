@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fdasync.gpu.kernels.experts.stored import BLOCK
+from fdasync_transformers.model.kept.forms import FP8
+from fdasync_transformers.model.kept.kept import Kept
+from fdasync_transformers.model.kept.linears import KeptLinear
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,11 +23,12 @@ class Merged(NamedTuple):
     """One linear in the place of several.
 
     Attributes:
-        weight: [sum of their outputs, inputs]; a view of the storage that the parts' weights are views of.
+        weight: [sum of their outputs, inputs]; a view of the storage that the parts' weights are views of. Of layers
+            that are kept as stored, so are its values and scales.
         bias: likewise [sum of their outputs], or None.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Kept
     bias: torch.Tensor | None
 
 
@@ -33,14 +39,23 @@ def merge_linears(linears: Sequence[torch.nn.Linear]) -> Merged | str:
     Until it returns, the memory of the parts is held twice. Linears that are merged already are left as they are.
     """
     weights: list[torch.Tensor] = [linear.weight for linear in linears]
+    stored = all(isinstance(linear, KeptLinear) for linear in linears)
     biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
     kinds = {(type(linear), linear.weight.shape[1], linear.weight.dtype, linear.weight.device) for linear in linears}
-    if len(kinds) > 1 or type(linears[0]) is not torch.nn.Linear:
+    if len(kinds) > 1 or not (stored or type(linears[0]) is torch.nn.Linear):
         return "its projections are not alike"
+    if stored and any(len(weight) % BLOCK for weight in weights[:-1]):
+        return f"its projections end within blocks of {BLOCK} rows that share a scale"
     given = [bias for bias in biases if bias is not None]
     if given and len(given) < len(biases):
         return "some of its projections have a bias, and some have none"
-    return Merged(_bind(weights), _bind(given) if given else None)
+    return Merged(_bind_kept(linears) if stored else _bind(weights), _bind(given) if given else None)
+
+
+def _bind_kept(linears: Sequence[torch.nn.Linear]) -> Kept:
+    names = ("weight", "weight" + FP8.scales_end)
+    values, scales = (_bind([linear.state_dict(keep_vars=True)[name] for linear in linears]) for name in names)
+    return Kept(FP8, {"": values, FP8.scales_end: scales}, "")
 
 
 # what an inference mode allocates could not be updated outside of one
@@ -57,7 +72,10 @@ def _bind(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         place += part.nbytes
     else:
         return first.as_strided((rows, *first.shape[1:]), first.stride())
-    whole = torch.cat([part.detach() for part in parts])
+    # by bytes where an element is one: torch joins no FP8
+    narrow = first.element_size() == 1
+    pieces = [part.detach().view(torch.uint8) if narrow else part.detach() for part in parts]
+    whole = torch.cat(pieces).view(first.dtype)
     start = 0
     for part in parts:
         part.data = whole[start : start + part.shape[0]]

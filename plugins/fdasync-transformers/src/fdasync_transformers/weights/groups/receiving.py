@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from fdasync.errors import WeightsBroken
+from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.groups.framing import CHECKSUM_NBYTES, Bucket, buckets
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class ReceivePlan:
         ends = 0
         is_close = bucket.whole and len(whole) == len(tensors)
         for (_, at), tensor in zip(bucket.parts, tensors, strict=True):
-            is_close = is_close and at == ends and tensor.dtype == dtype
+            # torch copies no lists of FP8
+            is_close = is_close and at == ends and tensor.dtype == dtype and dtype.itemsize > 1
             ends = at + tensor.nbytes
         counts = tuple(tensor.nbytes // dtype.itemsize for tensor in tensors)
         return _Planned(bucket, place, tuple(whole) if is_close else None, counts, dtype)
@@ -80,7 +82,7 @@ class ReceivePlan:
 def _flat(tensor: Incoming) -> torch.Tensor | None:
     """The elements of a tensor's place, where this process has all of it in one piece."""
     target = tensor.target
-    if target is None or target.cut is not None or not target.tensor.is_contiguous():
+    if not isinstance(target, Target) or target.cut is not None or not target.tensor.is_contiguous():
         return None
     return target.tensor.detach().view(-1)
 
