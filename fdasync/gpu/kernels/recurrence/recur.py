@@ -27,6 +27,8 @@ Norm = Literal["none", "rsqrt", "divide"]
 _NORMS: dict[Norm, int] = {"none": 0, "rsqrt": 1, "divide": 2}
 _EPSILON: tl.constexpr = tl.constexpr(1e-6)
 _WIDEST_KEY = 256
+# sequences whose programs do not fill a GPU
+_FEW = 4
 
 
 class Gates(NamedTuple):
@@ -235,8 +237,9 @@ def recur(
     out = make((rows, heads, values), dtype=dtype or value.dtype, device=value.device)
     if not rows or not len(spans.sources):
         return out.zero_()
-    # in a row of tokens the way from one to the next counts, and that many programs share it
-    cells = min(32 if single else 8, triton.next_power_of_2(values))
+    # one warp for each tile of values: it sums over keys by itself, and many programs hide each other's waiting
+    few = len(spans.sources) <= _FEW
+    cells = min(8 if single else 4 if few else 16, triton.next_power_of_2(values))
     grid: Any = (triton.cdiv(values, cells), heads, len(spans.sources))
     rates = value if beta is None else beta
     growth, bias = (value, value) if gates is None else gates
@@ -249,7 +252,7 @@ def recur(
         "norm": _NORMS[norm], "raw": gates is not None, "key_cells": triton.next_power_of_2(keys), "value_cells": cells,
     }  # fmt: skip
     if single:
-        _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=4)
+        _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=1)
     else:
         _recur_kernel[grid](
             *tensors, spans.first_rows, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=1
