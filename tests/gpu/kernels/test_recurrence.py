@@ -219,7 +219,10 @@ def test_bits_do_not_depend_on_how_tokens_come(heads: int, keys: int, values: in
             (Step((7, 1), (3, 2)), [4, 5, 6, 10, 11]),
         ],
         # one by one, by the kernel for single tokens
-        [(Step((FRESH, FRESH), (1, 1)), [0, 9]), *[(Step((0, 1), (1, 1)), [token, 9]) for token in range(1, 7)]],
+        [
+            (Step((FRESH, FRESH, FRESH), (1, 1, 1)), [0, 8, 9]),
+            *[(Step((0, 1, 2), (1, 1, 1)), [token, 8, 9]) for token in range(1, 7)],
+        ],
     ):
         got = played(others)
         assert torch.equal(got[0], whole[0])
