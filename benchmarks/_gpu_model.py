@@ -22,9 +22,9 @@ from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
+from fdasync_transformers.execution.states.plan import plan_size
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.moe_layers import find_experts
-from fdasync_transformers.model.recurrent.plan import plan_size
 from fdasync_transformers.weights import loading
 
 from benchmarks._gpu_floor import bytes_of, distinct

@@ -41,12 +41,12 @@ from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, choose_num_snapshots, prefill_tokens_per_s
 from fdasync_transformers.execution.model_memory import DeviceMemory, HostMemory
 from fdasync_transformers.execution.shown_pool import ShownPool
+from fdasync_transformers.execution.states.plan import plan_size
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
-from fdasync_transformers.model.recurrent.plan import plan_size
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.device_group import join
 from fdasync_transformers.sampling.grammar_process import GrammarProcess

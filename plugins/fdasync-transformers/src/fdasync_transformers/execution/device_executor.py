@@ -52,8 +52,8 @@ from fdasync_transformers.execution.drafts.own_drafts import OwnDrafts
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.execution.states.plan import plan_states
 from fdasync_transformers.model.recurrent.pieces import Take
-from fdasync_transformers.model.recurrent.plan import plan_states
 from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.repeat import repeat_rows

@@ -21,11 +21,11 @@ from fdasync.gpu.kernels.layout import step_layout
 from fdasync.gpu.kernels.recurrence.spans import PlanSize, Spans
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
+from fdasync_transformers.execution.states.plan import plan_states
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
+from fdasync_transformers.fused.recurrent.flat import FlatSteps
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
-from fdasync_transformers.model.recurrent.flat import FlatSteps
-from fdasync_transformers.model.recurrent.plan import plan_states
 from fdasync_transformers.mtp.head import head_of
 
 if TYPE_CHECKING:

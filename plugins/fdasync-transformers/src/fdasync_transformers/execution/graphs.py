@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync_transformers.execution.device_step import Passed
-from fdasync_transformers.execution.plan_buffer import PlanBuffer
+from fdasync_transformers.execution.states.plan_buffer import PlanBuffer
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE
 from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.graphs import MOST_ERROR
-from fdasync_transformers.execution.plan_buffer import PlanBuffer
+from fdasync_transformers.execution.states.plan_buffer import PlanBuffer
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
-from fdasync_transformers.model.recurrent.flat import find_missing
+from fdasync_transformers.fused.recurrent.flat import find_missing
 from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fdasync_transformers.model.recurrent import flat, gated_delta
-from fdasync_transformers.model.recurrent.flat import FlatSteps
-from fdasync_transformers.model.recurrent.gated_delta import GatedDelta
+from fdasync_transformers.fused.recurrent import flat, gated_delta
+from fdasync_transformers.fused.recurrent.flat import FlatSteps
+from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta
 from fdasync_transformers.model.recurrent.probe import find_state
 from fdasync_transformers.model.recurrent.steps import RecurrentSteps
 from fdasync_transformers.tiny.checkpoints import make_tiny_model

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from fdasync.errors import InvariantBroken, UnsupportedModel
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.model.recurrent.gated_delta import GatedDelta, difference
+from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, difference
 from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
 from fdasync_transformers.model.recurrent.states import StateLayout
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.kernels.recurrence.recur import Norm
     from fdasync.gpu.kernels.recurrence.spans import Spans
-    from fdasync_transformers.model.recurrent.gated_delta import Computes
+    from fdasync_transformers.fused.recurrent.gated_delta import Computes
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.states import Kind, Part, States
     from fdasync_transformers.model.recurrent.steps import MixedForward
