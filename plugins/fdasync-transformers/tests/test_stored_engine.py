@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
     from fdasync import Result
 
-PROMPTS = [[number + 3, *[(number * 31 + at * 7) % 100 + 3 for at in range(1, 9)]] for number in range(3)]
+# the interpreter takes a tenth of a second for each kernel
+PROMPTS = [
+    [number + 3, *[(number * 31 + at * 7) % 100 + 3 for at in range(1, 9)]] for number in range(3 if ON_GPU else 1)
+]
 NEW = 16 if ON_GPU else 2
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "mlp_only_layers": [0], "hidden_size": 64, "moe_intermediate_size": 256,
-}  # fmt: skip
-NOTES = {"fp8": "FP8 kept as stored: 24 tensors", "mxfp4": "MXFP4 kept as stored: 8 tensors"}
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": [0], "hidden_size": 64, "num_experts": 4}
+SIZES["moe_intermediate_size"] = 256 if ON_GPU else 128
+NOTES = {"fp8": "FP8 kept as stored: 12 tensors", "mxfp4": "MXFP4 kept as stored: 8 tensors"}
 
 
 def make(tmp_path: Path, kind: str, seed: int = 0) -> tuple[Path, Path]:
@@ -154,7 +156,7 @@ async def test_linear_layers_stay_too(tmp_path: Path) -> None:
     ranked = config(quantised)
     layers = {**ranked.runner_config, "quantised_weights": "stored_linears", "fused_layers": True}
     async with Engine(config(quantised, runner_config=layers)) as engine, Engine(ranked) as twin:
-        assert "FP8 kept as stored: 35 tensors" in engine.capacity.notes
+        assert "FP8 kept as stored: 23 tensors" in engine.capacity.notes
         assert any("11 stored linear layers" in note for note in engine.capacity.notes)
         assert engine.capacity.weights_id == twin.capacity.weights_id
         near(await play(engine), await play(twin))
