@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fdasync_transformers.model.kept.forms import FP8
+from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.parallel import whole
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.cuts import Cut, Target
+from fdasync_transformers.weights.kept.targets import KeptTarget
+from fdasync_transformers.weights.mapping import destination
+from fdasync_transformers.weights.placement import Placement
 from ranks import as_ranks, returned
 
 if TYPE_CHECKING:
@@ -47,6 +52,34 @@ def test_a_whole_tensor_is_gathered_in_bands(
         assert sizes == found[0][1]
         assert max(sizes) <= 24
         assert len(sizes) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        ((3, 512, 256), Cut(1, 2, 0, 2)),
+        ((3, 128, 512), Cut(2, 4, 0)),
+        ((512, 48), Cut(0, 4, 0)),
+        ((40, 256), Cut(1, 2, 0)),
+    ],
+)
+def test_what_stays_quantised_is_gathered_dequantised(
+    shape: tuple[int, ...], cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "_BAND_NBYTES", 100_000)
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    wanted = Kept.made_of(given, FP8)
+
+    def work(exchange: Exchange) -> torch.Tensor:
+        own = cut.of_rank(exchange.rank, 4)
+        part = Kept.empty(FP8, own.shape(shape), "cpu")
+        target = destination(Placement("w"), part, own)
+        assert isinstance(target, KeptTarget)
+        target.put(0, given)
+        return whole.gathered(part, own, HostCollectives(exchange), "w")
+
+    found = returned(as_ranks(4, work))
+    assert torch.equal(found[0], wanted[0 : shape[0]])
 
 
 @pytest.mark.parametrize(

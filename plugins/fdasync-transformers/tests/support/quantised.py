@@ -25,9 +25,9 @@ def make_fp8(
     _write(quantised, plain, family, seed, "fp8", torch.bfloat16, block, overrides)
 
 
-def make_mxfp4(quantised: Path, plain: Path, seed: int = 0) -> None:
+def make_mxfp4(quantised: Path, plain: Path, seed: int = 0, **overrides: Any) -> None:
     """A gpt_oss checkpoint whose experts are MXFP4, and its plain form in bfloat16."""
-    _write(quantised, plain, "gpt_oss_mxfp4", seed, "mxfp4")
+    _write(quantised, plain, "gpt_oss_mxfp4", seed, "mxfp4", overrides=overrides)
 
 
 def make_form(

@@ -17,6 +17,7 @@ from live_weights import CPU, Live
 from quantised import make_fp8, make_mxfp4
 from safetensors.torch import load_file
 
+from fdasync.errors import WeightsBroken
 from fdasync.runner.base import TensorMeta
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ async def receive(live: Live, tensors: dict[str, torch.Tensor], bucket_nbytes: i
     group: Any = Group([torch.from_numpy(buffer) for *_, buffer in given], bucket_nbytes)
     await TensorReceiver(group, plan, checksum=False).run(1e9)
     live.weights.received("", last=True)
+
+
+async def test_weights_that_a_form_cannot_have_break_the_update(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path / "quantised", tmp_path / "plain")
+    live = Live(tmp_path / "quantised", form=MXFP4)
+    tensors = load_file(tmp_path / "quantised" / SINGLE_FILE)
+    name = next(name for name in tensors if name.endswith("_scales"))
+    with pytest.raises(WeightsBroken, match=f"{name}: .*too large"):
+        await receive(live, {**tensors, name: tensors[name] + 20}, 3000)
+    assert live.weights.broken
 
 
 @pytest.mark.parametrize("bucket_nbytes", [0, 3000, 1 << 30])

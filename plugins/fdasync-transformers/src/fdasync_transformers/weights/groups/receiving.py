@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import xxhash
 
-from fdasync.errors import WeightsBroken
+from fdasync.errors import FdasyncError, WeightsBroken
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.groups.framing import CHECKSUM_NBYTES, Bucket, buckets
 
@@ -156,7 +156,7 @@ class TensorReceiver:
             try:
                 values = data[at : at + tensor.nbytes].view(tensor.dtype)
                 tensor.target.put_flat(planned.bucket.first // tensor.dtype.itemsize, values)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, FdasyncError) as error:
                 raise WeightsBroken(f"{tensor.name}: {error}") from error
 
     def _update_hash(self, piece: torch.Tensor) -> None:
