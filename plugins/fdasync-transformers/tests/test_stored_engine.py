@@ -184,6 +184,20 @@ def near(one: list[Result], other: list[Result]) -> None:
         assert np.equal(*rows).all(-1).mean() > 0.7
 
 
+@pytest.mark.slow
+async def test_a_model_with_recurrent_layers_keeps_its_experts(tmp_path: Path) -> None:
+    quantised = tmp_path / "quantised"
+    shape = {**SIZES, "mlp_only_layers": [], "layer_types": ["linear_attention", "full_attention"]}
+    make_fp8(quantised, tmp_path / "plain", "qwen3_next", 0, (128, 128), **shape)
+    results = []
+    for stored in (True, False):
+        async with Engine(config(quantised, stored=stored, num_snapshots=4)) as engine:
+            kept = [note for note in engine.capacity.notes if "kept as stored" in note]
+            assert len(kept) == stored
+            results.append(await play(engine))
+    assert_alike(*results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", NOTES)
 async def test_the_device_path_answers_as_with_plain_weights(tmp_path: Path, kind: str) -> None:
