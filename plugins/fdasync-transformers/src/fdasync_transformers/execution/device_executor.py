@@ -52,8 +52,7 @@ from fdasync_transformers.execution.drafts.own_drafts import OwnDrafts
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
-from fdasync_transformers.execution.states.plan import plan_states
-from fdasync_transformers.model.recurrent.pieces import Take
+from fdasync_transformers.execution.states.device_states import DeviceStates
 from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.repeat import repeat_rows
@@ -122,15 +121,14 @@ class DeviceExecutor(Executor):
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
         # last, since nothing may fail behind them: they pin pages until they are closed
-        self._copies = self._snapshot_copies = None
+        self._copies: BlockCopies | None = None
+        self._states: DeviceStates | None = None
         if bound.host is not None:
             self._copies = BlockCopies(
                 bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.part
             )
-        if model.states is not None and bound.snapshots is not None:
-            self._snapshot_copies = BlockCopies(
-                model.states.places, bound.snapshots, services.streams, services.events, services.port
-            )
+        if model.states is not None and model.plan_size is not None:
+            self._states = DeviceStates(model.states, model.plan_size, bound, services)
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
         """Capture decode steps at these batch sizes, and check them. Blocks its loop.
@@ -196,7 +194,7 @@ class DeviceExecutor(Executor):
         """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
         self._failure = self._failure or "the runner is closed"
         try:
-            for copies in (self._copies, self._snapshot_copies):
+            for copies in (self._copies, self._states):
                 if copies is not None:
                     await copies.aclose()
         finally:
@@ -347,7 +345,7 @@ class DeviceExecutor(Executor):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        waiting = self._plan_states(step, batch, arrays)
+        waiting = {} if self._states is None else self._states.plan(step, batch, arrays)
         if drafted is not None and len(rows):
             arrays.update({RUNS + name: array for name, array in DeviceDrafts.arrays(drafted).items()})
         elif drafted is None and len(batch.sampled):
@@ -379,7 +377,8 @@ class DeviceExecutor(Executor):
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if self._own is not None:
                         self._own.enter(own(sent, OWN))
-                    self._begin_waiting(waiting)
+                    if self._states is not None:
+                        self._states.begin(waiting)
                     if total:
                         passed, results = self._compute(batch, scores, sent, way, runs)
         except Exception:
@@ -518,28 +517,6 @@ class DeviceExecutor(Executor):
     def _shape(self, batch: Batch, sent: dict[str, torch.Tensor], way: Way, *, runs: bool) -> DeviceBatch:
         return device_batch(batch, sent, way, runs=runs, size=self.model.plan_size)
 
-    def _plan_states(self, step: RunStep, batch: Batch, arrays: dict[str, NDArray[np.generic]]) -> dict[int, int]:
-        """Add what is sent of the step's recurrent states to `arrays`; returns lane and place of the sequences that
-        start behind a snapshot, and have no tokens in the step."""
-        table, states, size = self._bound.table, self.model.states, self.model.plan_size
-        if states is None or size is None:
-            return {}
-        begun = {}
-        for start in step.starts:
-            states.check_start(start.snapshot, start.num_cached)
-            if start.snapshot >= 0:
-                begun[table.lane_of(start.key)] = start.snapshot
-        takes = [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
-        if len(batch.positions) or takes:
-            arrays.update(plan_states(size, batch, begun, takes, states.num_lanes))
-        return {lane: place for lane, place in begun.items() if lane not in batch.lanes}
-
-    def _begin_waiting(self, waiting: dict[int, int]) -> None:
-        """Queue the copies of snapshots to lanes whose sequences have no tokens in this step."""
-        for lane, place in waiting.items():
-            assert self.model.states is not None
-            self.model.states.begin(lane, place)
-
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
         """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""
         if not len(rows):
@@ -598,7 +575,9 @@ class DeviceExecutor(Executor):
     def _move(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """Queue a copy of blocks; rows stay in their slots."""
         if copy.snapshots:
-            inner = self._move_snapshots(copy)
+            if self._states is None:
+                raise InvariantBroken("a copy of snapshots, and the model has no recurrent layers")
+            inner = self._states.move(copy)
         elif self._copies is None:
             raise InvariantBroken("a copy, and there is no host tier")
         elif isinstance(copy, SwapOut):
@@ -617,14 +596,6 @@ class DeviceExecutor(Executor):
 
         inner.add_done_callback(copied)
         return future
-
-    def _move_snapshots(self, copy: SwapOut | SwapIn) -> asyncio.Future[int]:
-        copies = self._snapshot_copies
-        if copies is None or copy.device or copy.host:
-            raise InvariantBroken(f"copy {copy.copy_id} has snapshots, and blocks too or no places on the host")
-        if isinstance(copy, SwapOut):
-            return copies.out(copy.snapshots, copy.snapshots_host)
-        return copies.back(copy.snapshots_host, copy.snapshots)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
