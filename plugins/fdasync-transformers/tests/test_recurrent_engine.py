@@ -27,7 +27,11 @@ def config(folder: Path, **values: Any) -> EngineConfig:
     runner = {"dtype": "float32", "device": "cpu", "num_threads": 1, **values.pop("runner_config", {})}
     sizes = {"block_tokens": 4, "num_blocks": 20, "max_running": 4, "max_step_tokens": 24, "max_context_tokens": 72}
     return EngineConfig(
-        model=str(folder), runner_config=runner, tokenizer="none", routing=True, process="inline", **{**sizes, **values}
+        model=str(folder),
+        runner_config=runner,
+        tokenizer="none",
+        routing=True,
+        **{**sizes, "process": "inline", **values},
     )
 
 
@@ -77,6 +81,25 @@ async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, mon
     assert stats.resumed_snapshots > 1
     report = verify(tmp_path, [Served.from_result(result) for result in results])
     assert report.ok, report
+    assert report.rows_exact == report.rows_checked > 0
+
+
+async def test_two_ranks_begin_behind_snapshots_of_either_tier(tmp_path: Path) -> None:
+    """Of a state that both have whole, rank 0 alone writes the copy on the host."""
+    make_tiny_checkpoint(tmp_path, "qwen3_next")
+    asked, brief = prompts(4), msgspec.structs.replace(GREEDY, max_tokens=5)
+    ranks = {"tensor_parallel": 2, "process": "worker"}
+    async with Engine(config(tmp_path, host_blocks=64, num_snapshots=4, num_blocks=18, **ranks)) as engine:
+        results = await asyncio.gather(*[engine.complete(prompt, brief) for prompt in (*asked, *asked[:2])])
+        results += [await engine.complete([*asked[1], *results[1].samples[0].token_ids, 77, 78], brief)]
+        engine.check()
+        stats = engine.stats().scheduler
+    assert stats.hit_tokens_host > 0
+    assert stats.resumed_snapshots > 1
+    assert stats.num_host_snapshots > stats.free_host_snapshots
+    report = verify(tmp_path, [Served.from_result(result) for result in results])
+    assert report.ok, report
+    assert report.tokens_wrong == 0
     assert report.rows_exact == report.rows_checked > 0
 
 

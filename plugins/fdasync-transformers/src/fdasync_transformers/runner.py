@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fdasync.cache.host_arena import HostPart
 from fdasync.errors import (
     CheckpointError,
     ConfigError,
@@ -338,6 +339,7 @@ class TransformersRunner(Runner):
             vocab_size=capacity.vocab_size,
             logits_dtype=self.config.logits_dtype,
             part=replace(pool.part, writes=not limits.rank) if self._shares_blocks else pool.part,
+            snapshot_part=HostPart(0, capacity.snapshot_nbytes, writes=not limits.rank) if snapshots else None,
             collectives=self._collectives,
             speculation=run - 1,
             pipeline_depth=limits.pipeline_depth,

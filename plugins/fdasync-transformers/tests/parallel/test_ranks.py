@@ -10,7 +10,8 @@ import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.parallel.collectives import HostCollectives
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from fdasync_transformers.start.recurrent import refuse_cut
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES as CATALOGUE
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from rank_play import CONFIG, Played, play, play_one
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from step_driver import Driver
 
 from fdasync.cache.host_arena import HostArena
-from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.errors import ConfigError, InvariantBroken, RunnerError
 from fdasync.events.actions import Chunk, SwapIn, SwapOut
 from fdasync.runner.base import RunnerLimits
 
@@ -69,6 +70,35 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, ranks: int) -> None:
         assert played.capacity.tensor_parallel == ranks
     assert one.capacity.tensor_parallel == 1
     assert one.capacity.dtype == "float64"
+
+
+# each rank computes layers with recurrent state whole
+RECURRENT = (
+    "qwen3_next", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "nemotron_h", "granitemoehybrid", "lfm2_moe",
+    "minimax",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    [RECURRENT[0], *[pytest.param(one, marks=pytest.mark.slow) for one in RECURRENT[1:]]],
+)
+def test_recurrent_layers_are_whole_on_every_rank(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    # states are no float64
+    (one,), many = (play(tmp_path, ranks, config={"dtype": "float32"}) for ranks in (1, 2))
+    assert_same(one, many, 1e-4)
+    for played in many:
+        assert played.capacity.state_specs == one.capacity.state_specs
+        assert played.capacity.weights_id == one.capacity.weights_id
+
+
+def test_a_plan_that_cuts_a_recurrent_layer_is_refused() -> None:
+    model = make_tiny_model("qwen3_next")
+    with pytest.raises(ConfigError, match=r"cuts model.layers.0.linear_attn.out_proj.weight of qwen3_next") as caught:
+        refuse_cut(model, "qwen3_next", {"model.layers.0.linear_attn.out_proj.weight": None})
+    assert caught.value.field == "tensor_parallel"
+    refuse_cut(model, "qwen3_next", {"model.layers.0.linear_attnd.weight": None, "model.layers.3.self_attn": None})
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *[pytest.param(one, marks=pytest.mark.slow) for one in OTHERS]])

@@ -43,6 +43,7 @@ class Bound:
         vocab_size: logits past it belong to no token.
         logits_dtype: torch's name of the dtype that sampling works in.
         part: of host blocks that the pool's rows are.
+        snapshot_part: likewise of snapshots; of a group each rank has them whole, and rank 0 writes.
         collectives: of the group that computes each step together; None: this process alone.
         speculation: most drafts of a sequence that a step verifies; the table has room for them.
         pipeline_depth: most steps in flight.
@@ -58,6 +59,7 @@ class Bound:
     logits_dtype: str
     snapshots: HostArena | None = None
     part: HostPart | None = None
+    snapshot_part: HostPart | None = None
     collectives: Collectives | None = None
     speculation: int = 0
     pipeline_depth: int = 1

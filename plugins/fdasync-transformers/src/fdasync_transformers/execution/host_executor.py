@@ -61,7 +61,7 @@ class HostExecutor(Executor):
         states = model.states
         self._snapshots = None
         if states is not None and bound.snapshots is not None:
-            self._snapshots = BlockRows(states.places, bound.snapshots)
+            self._snapshots = BlockRows(states.places, bound.snapshots, bound.snapshot_part)
         self._failure = ""
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
@@ -103,7 +103,7 @@ class HostExecutor(Executor):
         if not len(batch.positions):
             return self._taken(batch, runs, StepOutput(step.step_id, ()))
         if not leads:
-            return self._follow(batch, runs, own_drafts)
+            return self._follow(batch, runs, own_drafts, takes)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
         scores: tuple[PromptScores, ...] = ()
@@ -137,14 +137,14 @@ class HostExecutor(Executor):
                     states.begin(table.lane_of(start.key), start.snapshot)
         return [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
 
-    def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int) -> StepOutput:
+    def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int, takes: list[Take]) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
         part = forwarded(batch)
         with self._keeping(None):
-            self._model.run(part, bound.table, bound.pool, np.zeros(0, np.int64))
+            self._model.run(part, bound.table, bound.pool, np.zeros(0, np.int64), takes)
             hidden = self._compared()
             values = None if bound.aux is None else bound.aux.rows(batch.positions)
             told = share_step(collectives, batch.step_id, values, hidden, np.zeros(0, np.int32))

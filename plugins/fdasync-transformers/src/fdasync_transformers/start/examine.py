@@ -29,7 +29,7 @@ from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import indexed
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of, state_note
-from fdasync_transformers.start.recurrent import refuse_undone
+from fdasync_transformers.start.recurrent import refuse_cut, refuse_undone
 from fdasync_transformers.start.stored import keep_stored
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.kept.files import refuse_remade
@@ -158,6 +158,7 @@ def _parts(
         with library_code(kind, "cutting it for ranks"):
             further = attention_of_mtp(model, config)
             sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla, further=further)
+            refuse_cut(model, kind, sharded.cuts)
     except ConfigError as error:
         raise UnsupportedModel(kind, str(error)) from error
     names.cuts = sharded.cuts

@@ -28,7 +28,7 @@ from fdasync_transformers.parallel.sums import Sums
 from fdasync_transformers.start import indexed, selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.mtp import attention_of_mtp, count_mtp, mtp_layout, mtp_note
-from fdasync_transformers.start.recurrent import refuse_undone
+from fdasync_transformers.start.recurrent import refuse_cut, refuse_undone
 from fdasync_transformers.start.runner_config import uses_kernels
 from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
@@ -124,6 +124,7 @@ def open_model(
         with library_code(kind, "cutting it for ranks"):
             further = attention_of_mtp(model, config)
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla, further=further)
+        refuse_cut(model, kind, sharded.cuts)
         names.cuts = sharded.cuts
         make_layout = partial(sharded.layout, make=make_layout)
     kept = keep_stored(model, checkpoint, config, names)

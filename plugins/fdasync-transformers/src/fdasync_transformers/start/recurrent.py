@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.fused.recurrent.flat import find_missing
+from fdasync_transformers.model.recurrent.mixers import find_mixers
 from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -28,13 +29,22 @@ def refuse_undone(
         raise ConfigError(field, f"is not for models with recurrent layers so far, such as {kind}: {why}")
 
 
+def refuse_cut(model: torch.nn.Module, kind: str, cuts: Mapping[str, object]) -> None:
+    """Raise ConfigError where ranks would hold parts of a recurrent layer: each computes those whole.
+
+    `cuts`: by name of the model's tensor.
+    """
+    for mixer in find_mixers(model):
+        cut = next((name for name in cuts if name.startswith(f"{mixer.name}.")), "")
+        if cut:
+            raise ConfigError("tensor_parallel", f"cuts {cut} of {kind}, and recurrent layers are whole on every rank")
+
+
 def _undone(
     model: torch.nn.Module, config: TransformersConfig, limits: RunnerLimits, device: torch.device
 ) -> Iterator[tuple[str, str]]:
     if uses_kernels(config, device) and (missing := find_missing(model)):
         yield "runner_config.device", f"no kernel knows the recurrence of {missing}; steps on CPUs do"
-    if limits.tensor_parallel > 1:
-        yield "tensor_parallel", "the heads of a state are not shared out to ranks"
     if limits.sum_slices > 1:
         yield "sum_slices", "sums in their recurrence have no slices"
     if limits.numerics == "fixed":

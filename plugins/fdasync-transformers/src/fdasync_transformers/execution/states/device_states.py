@@ -38,7 +38,14 @@ class DeviceStates:
         self._table = bound.table
         self._copies = None
         if bound.snapshots is not None:
-            self._copies = BlockCopies(states.places, bound.snapshots, services.streams, services.events, services.port)
+            self._copies = BlockCopies(
+                states.places,
+                bound.snapshots,
+                services.streams,
+                services.events,
+                services.port,
+                bound.snapshot_part,
+            )
 
     def plan(self, step: RunStep, batch: Batch, arrays: dict[str, NDArray[np.generic]]) -> dict[int, int]:
         """Add what is sent of the step's states to `arrays`.
