@@ -115,8 +115,8 @@ class DeviceStepModel(StepModel):
         takes: Sequence[Take] = (),
         lent: Sequence[LentRun] = (),
     ) -> torch.Tensor:
-        """As `StepModel.run`, for start-up: sends the whole table, and waits for the device. Models with indexers have no
-        such steps (`start/indexed.py`)."""
+        """As `StepModel.run`, for start-up: sends the whole table, and waits for the device. Models with indexers have
+        no such steps (`start/indexed.py`)."""
         if lent:
             raise InvariantBroken(f"step {batch.step_id} shall tell what indexers pick, by kernels")
         device = self.model.device
