@@ -296,7 +296,7 @@ class WorkerRunner(Runner):
             return
         self.on_failure = None
         if self._told:
-            await asyncio.wait(self._told, timeout=self._close_deadline_s)
+            await wait_within(self._told, self._close_deadline_s)
         closed = RunnerError("the worker is closed")
         if self._child.unanswered or self._transfer.is_open:
             # the worker is busy with a call whose answer has no reader any more
