@@ -70,11 +70,22 @@ if TYPE_CHECKING:
         WeightsFingerprint,
         WeightsGroup,
     )
-    from fdasync.result import CachedTokens, Delta, DraftCounts, Result, Routing, Sample, Usage, WeightSpan
+    from fdasync.result import (
+        CachedTokens,
+        ChosenPositions,
+        Delta,
+        DraftCounts,
+        Result,
+        Routing,
+        Sample,
+        Usage,
+        WeightSpan,
+    )
 
 # the modules of the names that are no errors
 _HOMES = {
     "CachedTokens": "result",
+    "ChosenPositions": "result",
     "Delta": "result",
     "DeltaStream": "generator",
     "Doing": "request",
@@ -118,6 +129,7 @@ __all__ = [
     "CachedTokens",
     "ChatUnsupported",
     "CheckpointError",
+    "ChosenPositions",
     "ConfigError",
     "DeadlineExceeded",
     "DecodeFailed",

@@ -247,6 +247,9 @@ class DeltaStream(ABC):
     def __aiter__(self) -> Self:
         return self
 
+    async def _settle(self) -> None:  # noqa: B027 - a result that is there as the request ends needs no work
+        """Do the work that the result of a request that has ended still takes, without holding up the loop."""
+
     async def __anext__(self) -> Delta:
         request = self._request
         while True:
@@ -260,6 +263,7 @@ class DeltaStream(ABC):
             if request.done.done():
                 if self._failed():
                     self._whole()  # raises
+                await self._settle()
                 raise StopAsyncIteration
             if request.waiter is not None:
                 raise RuntimeError("a stream has one reader at a time")

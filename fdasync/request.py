@@ -197,6 +197,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             of position i - 1, so the token at position 0 has none. Positions from there on are computed even if a
             cache has them, once for all samples.
         prompt_top_logprobs: this many best alternatives beside each of those tokens.
+        chosen_positions_start: position in the prompt from which on the positions are wanted that the model's indexers
+            chose for each token (`Sample.chosen_positions`); None: none are. Those of the prompt are computed even if a
+            cache has its blocks, once for all samples. The engine bounds their bytes
+            (`EngineConfig.chosen_positions_nbytes`); a router serves none.
     """
 
     max_tokens: int = 256
@@ -219,6 +223,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_logprobs: int = 0
     prompt_logprobs_start: int | None = None
     prompt_top_logprobs: int = 0
+    chosen_positions_start: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -276,6 +281,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _within("prompt_top_logprobs", self.prompt_top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if self.prompt_top_logprobs and self.prompt_logprobs_start is None:
             raise BadInput("prompt_top_logprobs", "needs prompt_logprobs_start", hint="0 scores the whole prompt")
+        if self.chosen_positions_start is not None:
+            _at_least("chosen_positions_start", self.chosen_positions_start, 0)
         if self.top_logprobs and self.logprobs == "none":
             raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -552,6 +559,8 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
             there is none to compute.
         score_top: how many alternatives beside each of those.
+        chosen_from: first position whose chosen positions are wanted, in memory that the runner was lent
+            (`Runner.lend`); -1: none are.
     """
 
     prompt_len: int
@@ -574,6 +583,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     grammar: bytes = b""
     score_from: int = -1
     score_top: int = 0
+    chosen_from: int = -1
 
     def logit_bias(self) -> dict[int, float]:
         """The bias by token id, for a runner that samples one sequence at a time."""

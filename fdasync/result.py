@@ -54,6 +54,23 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     top_k_by_layer: tuple[int, ...] | None = None
 
 
+class ChosenPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """The positions that indexers chose for a contiguous run of tokens, and attention read; row i belongs to the token
+    at position `start + i`.
+
+    A finished sample has `len(prompt) + len(token_ids) - 1 - start` rows: the last token was never forwarded.
+
+    Attributes:
+        array: int32 [n, layers, top_k], the best first, -1 behind the last where there are fewer. Owned by the caller.
+        start: absolute position of the first row.
+        layer_ids: hidden-layer numbers along the second axis: of the layers that have an indexer of their own.
+    """
+
+    array: NDArray[np.int32]
+    start: int
+    layer_ids: tuple[int, ...]
+
+
 class WeightSpan(msgspec.Struct, frozen=True):
     """Output tokens that were sampled under one weight version.
 
@@ -154,6 +171,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             `routing`, row i belongs to position `start + i`. Owned by the caller.
         start: position of the first row of any kind, as requested.
         drafts: what drafts did for it, on the instance that decoded it; None: that one has no drafter.
+        chosen_positions: what indexers chose for its tokens, if `SamplingParams.chosen_positions_start` asks for it;
+            else None.
     """
 
     index: int
@@ -170,6 +189,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     stop_token_id: int | None = None
     drafts: DraftCounts | None = None
+    chosen_positions: ChosenPositions | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -273,6 +293,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def aux(self) -> dict[str, NDArray[np.generic]]:
         return self.samples[0].aux
+
+    @property
+    def chosen_positions(self) -> ChosenPositions | None:
+        return self.samples[0].chosen_positions
 
     @property
     def start(self) -> int:

@@ -22,7 +22,8 @@ _ARENAS = (
 )  # fmt: skip
 # what runners are written against
 _RUNNER = (
-    "fdasync.runner.base", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores", "fdasync.events.actions",
+    "fdasync.runner.base", "fdasync.runner.chosen", "fdasync.runner.input_batch", "fdasync.runner.prompt_scores",
+    "fdasync.events.actions",
 )  # fmt: skip
 # what stores are written against: the room's public names, and the checks of arguments
 _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
@@ -55,7 +56,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.deadlines", "fdasync.ipc.exchange",
-            "fdasync.ipc.peer_blocks", "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.ipc.peer_blocks", "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request",
+            "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
@@ -78,7 +80,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu": ("fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.gpu.kernels.*", "fdasync.ipc.*"),
         "fdasync.runner.worker": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request", "fdasync.runner.base",
-            "fdasync.runner.plugins",
+            "fdasync.runner.chosen", "fdasync.runner.plugins",
         ),
         "fdasync.scheduler.tiers": (*_PURE_CACHE, "fdasync.events.*", "fdasync.scheduler.state.*"),
     },
@@ -110,7 +112,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.drafting",
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
-            "fdasync.result", "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*",
+            "fdasync.result", "fdasync.runner.base", "fdasync.runner.chosen", "fdasync.runner.grammar_checks",
+            "fdasync.runner.group.*",
             "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
             "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
             "fdasync.telemetry.sight.*",

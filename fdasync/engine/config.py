@@ -109,6 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         write_through: which blocks are written to the store as soon as they are sealed: "all", those of "prompt"s, or
             none ("off").
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
+        chosen_positions_nbytes: most bytes that the positions chosen by indexers may take, of all live requests that
+            ask for them together (`SamplingParams.chosen_positions_start`). A request that needs more is refused, one
+            that finds no room waits.
         fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
             fetching and prefill decide whether a longer run is fetched.
         store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without the
@@ -179,6 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_config: dict[str, Any] = msgspec.field(default_factory=dict)
     write_through: Literal["off", "prompt", "all"] = "all"
     write_back: bool = True
+    chosen_positions_nbytes: int = 1 << 30
     fetch_min_tokens: int = 0
     store_required: bool = False
     store_open_deadline_s: float = 10.0
@@ -251,6 +255,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _bounds(f"leases.{name}", getattr(self.leases, name), low, 1e9)
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
         _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
+        _bounds("chosen_positions_nbytes", self.chosen_positions_nbytes, 0, 1 << 50)
         for name in self.__struct_fields__:
             if name.endswith("_deadline_s") and getattr(self, name) != "auto":
                 _bounds(name, getattr(self, name), 1e-3, 1e9)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.cache.aux import wanted_specs
+from fdasync.engine.chosen_output import chosen_nbytes, make_chosen
 from fdasync.engine.request_state import RequestState
 from fdasync.errors import (
+    BuffersOut,
     DeadlineExceeded,
     DecodeFailed,
     DuplicateRequestId,
@@ -132,6 +134,8 @@ class Frontend:
         self._rng = rng
         self._check_open = check_open
         self._limiter = AdmissionLimiter(config.max_requests, runtime.policy)
+        # bytes of chosen positions
+        self._chosen = AdmissionLimiter(config.chosen_positions_nbytes, runtime.policy)
         self._live: dict[str, RequestState] = {}
         self._keys = itertools.count()
 
@@ -176,13 +180,15 @@ class Frontend:
             async with asyncio.timeout_at(now + limit_s) as request.limit:
                 keys = [next(self._keys) for _ in range(ask.params.n)]
                 arrived_at = now - ask.waited_s
-                await self._limiter.enter(ask.params.n, _candidate(ask, keys[0], arrived_at))
+                candidate = _candidate(ask, keys[0], arrived_at)
+                await self._limiter.enter(ask.params.n, candidate)
                 entered = True
                 self._check_open(True)
                 events = await self._preparer.prepare(
                     ask, keys, rows=bool(request.specs), arrived_at=arrived_at, deadline=now + limit_s
                 )
                 request.asked = ask, events[0]
+                await self._lend(request, keys, len(events[0].tokens), candidate)
             if request.done.done():
                 # aborted, or the engine closed, while it was being prepared
                 self._forget(request, entered)
@@ -209,6 +215,23 @@ class Frontend:
         for event in events:
             self._runtime.bus.publish(event)
         return request
+
+    async def _lend(self, request: RequestState, keys: list[int], prompt_tokens: int, candidate: Candidate) -> None:
+        """Make the memory of its chosen positions, where it wants some, and lend it to the runner. It has its places
+        and waits for bytes: who has bytes waits for nothing. Raises BuffersOut where the machine has no such memory."""
+        params, shape = request.params, self._runtime.capacity.chosen
+        nbytes = chosen_nbytes(shape, params, prompt_tokens)
+        if not nbytes:
+            return
+        await self._chosen.enter(nbytes, candidate)
+        request.chosen_nbytes = nbytes
+        try:
+            request.chosen = make_chosen(shape, params, prompt_tokens)
+            for key, chosen in zip(keys, request.chosen, strict=True):
+                self._runtime.runner.lend(key, chosen.rows)
+                request.lent.append(key)
+        except OSError as error:
+            raise BuffersOut(f"chosen positions ({error})", nbytes, self._chosen.limit, {}) from error
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Check the grammar of a request that another instance prefills, before it is taken over.
@@ -322,6 +345,13 @@ class Frontend:
         if not request.done.done():
             # its caller got an error instead of a result; `drain` must not wait for it
             request.done.cancel()
+        if request.chosen_nbytes:
+            nbytes, request.chosen_nbytes = request.chosen_nbytes, 0
+            for key in request.lent:
+                self._runtime.runner.take_back(key)
+            for chosen in request.chosen:
+                chosen.let_go()
+            self._chosen.leave(nbytes)
         if entered:
             self._limiter.leave(request.params.n)
 

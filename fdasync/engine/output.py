@@ -72,6 +72,8 @@ class OutputProcessor:
                 self._kinds = TokenKinds(tokenizer)
             kinds = self._kinds
         request.samples = [SampleOutput(key, index, params, start, kinds) for index, key in enumerate(keys)]
+        for sample, chosen in zip(request.samples, request.chosen, strict=False):
+            sample.chosen = chosen
         request.open = len(keys)
         self._live.update((sample.key, (request, sample)) for sample in request.samples)
 
@@ -168,7 +170,10 @@ class OutputProcessor:
         request.done.set_result(None)
 
     def finish(self, action: FinishRequest) -> None:
-        request, sample = self._live.pop(action.key)
+        request, sample = self._live[action.key]
+        if sample.chosen is not None and request.failure is None:
+            sample.chosen.check(len(action.token_ids))
+        del self._live[action.key]
         keep = len(sample.tokens)
         if sample.matched and keep < len(action.token_ids):
             # it ended before the scheduler read of the match: tokens behind the match are overrun all the same
@@ -178,6 +183,8 @@ class OutputProcessor:
             # no token can follow: text that was held back has become final, and holds a stop string
             action = replace(action, reason="stop")
         sample.finish = action
+        if sample.chosen is not None:
+            sample.chosen.end(len(action.token_ids))
         self._give_rows(request, sample)
         request.open -= 1
         if not request.open:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.identity import PromptHashes, block_keys, root_key
+from fdasync.engine.chosen_output import chosen_nbytes, chosen_starts
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
@@ -120,6 +121,9 @@ class Preparer:
             raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
         if params.prompt_logprobs_start is not None and not self.capacity.scores_prompts:
             raise BadInput("prompt_logprobs_start", "was asked for, but this engine's runner scores no prompts")
+        if params.chosen_positions_start is not None and self.capacity.chosen is None:
+            problem = "was asked for, but this engine's model has no indexers, or its runner does not tell"
+            raise BadInput("chosen_positions_start", problem)
         if params.grammar is not None and not self.capacity.grammars:
             raise BadInput("grammar", "was asked for, but this engine's runner samples under none")
         self._check_options(ask, deadline_s)
@@ -247,6 +251,15 @@ class Preparer:
         scored = params.prompt_logprobs_start
         if scored is not None and scored >= count:
             raise BadInput("prompt_logprobs_start", f"{scored} is not inside the prompt", limit=f"0 to {count - 1}")
+        chosen = params.chosen_positions_start
+        if chosen is not None and chosen >= count:
+            raise BadInput("chosen_positions_start", f"{chosen} is not inside the prompt", limit=f"0 to {count - 1}")
+        nbytes, most = chosen_nbytes(self.capacity.chosen, params, count), self._config.chosen_positions_nbytes
+        if nbytes > most:
+            raise BadInput(
+                "chosen_positions_start", f"up to {nbytes} bytes of positions are more than the engine takes",
+                limit=most, hint="ask from a later position on, for fewer tokens, or raise chosen_positions_nbytes",
+            )  # fmt: skip
 
     # -- the work -----------------------------------------------------------------------------------
 
@@ -302,6 +315,7 @@ class Preparer:
         bias = params.logit_bias
         bias_ids, bias_values = array("i", bias).tobytes(), array("f", bias.values()).tobytes()
         score_from = -1 if params.prompt_logprobs_start is None or not scores else params.prompt_logprobs_start
+        chosen = chosen_starts(params, len(tokens)) or (-1,) * len(keys)
         return [
             RequestPrepared(
                 key=key,
@@ -347,6 +361,7 @@ class Preparer:
                     # for the request, by its first sample
                     score_from=score_from if index == 0 else -1,
                     score_top=params.prompt_top_logprobs,
+                    chosen_from=chosen[index],
                 ),
             )
             for index, key in enumerate(keys)

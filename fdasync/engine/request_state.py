@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.cache.aux import AuxSpec
+    from fdasync.engine.chosen_output import ChosenOutput
     from fdasync.engine.tokenizer import TokenKinds
     from fdasync.events.actions import FinishRequest
     from fdasync.events.catalog import RequestPart, RequestPrepared
@@ -57,9 +58,11 @@ class SampleOutput:
         sent_last: the last delta was given out.
         finish: the action that ended it; None: it has not ended.
         spoiled: the tokenizer's error over its tokens, or its grammar's.
+        chosen: what indexers chose for its tokens; None: it wants none.
     """
 
     __slots__ = (
+        "chosen",
         "decoder",
         "fed_tokens",
         "finish",
@@ -105,6 +108,7 @@ class SampleOutput:
         self.sent_chars = 0
         self.sent_last = False
         self.finish: FinishRequest | None = None
+        self.chosen: ChosenOutput | None = None
         self.spoiled: Exception | None = None
 
     # -- text -------------------------------------------------------------------------------------
@@ -238,6 +242,7 @@ class SampleOutput:
             start=self.start,
             stop_token_id=None if finish is None or finish.matched_stop < 0 else finish.matched_stop,
             drafts=None if finish is None or finish.drafts is None else DraftCounts(*finish.drafts),
+            chosen_positions=None if self.chosen is None else self.chosen.value(),
         )
 
 
@@ -254,6 +259,9 @@ class RequestState:
         samples: its samples; empty until they are numbered.
         open: how many samples have not ended.
         started_at, first_token_at, ended_at: engine times; None: there is no token yet.
+        chosen: memory for what indexers choose, by sample; empty: it wants none.
+        lent: keys of the samples whose memory the runner has.
+        chosen_nbytes: what it has taken of the engine's bytes for those.
         asked: the caller's request, and how its first sample was prepared; None until then.
         limit: timeout of its wait at the frontend and of its preparation; an abort ends those too.
         failure: the error that ended the engine, and with it the request.
@@ -265,10 +273,13 @@ class RequestState:
 
     __slots__ = (
         "asked",
+        "chosen",
+        "chosen_nbytes",
         "done",
         "ended_at",
         "failure",
         "first_token_at",
+        "lent",
         "limit",
         "on_change",
         "open",
@@ -294,6 +305,9 @@ class RequestState:
         scored = params.prompt_logprobs_start
         self.scores = None if scored is None else PromptLogprobs(scored, params.prompt_top_logprobs)
         self.samples: list[SampleOutput] = []
+        self.chosen: list[ChosenOutput] = []
+        self.lent: list[int] = []
+        self.chosen_nbytes = 0
         self.open = 0
         self.started_at = now
         self.first_token_at: float | None = None
@@ -366,9 +380,11 @@ class RequestState:
             part=self.part,
         )
 
-    async def decode(self) -> None:
-        """Decode long outputs in slices, so that no callback of the loop grows long."""
+    async def settle(self) -> None:
+        """Copy chosen positions and decode long outputs in slices, so that no callback of the loop grows long."""
         for sample in self.samples:
+            for _ in () if sample.chosen is None else sample.chosen.copying():
+                await asyncio.sleep(0)
             if sample.finish is None or sample.stops or sample.decoder is None:
                 continue
             tokens = sample.finish.token_ids

@@ -39,8 +39,11 @@ class TokenStream(DeltaStream):
 
     async def finished(self) -> Result:
         await asyncio.shield(self._request.done)
-        await self._request.decode()
+        await self._settle()
         return self.result
+
+    async def _settle(self) -> None:
+        await self._request.settle()
 
     def _take(self, index: int) -> Delta | None:
         delta = self._request.samples[index].delta()

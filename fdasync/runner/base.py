@@ -26,6 +26,7 @@ from fdasync.errors import (
 from fdasync.request import Numerics
 from fdasync.request import TensorMeta as TensorMeta
 from fdasync.result import TopLogprobs
+from fdasync.runner.chosen import ChosenRows, ChosenShape
 
 if TYPE_CHECKING:
     import asyncio
@@ -111,6 +112,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             whose drafts each step tells (`StepOutput.own_drafts`); "": it has none, or does not tell.
         grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
+        chosen: what the model's indexers choose for a token, where steps write it to memory that they are lent
+            (`Runner.lend`); None: they do not, or there are none.
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
             blocks, against fetching them from a store, until steps give a better figure.
         routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
@@ -150,6 +153,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = ""
     grammars: bool = False
     scores_prompts: bool = False
+    chosen: ChosenShape | None = None
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
     dtype: str = ""
@@ -310,6 +314,21 @@ class Runner(ABC):
         takes no more steps. Cancelling the future stops the waiting, not the work. Between launch and completion the
         caller gives no block or slot of the step to another writer.
         """
+
+    def lend(self, key: int, rows: ChosenRows) -> None:
+        """Where the positions go that indexers choose for the tokens of sequence `key`; called once, before the step
+        that starts it first, where its `SamplerSpec.chosen_from` is not -1.
+
+        Each step writes the rows of its tokens that stand before its future ends; rows that are there already stay as
+        they are, whatever starts the sequence again. The caller keeps the rows; a runner refers to them until
+        `take_back`, and closes nothing. Never called, and refused by this default, where `Capacity.chosen` is None.
+        """
+        raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
+
+    def take_back(self, key: int) -> None:
+        """What was lent for a sequence has no use any more: no step to come computes it, and those in flight may still
+        write. Called once for each `lend`."""
+        raise InvariantBroken(f"positions of sequence {key}, which were never lent")
 
     @abstractmethod
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:

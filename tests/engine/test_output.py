@@ -80,7 +80,7 @@ async def test_final_only_equals_streamed(text):
     streamed.deltas()
     for stage in (streamed, final):
         stage.finish(tokens)
-        await stage.request.decode()
+        await stage.request.settle()
     assert streamed.sample.text == final.sample.text == text
     assert streamed.sample.token_ids == final.sample.token_ids == tuple(tokens)
     assert final.request.result(make_capacity()).ttft_s is None
@@ -98,7 +98,7 @@ async def test_long_outputs_are_decoded_in_slices():
     stage = OutputStage(tokenizer, streams=False, max_tokens=5000)
     stage.finish(letters("x" * 5000))
     turns = 0
-    task = asyncio.ensure_future(stage.request.decode())
+    task = asyncio.ensure_future(stage.request.settle())
     while not task.done():
         turns += 1
         await asyncio.sleep(0)

@@ -114,7 +114,7 @@ class ResultSender:
         context, caller, name, request = self._context, self._caller, self._name, self._request
         for pieces in groups(last):
             await context.say(caller, Progress(pieces))
-        await request.decode()
+        await request.settle()
         try:
             result = context.frontend.result(request)
         except FdasyncError as error:

@@ -343,6 +343,9 @@ class Router(Generator):
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
         params = params.validated(vocab_size=self.table.vocab_size)
+        if params.chosen_positions_start is not None:
+            problem = "was asked for, and no message between instances carries them"
+            raise BadInput("chosen_positions_start", problem, hint="ask an engine that serves alone")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
         return msgspec.structs.replace(asked, params=params)

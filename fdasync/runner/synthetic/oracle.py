@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 U64 = np.uint64
 #: pretended logit of the token that a step would sample; all others have 0
 PICK_LOGIT = 20.0
+#: layers of the pretended model that have an indexer
+CHOSEN_LAYERS = (0, 2)
 _MIX = (U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))
 
 
@@ -38,6 +40,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         eos_id: sampled like any other token; -1: none.
         state_words: words of 64 bits of a recurrent state that each sequence has besides its KV; 0: none.
         num_snapshots: places of snapshots of it on the device.
+        chosen_top_k: positions that each of two indexers chooses for a token, of those that it sees; 0: there are none.
         kv_shares: parts of equal size that a block's bytes have; in a group each rank writes its own to the host.
         max_run_tokens: a step yields 1 to so many tokens of a decoding sequence; how many, its position says
             (`Oracle.run_length`). The tokens are those that one token a step gives.
@@ -68,6 +71,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weights_id: int = 1
     state_words: int = 0
     num_snapshots: int = 16
+    chosen_top_k: int = 0
     kv_shares: int = 1
     max_run_tokens: int = 1
     values_spec: bool = False
@@ -120,6 +124,16 @@ class Oracle:
         ranks = np.arange(config.top_k, dtype=U64)
         ids = (first[:, :, None] + ranks) % U64(config.num_experts)
         return ids.astype(self.row_dtype)
+
+    def chosen(self, digests: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Positions [T, 2, chosen_top_k] that the indexers of two layers choose, from the digests up to each of these
+        positions [T]; -1 behind the last where fewer are seen."""
+        ranks = np.arange(self.config.chosen_top_k, dtype=U64)
+        first = mix(digests[:, None] ^ (np.arange(len(CHOSEN_LAYERS), dtype=U64) << U64(44)))
+        seen = positions.astype(U64)[:, None, None] + U64(1)
+        with np.errstate(over="ignore"):
+            chosen = ((first % seen[:, :, 0])[:, :, None] + ranks) % seen
+        return np.where(ranks < seen, chosen.astype(np.int32), np.int32(-1))
 
     def values(self, digests: NDArray[np.uint64]) -> NDArray[np.generic]:
         """Rows [T, 4] float16 of the second spec."""

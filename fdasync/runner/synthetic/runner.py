@@ -87,6 +87,10 @@ class SyntheticRunner(SyntheticSleep):
             raise BadInput("speculation", f"is {limits.speculation}", limit="0 with free=True or drafts of its own")
         if config.free and config.pass_stamp:
             raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
+        if config.chosen_top_k and config.free:
+            raise BadInput(
+                "chosen_top_k", "free steps choose no positions", hint="leave one of free and chosen_top_k out"
+            )
         if config.state_words and (config.free or config.max_run_tokens > 1 or limits.speculation):
             raise BadInput("state_words", "is set", limit="0 with free=True, runs or drafts")
         self._block_tokens = limits.block_tokens or config.block_tokens
@@ -106,6 +110,7 @@ class SyntheticRunner(SyntheticSleep):
             "eos_id": -1,
             "max_run_tokens": 1,
             "num_snapshots": 1,
+            "chosen_top_k": 0,
             "kv_shares": 1,
             "fail_wakes": 0,
         }
@@ -140,6 +145,7 @@ class SyntheticRunner(SyntheticSleep):
             max_run_tokens=self._most,
             grammars=not config.free,
             scores_prompts=True,
+            chosen=self._chosen_shape(),
             routing_debug=limits.routing_debug and capture,
             tensor_parallel=limits.tensor_parallel,
             # a free decode step does not look at the prefix
@@ -169,6 +175,7 @@ class SyntheticRunner(SyntheticSleep):
             if self._exchange is not None:
                 compare_ranks(self._exchange, output)
             flight = Flight(step, batch, output, rows, done)
+            flight.chosen, self._chosen = self._chosen, []
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
             return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
         except RunnerError as error:
@@ -445,10 +452,13 @@ class SyntheticRunner(SyntheticSleep):
 
     def _write_rows(self, flight: Flight) -> RunnerError | None:
         """Write the step's rows to their slots; returns the step's error where they do not fit the specs."""
-        if self._arena is None:
-            return None
         try:
-            self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
+            for run, picked in flight.chosen:
+                for layer in range(picked.shape[1]):
+                    run.rows.write(layer, run.position, picked[:, layer])
+                run.rows.stand(run.position, len(picked))
+            if self._arena is not None:
+                self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
         except InvariantBroken as error:
             return RunnerError(str(error), flight.batch.step_id)
         return None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
@@ -26,22 +27,23 @@ from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
 from fdasync.errors import InvariantBroken
 from fdasync.request import Grammar
 from fdasync.runner.base import PromptScores, Runner, RunnerLimits, StepOutput
+from fdasync.runner.chosen import ChosenRows, ChosenShape, LentRows, LentRun
 from fdasync.runner.drafts import follow, read_paths
 from fdasync.runner.input_batch import Batch, InputBatch
 from fdasync.runner.prompt_scores import scored_runs
-from fdasync.runner.synthetic.oracle import U64, Oracle, SyntheticConfig, place
+from fdasync.runner.synthetic.oracle import CHOSEN_LAYERS, U64, Oracle, SyntheticConfig, place
 from fdasync.runner.synthetic.state import States
 
 if TYPE_CHECKING:
     import asyncio
-
-    from numpy.typing import NDArray
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SeqStart, TakeSnapshot
     from fdasync.runner.synthetic.grammar import Matcher
 
+#: for each sequence of a step, int32 [tokens, layers, top_k]
+Chosen = list[tuple[LentRun, NDArray[np.int32]]]
 # free mode never samples the topmost ids: a benchmark can use them as stop ids
 _FREE_MARGIN = 16
 
@@ -53,11 +55,12 @@ class Flight:
         step, batch: the step.
         ends: of each sequence, the position behind its last token in this step.
         output, rows: its results; the rows are not in the arena yet.
+        chosen: what indexers chose for the tokens that stand, by sequence that wants it; not where it goes yet.
         done: set when it completes.
         due: its time has come, and an earlier step has not ended.
     """
 
-    __slots__ = ("batch", "done", "due", "ends", "output", "rows", "step")
+    __slots__ = ("batch", "chosen", "done", "due", "ends", "output", "rows", "step")
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Flight:
         self.ends = batch.starts + batch.counts
         self.output = output
         self.rows = rows
+        self.chosen: Chosen = []
         self.done = done
         self.due = False
 
@@ -97,6 +101,19 @@ class SyntheticSteps(Runner):
         self._host_drafts: dict[int, list[int]] = {}
         self._states: States | None = None
         self._num_snapshots = 0
+        self._lent = LentRows()
+        # of the step that was computed last
+        self._chosen: Chosen = []
+
+    def _chosen_shape(self) -> ChosenShape | None:
+        top_k = self.config.chosen_top_k
+        return ChosenShape(CHOSEN_LAYERS, top_k) if top_k and self.limits.tensor_parallel == 1 else None
+
+    def lend(self, key: int, rows: ChosenRows) -> None:
+        self._lent.lend(key, rows)
+
+    def take_back(self, key: int) -> None:
+        self._lent.take_back(key)
 
     def _state_specs(self) -> tuple[StateSpec, ...]:
         config = self.config
@@ -209,6 +226,10 @@ class SyntheticSteps(Runner):
                     digests[end - count : end] ^= self._advance_state(int(lane), int(start), self._kv[index][start:])
         if self._takes:
             raise InvariantBroken(f"step {batch.step_id} takes snapshots of {sorted(self._takes)}, and computes none")
+        self._chosen = []
+        for run in self._lent.runs(batch, self.lanes):
+            own = slice(run.at, run.at + run.count)
+            self._chosen.append((run, self.oracle.chosen(digests[own], batch.positions[own])))
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:
             if "routing" in self._arena.rows:
@@ -266,6 +287,10 @@ class SyntheticSteps(Runner):
             last += range(first, first + run)
             counts.append(run)
         self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
+        self._chosen = [
+            (run, picked[: counts[run.number]] if run.number < batch.num_decodes else picked)
+            for run, picked in self._chosen
+        ]
         tokens = sampled[last]
         if self.limits.speculation:
             # the token behind the last position of a context is never forwarded, nor drafted behind

@@ -19,6 +19,7 @@ from fdasync.ipc.child import settle
 from fdasync.ipc.exchange import Exchange
 from fdasync.ipc.peer_blocks import BlockPull
 from fdasync.ipc.service import Service, serve
+from fdasync.runner.chosen import ChosenRows
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.messages import (
     ERRORS,
@@ -33,6 +34,7 @@ from fdasync.runner.worker.messages import (
     Join,
     JoinGroup,
     LeaveGroup,
+    Lend,
     LoadFolder,
     Open,
     OpenSource,
@@ -44,6 +46,7 @@ from fdasync.runner.worker.messages import (
     Request,
     ShowPool,
     SumBlocks,
+    TakeBack,
     WriteChunk,
     error_of,
 )
@@ -169,6 +172,10 @@ class _RunnerService(Service):
                 snapshots = HostArena.attach(fds.pop(0), message.num_host_snapshots, message.snapshot_nbytes)
             await runner.bind(message.num_blocks, arena, host, snapshots)
             settle()
+        elif isinstance(message, Lend):
+            runner.lend(message.key, ChosenRows.attach(fds.pop(0), message.shape, message.start, message.most))
+        elif isinstance(message, TakeBack):
+            runner.take_back(message.key)
         elif isinstance(message, Release):
             await runner.release_memory(message.parts, keep_weights=message.keep_weights)
         elif isinstance(message, Regain):

@@ -21,6 +21,7 @@ from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.rpc import ErrorTable
 from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
 from fdasync.runner.base import RunnerLimits, TensorMeta
+from fdasync.runner.chosen import ChosenShape
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
@@ -74,6 +75,26 @@ class Bind(msgspec.Struct, frozen=True, array_like=True, tag="bind"):
     picks: PickShape | None = None
     num_host_snapshots: int = 0
     snapshot_nbytes: int = 0
+
+
+class Lend(msgspec.Struct, frozen=True, array_like=True, tag="lend"):
+    """As `Runner.lend`; the fd of the rows comes with the message.
+
+    Attributes:
+        key: the sequence.
+        shape, start, most: of the rows.
+    """
+
+    key: int
+    shape: ChosenShape
+    start: int
+    most: int
+
+
+class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag="take_back"):
+    """As `Runner.take_back`."""
+
+    key: int
 
 
 class LoadFolder(msgspec.Struct, frozen=True, array_like=True, tag="load_folder"):
@@ -241,7 +262,7 @@ _Weights = (
     | _Group
 )
 PeerRequest = ShowPool | OpenSource | CloseSource | SumBlocks | BlockPull
-Request = Join | Open | Bind | CheckGrammar | ReachGroup | Release | Regain | PeerRequest | _Weights
+Request = Join | Open | Bind | Lend | TakeBack | CheckGrammar | ReachGroup | Release | Regain | PeerRequest | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

@@ -30,6 +30,7 @@ from fdasync.runner.worker.messages import (
     Join,
     JoinGroup,
     LeaveGroup,
+    Lend,
     LoadFolder,
     Open,
     ReachGroup,
@@ -38,6 +39,7 @@ from fdasync.runner.worker.messages import (
     Regain,
     Release,
     Request,
+    TakeBack,
 )
 from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.exchange import Meeting
     from fdasync.ipc.peer_blocks import PeerBlocks
     from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
+    from fdasync.runner.chosen import ChosenRows
 
 _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
@@ -103,6 +106,7 @@ class WorkerRunner(Runner):
         self._meeting: tuple[Meeting, float] | None = None
         # of the last `ReceiveTensors` that was answered
         self._described: tuple[TensorMeta, ...] = ()
+        self._told: set[asyncio.Future[None]] = set()
         self.environment: Mapping[str, str] = {}
 
     @property
@@ -184,6 +188,22 @@ class WorkerRunner(Runner):
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         assert self._child is not None
         return self._child.send(step, _STEP)
+
+    def lend(self, key: int, rows: ChosenRows) -> None:
+        """See `Runner`. The worker maps the rows before it reads of the step."""
+        # the request may end, and close its own, before the message is on its way
+        fd = os.dup(rows.region.fd)
+        self._tell(Lend(key, rows.shape, rows.start, rows.most), (fd,)).add_done_callback(lambda _: os.close(fd))
+
+    def take_back(self, key: int) -> None:
+        self._tell(TakeBack(key))
+
+    def _tell(self, message: Lend | TakeBack, fds: Sequence[int] = ()) -> asyncio.Future[None]:
+        """Send what nobody waits for but `aclose`, which does not take the worker for a busy one."""
+        told = self._send(message, _NOTHING, fds)
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
+        return told
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         assert self._child is not None
@@ -275,6 +295,8 @@ class WorkerRunner(Runner):
         if self._child is None:
             return
         self.on_failure = None
+        if self._told:
+            await wait_within(self._told, self._close_deadline_s)
         closed = RunnerError("the worker is closed")
         if self._child.unanswered or self._transfer.is_open:
             # the worker is busy with a call whose answer has no reader any more

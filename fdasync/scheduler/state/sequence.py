@@ -95,6 +95,7 @@ class Sequence:
         start: position of the first row that its request wants; -1: it wants none.
         sampler: how the runner samples it.
         score_from: position of the first token of its prompt that is to be scored and is not; -1: none.
+        chosen_from: first position whose chosen positions it wants and does not have; -1: it wants none.
         keys: identities of the leading full blocks, as far as known.
         root: identity before the first block.
         salt: what sets `root` apart besides the namespace.
@@ -134,6 +135,7 @@ class Sequence:
         "cached_tokens",
         "checked",
         "checks_stops",
+        "chosen_from",
         "computed_prefill",
         "deadline",
         "decoding",
@@ -191,6 +193,7 @@ class Sequence:
         self.start = event.start
         self.sampler = event.sampler
         self.score_from = event.sampler.score_from
+        self.chosen_from = event.sampler.chosen_from
         self.deadline = event.deadline
         self.keys = list(event.block_keys)
         self.root = event.root
@@ -245,10 +248,13 @@ class Sequence:
 
     def hit_limit(self, block_tokens: int) -> int:
         """The most leading blocks that it need not compute: the first sample needs the logits of the last token, and a
-        token of the prompt that is scored those of the token before it (docs/design.md, rule 12)."""
+        token of the prompt that is scored those of the token before it (docs/design.md, rule 12). No block has the
+        positions that indexers chose (rule 46)."""
         last = len(self.tokens) - 1
         if self.score_from >= 0:
             last = min(last, max(self.score_from - 1, 0))
+        if self.chosen_from >= 0:
+            last = min(last, self.chosen_from)
         return last // block_tokens
 
     def scored(self, stop: int) -> None:
@@ -288,6 +294,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to the start, holding nothing; tokens and rows that it has stay."""
+        if self.chosen_from >= 0:
+            self.chosen_from = max(self.chosen_from, self.computed)
         self.state = State.WAITING
         self.waits_since = float("-inf")
         self.decoding = False

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, TensorMeta
+    from fdasync.runner.chosen import ChosenRows
 
 StepFaultKind = Literal["fail", "hang", "die"]
 
@@ -171,6 +172,12 @@ class FaultRunner(Runner):
         weights_id = await self.inner.load_folder(path)
         self._loaded()
         return weights_id
+
+    def lend(self, key: int, rows: ChosenRows) -> None:
+        self.inner.lend(key, rows)
+
+    def take_back(self, key: int) -> None:
+        self.inner.take_back(key)
 
     async def check_grammar(self, grammar: Grammar) -> None:
         await self.inner.check_grammar(grammar)

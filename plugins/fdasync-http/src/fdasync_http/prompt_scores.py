@@ -78,12 +78,16 @@ def _without_output(result: Result, sample: Sample) -> Sample:
     if routing is not None:
         rows = max(len(result.prompt_token_ids) - 1 - sample.start, 0)
         routing = msgspec.structs.replace(routing, array=routing.array[:rows])
+    chosen = sample.chosen_positions
+    if chosen is not None:
+        own = chosen.array[: max(len(result.prompt_token_ids) - 1 - chosen.start, 0)]
+        chosen = msgspec.structs.replace(chosen, array=own)
     empty = {
         name: None if values is None else values[:0]
         for name, values in (("raw_logprobs", sample.raw_logprobs), ("processed_logprobs", sample.processed_logprobs))
     }
     return msgspec.structs.replace(
         sample, token_ids=(), text="", top_logprobs=None if sample.top_logprobs is None else (), routing=routing,
-        weight_version=(), stop_token_id=None,
+        chosen_positions=chosen, weight_version=(), stop_token_id=None,
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason, **empty,
     )  # fmt: skip

@@ -18,11 +18,11 @@ from fdasync_http.parts import MARK
 from fdasync_http.replies import Part
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from numpy.typing import NDArray
 
-    from fdasync import Routing
+    from fdasync import ChosenPositions, Routing
 
 # bytes of rows that become base64 at a time: under a millisecond
 _PIECE_NBYTES = 3 << 18
@@ -50,6 +50,15 @@ def npy(routing: Routing, num_hidden_layers: int) -> Part:
     return _base64(routing, num_hidden_layers, dtype.str, file.getvalue())
 
 
+def chosen(positions: ChosenPositions) -> Part:
+    """SGLang's form of what indexers chose: base64 of int32 [rows, layers, top_k], little endian."""
+    array = positions.array
+    step = max(_PIECE_NBYTES // (array[:1].nbytes or 1), 1)
+    return _part(
+        array.nbytes, b"", range(0, len(array), step), lambda at: array[at : at + step].astype("<i4").tobytes()
+    )
+
+
 def packed(routing: Routing, num_hidden_layers: int, dtypes: tuple[str, ...]) -> tuple[dict[str, Any], Part]:
     """The form of prime-rl and SkyRL, `{data, shape, dtype}` with a mark for the data, which is the first key; the
     dtype is the first of `dtypes` that holds the highest id."""
@@ -74,13 +83,22 @@ def _base64(routing: Routing, num_hidden_layers: int, dtype: str, head: bytes = 
     nbytes = len(head) + len(rows) * row_nbytes
     step = max(_PIECE_NBYTES // row_nbytes, 1)
 
+    def some(first: int) -> bytes:
+        part = _filled(rows[first : first + step], routing.top_k_by_layer)
+        wide = np.zeros((len(part), num_hidden_layers, part.shape[2]), dtype)
+        wide[:, layers] = part
+        return wide.tobytes()
+
+    return _part(nbytes, head, range(0, len(rows), step), some)
+
+
+def _part(nbytes: int, head: bytes, firsts: range, some: Callable[[int], bytes]) -> Part:
+    """base64 of `head` and of what `some` returns for each of `firsts`, which are so many bytes together."""
+
     async def pieces() -> AsyncIterator[bytes]:
         rest = head
-        for first in range(0, len(rows), step):
-            some = _filled(rows[first : first + step], routing.top_k_by_layer)
-            wide = np.zeros((len(some), num_hidden_layers, some.shape[2]), dtype)
-            wide[:, layers] = some
-            data = rest + wide.tobytes()
+        for first in firsts:
+            data = rest + some(first)
             # base64 has groups of three bytes
             whole = len(data) - len(data) % 3
             rest = data[whole:]

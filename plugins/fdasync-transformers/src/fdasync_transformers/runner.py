@@ -30,6 +30,7 @@ from fdasync.errors import (
     WeightsRejected,
 )
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
+from fdasync.runner.chosen import ChosenRows, LentRows
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import AuxData, aux_specs, make_aux
 from fdasync_transformers.execution.device_executor import DeviceExecutor
@@ -54,6 +55,7 @@ from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.paced import Paced
 from fdasync_transformers.start.examine import examine
+from fdasync_transformers.start.indexed import chosen_shape
 from fdasync_transformers.start.open_model import Opened, open_model
 from fdasync_transformers.start.runner_config import (
     TransformersConfig,
@@ -123,6 +125,7 @@ class TransformersRunner(Runner):
         self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
         self._live = LiveRows()
+        self._lent = LentRows()
         self._exchange: Exchange | None = None
         self._collectives: Collectives | None = None
         self._shares_blocks = False
@@ -343,6 +346,7 @@ class TransformersRunner(Runner):
             collectives=self._collectives,
             speculation=run - 1,
             pipeline_depth=limits.pipeline_depth,
+            lent=self._lent,
         )
         if shown is not None:
             shown.bind(bound, services)
@@ -359,6 +363,12 @@ class TransformersRunner(Runner):
         if self._executor is None:
             return _failed(RunnerError("the runner is closed, or not bound yet", step.step_id))
         return self._executor.launch(step)
+
+    def lend(self, key: int, rows: ChosenRows) -> None:
+        self._lent.lend(key, rows)
+
+    def take_back(self, key: int) -> None:
+        self._lent.take_back(key)
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """As `launch`."""
@@ -603,6 +613,7 @@ class TransformersRunner(Runner):
             tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
             grammars=self._grammars is not None,
             scores_prompts=decoder_of(model) is not None,
+            chosen=chosen_shape(model),
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(opened.step_model, self.limits, max_context, block_tokens),
             numerics=self.limits.numerics,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fdasync_http import rows
 from fdasync_http.parts import MARK
 from fdasync_http.prompt_scores import prompt_logprobs_of
-from fdasync_http.sglang.meta import meta_of, put_rows
+from fdasync_http.sglang.meta import meta_of, put_chosen, put_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +90,7 @@ def put_extras(
             max_tokens=0 if asked.scores_only else asked.params.max_tokens,
             total_s=spent.total_s,
         )
+    put_chosen(sample, place, parts)
     routing = sample.routing
     if asked.rows == "sglang":
         put_rows(sample, asked.body.routed_experts_start_len, place, parts, front.num_hidden_layers)

@@ -38,6 +38,7 @@ _FIELDS: Table = {
     "cache_salt": ("cache_salt", "extra_key"),
     "routing": ("routed_experts_prompt_start", "return_routed_experts"),
     "start": ("routed_experts_prompt_start", "routed_experts_start_len"),
+    "chosen_positions_start": ("return_indexer_topk",),
 }
 # engines take seeds below it; OpenAI's may be any integer
 _SEEDS = 1 << 63
@@ -121,6 +122,7 @@ class Asked:
             top_logprobs=top_logprobs,
             prompt_logprobs_start=None if scored is None else 0,
             prompt_top_logprobs=scored or 0,
+            chosen_positions_start=0 if body.return_indexer_topk else None,
         )
         self.rows = _rows(front, body)
         start = body.routed_experts_prompt_start or 0
@@ -160,6 +162,9 @@ def check_common(front: Front, body: CommonBody) -> None:
     # SGLang's server takes any name
     if front.config.dialect == "vllm" and body.model not in names:
         raise no_model(front, body.model)
+    if body.return_indexer_topk and body.stream:
+        words = "return_indexer_topk is not served in a stream; leave one of them out, or use /generate"
+        raise Refused(400, words, param="return_indexer_topk", code="not_served")
     if body.best_of not in (None, body.n):
         raise Refused(400, "best_of is not served; ask for n", param="best_of", code="not_served")
 

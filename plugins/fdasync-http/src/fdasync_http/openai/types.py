@@ -67,7 +67,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: any name in SGLang's dialect, as its server takes them; in vLLM's one of this server's.
-        return_routed_experts, routed_experts_start_len, return_meta_info, no_stop_trim, extra_key, rid: SGLang's.
+        return_routed_experts, routed_experts_start_len, return_indexer_topk, return_meta_info, no_stop_trim, extra_key,
+            rid: SGLang's.
         routed_experts_prompt_start, include_stop_str_in_output, request_id: vLLM's.
         prompt_logprobs: vLLM's: how many alternatives beside each token of the prompt; None: no log-probs of it.
     """
@@ -114,6 +115,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     return_meta_info: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int | None = None
+    return_indexer_topk: bool = False
     routed_experts_prompt_start: int | None = None
     prompt_logprobs: int | None = None
 

@@ -110,7 +110,8 @@ async def _files(front: Front, body: RolloutBody, params: SamplingParams) -> Asy
                 told = {"request_id": stream.request_id, "model": front.model}
                 return _pieces_of(sample_file(sample, stream.prompt_token_ids, **told))
 
-            async for item in read(stream):
+            # chosen positions are copied at the end of the request
+            async for item in read(stream, at_end=params.chosen_positions_start is not None):
                 if isinstance(item, Sample):
                     async for piece in pieces_of(item):
                         yield piece

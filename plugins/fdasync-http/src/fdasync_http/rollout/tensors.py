@@ -62,6 +62,11 @@ def sample_file(sample: Sample, prompt_token_ids: Sequence[int], *, request_id: 
         meta["routing.num_experts"] = str(routing.num_experts)
         meta["routing.top_k_by_layer"] = msgspec.json.encode(routing.top_k_by_layer).decode()
         meta["routing.complete"] = "true" if len(routing.array) == rows else "false"
+    chosen = sample.chosen_positions
+    if chosen is not None:
+        arrays["chosen_positions"] = chosen.array
+        meta["chosen_positions.start"] = str(chosen.start)
+        meta["chosen_positions.layer_ids"] = msgspec.json.encode(chosen.layer_ids).decode()
     for name, array in sample.aux.items():
         arrays[f"aux.{name}"] = array
     return _file(arrays, meta)

@@ -40,7 +40,7 @@ _IGNORED = (
 # fields that ask for something that is not served
 _UNSERVED = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "return_hidden_states",
-    "return_indexer_topk", "token_ids_logprob", "return_sampling_mask", "custom_logit_processor", "session_params",
+    "token_ids_logprob", "return_sampling_mask", "custom_logit_processor", "session_params",
     "positional_embed_overrides", "need_wait_for_mm_inputs", "multi_item_delimiter", "return_entropy", "return_bytes",
     "multi_item_delimiter_indices", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "mm_hashes",
     "mm_content_hashes", "use_audio_in_video", "video_config", "images_config", "require_reasoning",
@@ -67,6 +67,7 @@ _FIELDS: Table = {
     "cache_salt": ("extra_key", "cache_salt"),
     "routing": ("return_routed_experts",),
     "start": ("routed_experts_start_len",),
+    "chosen_positions_start": ("return_indexer_topk",),
 }  # fmt: skip
 
 
@@ -84,6 +85,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int | None = None
+    return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -124,6 +126,7 @@ class Asked:
             logprobs=bool(body.return_logprob),
             top_logprobs=body.top_logprobs_num or 0,
             score_from=start if scores else None,
+            chosen_from=0 if body.return_indexer_topk else None,
             room_tokens=room,
         )
         self.options: GenerateOptions = {

@@ -18,7 +18,7 @@ from fdasync_http.parts import assembled, event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
 from fdasync_http.sglang.asked import Asked, asked_of, read_generate
-from fdasync_http.sglang.meta import logprobs_of, meta_of, prompt_meta_of, put_rows, top_of
+from fdasync_http.sglang.meta import logprobs_of, meta_of, prompt_meta_of, put_chosen, put_rows, top_of
 from fdasync_http.streams import read
 
 if TYPE_CHECKING:
@@ -104,21 +104,22 @@ def _extend(encoded: bytearray, values: Any) -> None:
 
 async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     growing = [_Growing(asked.form.of_sample()) for _ in range(asked.params.n)]
-    # the prompt's log-probs stand in the last events, and come at the end of the request
-    is_scored = asked.params.prompt_logprobs_start is not None
+    # the prompt's log-probs stand in the last events, and come at the end of the request; so do chosen positions, which
+    # are copied meanwhile
+    comes_late = asked.params.prompt_logprobs_start is not None or asked.body.return_indexer_topk
     began = asyncio.get_running_loop().time()
     with front.place(), asked.names.told_to_client():
         async with front.generate(asked.prompt, asked.params, **asked.options) as stream:
             version = front.generator.facts().weight_version
             prompt_tokens = 0
-            async for item in read(stream, at_end=is_scored):
+            async for item in read(stream, at_end=comes_late):
                 # known from the first delta on
                 prompt_tokens = prompt_tokens or len(stream.prompt_token_ids)
                 state = growing[item.index]
                 if isinstance(item, Sample):
                     result = (
                         msgspec.structs.replace(stream.result, samples=(item,))
-                        if is_scored
+                        if comes_late
                         else _ended_result(stream, item, asyncio.get_running_loop().time() - began)
                     )
                     result = without_output(result) if asked.scores_only else result
@@ -185,6 +186,7 @@ def _payload(
     parts: list[Part] = []
     if asked.body.return_routed_experts:
         put_rows(sample, asked.body.routed_experts_start_len, meta, parts, front.num_hidden_layers)
+    put_chosen(sample, meta, parts)
     payload: dict[str, Any] = {
         "text": text.end(sample.text, sample.token_ids, sample.stop_token_id),
         "output_ids": sample.token_ids,

@@ -105,6 +105,15 @@ def first_row(prompt: object, start: int | None) -> int:
     return start - 1 if isinstance(prompt, list) and 0 < start == len(prompt) else start
 
 
+def put_chosen(sample: Sample, place: dict[str, Any], parts: list[Part]) -> None:
+    """Put what indexers chose for a sample's tokens into `place`, with the number of their layers; no rows, no key."""
+    chosen = sample.chosen_positions
+    if chosen is not None and len(chosen.array):
+        place["indexer_topk"] = MARK
+        place["indexer_topk_num_layers"] = len(chosen.layer_ids)
+        parts.append(rows.chosen(chosen))
+
+
 def put_rows(
     sample: Sample, start: int | None, place: dict[str, Any], parts: list[Part], num_hidden_layers: int
 ) -> None:

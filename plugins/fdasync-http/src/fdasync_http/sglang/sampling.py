@@ -58,7 +58,14 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def params_of(
-    sampling: Sampling, *, where: str, logprobs: bool, top_logprobs: int, score_from: int | None, room_tokens: int
+    sampling: Sampling,
+    *,
+    where: str,
+    logprobs: bool,
+    top_logprobs: int,
+    score_from: int | None,
+    chosen_from: int | None,
+    room_tokens: int,
 ) -> SamplingParams:
     """The engine's parameters. Raises Refused for what is not served; the engine checks ranges.
 
@@ -67,6 +74,7 @@ def params_of(
         logprobs: the request asks for log-probs: those of the distribution that was sampled from, as SGLang's are.
             Without randomness (temperature 0) they are the model's own.
         score_from: position from which the prompt's own tokens get log-probs; None: none do.
+        chosen_from: position from which the positions are told that indexers chose; None: none are.
         room_tokens: tokens that the context leaves, for a request without `max_new_tokens`.
     """
     for name, fine in _UNSERVED.items():
@@ -100,4 +108,5 @@ def params_of(
         top_logprobs=top_logprobs if logprobs else 0,
         prompt_logprobs_start=score_from,
         prompt_top_logprobs=0 if score_from is None else top_logprobs,
+        chosen_positions_start=chosen_from,
     )

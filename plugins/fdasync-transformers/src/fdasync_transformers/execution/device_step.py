@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from fdasync.runner.chosen import LentRun
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.kv import KVLayout, KVPool
@@ -112,8 +113,12 @@ class DeviceStepModel(StepModel):
         pool: KVPool,
         rows: NDArray[np.int64],
         takes: Sequence[Take] = (),
+        lent: Sequence[LentRun] = (),
     ) -> torch.Tensor:
-        """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
+        """As `StepModel.run`, for start-up: sends the whole table, and waits for the device. Models with indexers have
+        no such steps (`start/indexed.py`)."""
+        if lent:
+            raise InvariantBroken(f"step {batch.step_id} shall tell what indexers pick, by kernels")
         device = self.model.device
         lanes = self.lanes_of(table)
         lanes.mirror(table)

@@ -7,10 +7,12 @@ work whose end becomes a future (GPUs). Knows no checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+
+from fdasync.runner.chosen import LentRows
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +49,7 @@ class Bound:
         collectives: of the group that computes each step together; None: this process alone.
         speculation: most drafts of a sequence that a step verifies; the table has room for them.
         pipeline_depth: most steps in flight.
+        lent: memory for what indexers choose, by sequence.
     """
 
     pool: KVPool
@@ -63,6 +66,7 @@ class Bound:
     collectives: Collectives | None = None
     speculation: int = 0
     pipeline_depth: int = 1
+    lent: LentRows = field(default_factory=LentRows)
 
     def trim(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.

@@ -106,9 +106,10 @@ class HostExecutor(Executor):
             return self._follow(batch, runs, own_drafts, takes)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
+        lent = bound.lent.runs(part, bound.table)
         scores: tuple[PromptScores, ...] = ()
         with self._keeping(plan):
-            logits = self._model.run(part, bound.table, bound.pool, runs.rows, takes)
+            logits = self._model.run(part, bound.table, bound.pool, runs.rows, takes, lent)
             hidden = self._compared()
             if plan is not None:
                 scores = self._score(plan)
@@ -120,6 +121,9 @@ class HostExecutor(Executor):
             if self._drafter is not None:
                 # of tokens that all ranks know
                 self._draft(self._drafter, part, runs, own_drafts)
+        stood = runs.stood[batch.counts > 0]
+        for run in lent:
+            run.rows.stand(run.position, int(stood[run.number]))
         output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands

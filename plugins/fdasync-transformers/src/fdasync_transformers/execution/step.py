@@ -7,6 +7,7 @@ step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the s
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from fdasync.runner.chosen import LentRun
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.model.kv import KVLayout, KVPool
@@ -103,8 +105,10 @@ class StepModel:
         pool: KVPool,
         rows: NDArray[np.int64],
         takes: Sequence[Take] = (),
+        lent: Sequence[LentRun] = (),
     ) -> torch.Tensor:
-        """Forward the batch's tokens (at least one), read from `table.tokens`; take snapshots of recurrent state.
+        """Forward the batch's tokens (at least one), read from `table.tokens`; take snapshots of recurrent state; write
+        what indexers pick to the memory that was lent for it.
 
         Returns logits [len(rows), V] of `rows` of the step, in the model's dtype on its device; computes no other
         logits. Writes the tokens' KV to the pool and their rows to `aux`. Done on return on a CPU, queued on a GPU.
@@ -120,7 +124,7 @@ class StepModel:
         positions = context.positions
         if self.aux is not None:
             self.aux.begin(positions)
-        mixing, picking = self._mixing(batch, takes), self._picking(context)
+        mixing, picking = self._mixing(batch, takes), self._picking(context, lent)
         with sdpa_kernel(_ATTENTION_BACKENDS), self.inference(), mixing, picking:
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
@@ -152,12 +156,12 @@ class StepModel:
             raise InvariantBroken("a step of a model with recurrent state, which has no memory")
         return self.recurrent.step(cut(batch, takes), self.states)
 
-    def _picking(self, context: StepContext) -> AbstractContextManager[None]:
+    def _picking(self, context: StepContext, lent: Sequence[LentRun]) -> AbstractContextManager[None]:
         if self.indexers is None:
             return nullcontext()
         if not isinstance(context.paging, TorchPaging):
             raise InvariantBroken(f"a step of a model with indexers by {type(context.paging).__name__}")
-        return self.indexers.step(context.paging, context.positions)
+        return self.indexers.step(context.paging, context.positions, partial(_write, lent) if lent else None)
 
     def context(
         self,
@@ -190,6 +194,12 @@ class StepModel:
             positions=_send(positions, device),
             latents=LatentCatcher(),
         )
+
+
+def _write(lent: Sequence[LentRun], number: int, picked: torch.Tensor) -> None:
+    values = picked.cpu().numpy()
+    for run in lent:
+        run.write(number, values)
 
 
 def _send(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:

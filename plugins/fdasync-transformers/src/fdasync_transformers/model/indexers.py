@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     #: computes an indexer from its arguments by name: positions int32 [1, T, k]
     Compute = Callable[[dict[str, Any]], torch.Tensor]
+    #: gets the number of an indexer, from 0 in the order of their layers, and what it picked, int32 [T, k]
+    Tell = Callable[[int, torch.Tensor], None]
 
 #: the word of the keys in a layout's name
 KEYS = "indexer"
@@ -172,13 +174,15 @@ class IndexerSteps:
         self.heads = max((forward.indexer.heads for forward in self._forwards), default=0)
 
     @contextmanager
-    def step(self, paging: TorchPaging, positions: torch.Tensor) -> Iterator[None]:
-        """Within the context the model computes the tokens of this step, at `positions` int64 [T]."""
+    def step(self, paging: TorchPaging, positions: torch.Tensor, tell: Tell | None = None) -> Iterator[None]:
+        """Within the context the model computes the tokens of this step, at `positions` int64 [T]; `tell` gets what is
+        picked for them."""
         groups = paging.plan.groups(Reach())
         seen = [(group, seen_of(group)) for group in groups]
         try:
-            for forward, spec in zip(self._forwards, self._specs, strict=True):
-                forward.compute = partial(_pick, forward, spec, paging, positions, seen)
+            for number, (forward, spec) in enumerate(zip(self._forwards, self._specs, strict=True)):
+                told = None if tell is None else partial(tell, number)
+                forward.compute = partial(_pick, forward, spec, paging, positions, seen, told)
             yield
         finally:
             for forward in self._forwards:
@@ -198,6 +202,7 @@ def _pick(
     paging: TorchPaging,
     positions: torch.Tensor,
     groups: Iterable[tuple[Group, torch.Tensor]],
+    told: Callable[[torch.Tensor], None] | None,
     named: dict[str, Any],
 ) -> torch.Tensor:
     """Positions int32 [1, T, k] that the step's tokens read, the best first; -1 behind the last of fewer."""
@@ -212,7 +217,10 @@ def _pick(
     for group, picked in parts:
         group.give(picked.unsqueeze(1), out[:, None, : picked.shape[-1]])
     # where a token sees fewer than are picked, the rest are positions behind it
-    return out.masked_fill_(out > positions[:, None], -1)[None]
+    out.masked_fill_(out > positions[:, None], -1)
+    if told is not None:
+        told(out)
+    return out[None]
 
 
 def _rows(group: Group, value: Any) -> Any:

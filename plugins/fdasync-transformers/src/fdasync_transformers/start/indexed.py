@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
-from fdasync_transformers.model.indexers import KEYS
+from fdasync.runner.chosen import ChosenShape
+from fdasync_transformers.model.indexers import KEYS, find_indexers
 from fdasync_transformers.start.runner_config import uses_kernels
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ def refuse_undone(kind: str, config: TransformersConfig, limits: RunnerLimits, d
     """Raise ConfigError, naming the field, for what is not done yet for a model whose indexers pick positions."""
     for field, why in _undone(config, limits, device):
         raise ConfigError(field, f"is not for models with indexers so far, such as {kind}: {why}")
+
+
+def chosen_shape(model: PreTrainedModel) -> ChosenShape | None:
+    """What the indexers pick for a token, where steps tell it; None: the model has none."""
+    layers = tuple(indexer.layer for indexer in find_indexers(model))
+    return ChosenShape(layers, int(model.config.index_topk)) if layers else None
 
 
 def index_note(model: PreTrainedModel, layout: KVLayout) -> str:

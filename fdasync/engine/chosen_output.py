@@ -1,0 +1,141 @@
+"""The positions that indexers chose, on the engine's side: what a request takes of memory, and its samples' arrays.
+
+Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
+begin with the prompt's last token, which every sample computes, and take the rows before it from the first. When a
+sample has ended its rows are copied, slice by slice, and the regions are freed. Knows no blocks and no scheduling.
+Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fdasync.errors import InvariantBroken
+from fdasync.result import ChosenPositions
+from fdasync.runner.chosen import ChosenRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from fdasync.request import SamplingParams
+    from fdasync.runner.chosen import ChosenShape
+
+# copied between two turns of the loop
+_SLICE_NBYTES = 4 << 20
+
+
+def chosen_starts(params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]:
+    """Of each sample, the first position whose row is its own; (): the request wants none."""
+    start = params.chosen_positions_start
+    if start is None:
+        return ()
+    return start, *[max(start, prompt_tokens - 1)] * (params.n - 1)
+
+
+def _most(params: SamplingParams, prompt_tokens: int) -> list[tuple[int, int]]:
+    """Of each sample, the position of its first row, and how many it may have: the last token is never forwarded."""
+    stop = prompt_tokens + params.max_tokens - 1
+    return [(start, stop - start) for start in chosen_starts(params, prompt_tokens)]
+
+
+def chosen_nbytes(shape: ChosenShape | None, params: SamplingParams, prompt_tokens: int) -> int:
+    """Most bytes of all rows of a request."""
+    return 0 if shape is None else sum(most for _, most in _most(params, prompt_tokens)) * shape.token_nbytes
+
+
+def make_chosen(shape: ChosenShape | None, params: SamplingParams, prompt_tokens: int) -> list[ChosenOutput]:
+    """What each sample's rows go to; []: the request wants none. Raises OSError, and leaves nothing behind then."""
+    made: list[ChosenRows] = []
+    if shape is None:
+        return []
+    try:
+        for start, most in _most(params, prompt_tokens):
+            made.append(ChosenRows.create(shape, start, most))
+    except BaseException:
+        for rows in made:
+            rows.close_fd()
+        raise
+    return [ChosenOutput(rows, made[0] if number else None, prompt_tokens) for number, rows in enumerate(made)]
+
+
+class ChosenOutput:
+    """The rows of one sample.
+
+    Attributes:
+        start: position of the first row that it gets.
+    """
+
+    def __init__(self, rows: ChosenRows, first: ChosenRows | None, prompt_tokens: int) -> None:
+        """`rows`: its own, which the runner writes; `first`: of the first sample, None: this is that one."""
+        self.start = rows.start if first is None else first.start
+        self._rows: ChosenRows | None = rows
+        self._first = first
+        self._shape = rows.shape
+        self._prompt_tokens = prompt_tokens
+        self._copying: Iterator[None] | None = None
+        self._array: NDArray[np.int32] = np.empty((0, len(self._shape.layer_ids), self._shape.top_k), np.int32)
+
+    @property
+    def rows(self) -> ChosenRows:
+        """What the runner is lent. Raises InvariantBroken once it is copied."""
+        if self._rows is None:
+            raise InvariantBroken("the memory of chosen positions is wanted, which was freed")
+        return self._rows
+
+    def check(self, num_tokens: int) -> None:
+        """Raises InvariantBroken where the runner has left rows out of a sample of so many tokens."""
+        stop, stands = self._prompt_tokens + num_tokens - 1, self.rows.start + self.rows.count
+        if num_tokens and stands < stop:
+            raise InvariantBroken(f"chosen positions came up to position {stands}, and {stop} were computed")
+
+    def end(self, num_tokens: int) -> None:
+        """The sample has ended with so many tokens: its rows may be copied."""
+        self._copying = self._slices(self.rows, self._prompt_tokens + num_tokens - 1)
+
+    def copying(self) -> Iterator[None]:
+        """Copy the rows of a sample that has ended, a slice for each item; what was begun before goes on."""
+        if self._copying is not None:
+            # not `yield from`, which would end the copy where its reader is cancelled
+            for _ in self._copying:
+                yield
+            self._copying = None
+
+    def _slices(self, rows: ChosenRows, stop: int) -> Iterator[None]:
+        """Copy the rows before position `stop`, as far as they stand, and let the shared ones go."""
+        own = rows.rows[: rows.count]
+        views = [own]
+        if self._first is not None:
+            # of the prompt before its last token
+            shared = self._first.rows[: rows.start - self.start]
+            stands = self._first.count
+            views = [shared, own] if stands >= len(shared) else [shared[:stands]]
+        most = min(sum(map(len, views)), max(stop - self.start, 0))
+        array = np.empty((most, *own.shape[1:]), np.int32)
+        step, at = max(_SLICE_NBYTES // self._shape.token_nbytes, 1), 0
+        for view in views:
+            for first in range(0, min(len(view), most - at), step):
+                part = view[first : first + step][: most - at]
+                array[at : at + len(part)] = part
+                at += len(part)
+                yield
+        self._array = array
+        rows.close_fd()
+        self._rows = self._first = None
+
+    def value(self) -> ChosenPositions:
+        """What a result has: no row before the sample's end, or where the engine's failure was its end."""
+        for _ in self.copying():
+            pass
+        return ChosenPositions(array=self._array, start=self.start, layer_ids=self._shape.layer_ids)
+
+    def let_go(self) -> None:
+        """The runner was lent the rows for the last time. Those of a sample that has ended stay until they are copied,
+        by whoever reads it; a sample that did not end gives none. Idempotent."""
+        if self._rows is not None:
+            self._rows.close_fd()
+        if self._copying is None:
+            self._rows = self._first = None

@@ -1,0 +1,43 @@
+"""Sequences that want the positions that indexers choose, as the scheduler plans them: no block has them, so there is
+no hit beyond the first position that is wanted (docs/design.md, rule 46)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.table import Table
+from tests.support.helpers import make_sampler
+
+A = range(14)
+
+
+def choosing(table, key, tokens, start, max_tokens=2, **fields):
+    return table.request(key, tokens, max_tokens, sampler=make_sampler(len(tokens), chosen_from=start), **fields)
+
+
+@pytest.mark.parametrize(("start", "cached"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12), (13, 12), (-1, 12)])
+def test_hits_end_before_the_first_position_that_is_wanted(start, cached):
+    table = Table()
+    table.run(table.request(1, A, 2))
+    assert table.turn(choosing(table, 2, A, start)).cached == {2: cached}
+    # its own computation of a block that is indexed stays private
+    table.run()
+    assert table.turn(table.request(3, A, 2)).cached == {3: 12}
+    table.run()
+    assert table.is_empty()
+
+
+def test_preempted_ones_compute_what_is_left():
+    table = Table(num_blocks=7, max_step_tokens=5, decode_reserve_blocks=0)
+    table.turn(table.request(1, range(100, 104), 12, priority=1))
+    turned = table.turn(table.done(), choosing(table, 2, range(20), 3))
+    began = []
+    while table.flying:
+        if turned.steps:
+            began += [(start.num_cached, start.sampler.chosen_from) for start in turned.step.starts]
+        turned = table.turn(table.done())
+    assert table.stats.preemptions == 1
+    # the rows up to position 16 came with the first pass; of its four full blocks one was evicted meanwhile. The
+    # runner's memory begins where it did
+    assert began == [(0, 3), (12, 3)]
+    assert len(table.finished[2].token_ids) == 2
