@@ -478,7 +478,7 @@ class Generator(Protocol):
         """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
 
         Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). Steps
-        run until somebody answers at the group's address, and no more until the ranks have met. The call may be
+        run until a store answers at the group's address, and no more until the ranks have met. The call may be
         repeated; another group of the same name is left first. One by which an update failed has been left. gloo and
         NCCL ask nobody who they are: workers listen on the loopback interface, or on the one that the configuration
         names (`EngineConfig.weights_interface`).

@@ -485,6 +485,8 @@ class Engine(Generator):
         assert self._sleep is not None
         if mode == "abort":
             self._check_open(draining_is_fine=True)
+            # one that is refused ends no request
+            self._sleep.check(level, mode, tags)
             # the scheduler ends those that it knows
             self._inside().abort_unprepared()
         await self._sleep.sleep(level, mode, tags)

@@ -405,8 +405,8 @@ class Runner(ABC):
         raise WeightsBroken(f"this runner cannot tell {what}")
 
     async def reach_group(self, group: WeightsGroup) -> None:  # noqa: B027 - one that joins none waits for nobody
-        """Wait until somebody answers where the store of a group is said to be, while steps go on. Changes nothing. The
-        caller bounds it; cancelling it ends it."""
+        """Wait until the store of a group answers, while steps go on. Changes nothing. The caller bounds it; cancelling
+        it ends it. Raises WeightsRejected where what answers is no store."""
 
     async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
         """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.

@@ -40,6 +40,21 @@ async def test_weights_that_do_not_fit_change_nothing(process, tmp_path):
         await ask(engine, 6)
 
 
+def test_a_sleep_that_an_update_refuses_ends_no_request():
+    async def work():
+        async with Engine(synthetic_config(COSTS, max_running=1, max_requests=1)) as engine:
+            await engine.begin_weight_update()
+            # the second one waits for a place
+            calls = [asyncio.create_task(ask(engine, 1)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(UpdateUnderWay):
+                await engine.sleep(1, "abort")
+            await engine.end_weight_update()
+            assert [(await one).finish_reason for one in calls] == ["length", "length"]
+
+    play(work)
+
+
 class Breaks(SyntheticRunner):
     """Its first update fails half-way."""
 

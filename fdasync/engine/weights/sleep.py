@@ -63,15 +63,20 @@ class Sleep:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closing = False
 
-    async def sleep(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> None:
-        """See `Engine.sleep`."""
-        level, mode = checked_sleep(level, mode)
+    def check(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> tuple[MemoryPart, ...]:
+        """Raise where a sleep is refused, of which nothing may have changed then; returns what it would release."""
+        level, _ = checked_sleep(level, mode)
         named = _PARTS if parts is None else checked_tags(parts)
         wanted = tuple([part for part in _PARTS if part in named]) if level else ()
         self._check()
         if wanted and (why := self._runtime.capacity.no_sleep):
             raise ConfigError("sleep", why)
         self._refuse()
+        return wanted
+
+    async def sleep(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> None:
+        """See `Engine.sleep`."""
+        wanted = self.check(level, mode, parts)
         await self._finish(self._fall_asleep(wanted, mode, keep_weights=level < 2), "sleep")
 
     async def wake(self, tags: Sequence[Any] | None) -> Doing:

@@ -48,7 +48,7 @@ from fdasync.request import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from fdasync.pd.link.links import Links
     from fdasync.pd.router.config import RouterConfig
@@ -311,27 +311,35 @@ class ControlPlane:
             hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
             raise BadInput("group.world_size", problem, hint=hint)
         limit_s = group.timeout_s + self._config.command_s
-        joins = [self.one(instance, command, limit_s) for instance, command in asked]
+        joins = {asyncio.ensure_future(self.one(instance, command, limit_s)): instance for instance, command in asked}
         leave = Command(0, "leave_group", name=group.name)
         try:
-            outcomes = await asyncio.gather(*joins, return_exceptions=True)
+            # bounded by `limit_s`
+            ended, others = await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [error for join in ended if (error := join.exception()) is not None]
+            if not errors:
+                return
+            # where one does not come the others wait in vain, and hold their requests up
+            self._say_to([joins[join] for join in others], leave)
+            if others:
+                await asyncio.wait(others)
         except asyncio.CancelledError:
             # whoever waits for these ranks must not wait for them any longer
-            for instance, _ in asked:
-                with contextlib.suppress(FdasyncError):
-                    instance.peer.send(msgspec.structs.replace(leave, number=self._number()))
+            self._say_to(joins.values(), leave)
+            for join in joins:
+                join.cancel()
             raise
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:
-            # one that was busy did not begin, and may be joining a group of that name for another caller
-            left = [
-                instance
-                for (instance, _), outcome in zip(asked, outcomes, strict=True)
-                if not isinstance(outcome, UpdateUnderWay)
-            ]
-            await self._ask_all(leave, self._config.command_s, left)
-            # of several the one that tells more than that another rank did not come
-            raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
+        # one that was busy did not begin, and may be joining a group of that name for another caller
+        left = [instance for join, instance in joins.items() if not isinstance(join.exception(), UpdateUnderWay)]
+        await self._ask_all(leave, self._config.command_s, left)
+        # of several the one that tells more than that another rank did not come
+        raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
+
+    def _say_to(self, instances: Iterable[InstanceHandle], command: Command) -> None:
+        """Send a command for whose reply nobody waits."""
+        for instance in instances:
+            with contextlib.suppress(FdasyncError):
+                instance.peer.send(msgspec.structs.replace(command, number=self._number()))
 
     def _under_way(self) -> UpdateUnderWay:
         return UpdateUnderWay(f"of this router, and version {self._table.weight_version} is in use")

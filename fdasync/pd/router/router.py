@@ -532,10 +532,10 @@ class Router(Generator):
         answered; some sleep then, and `wake` undoes that.
         """
         self._check_open()
-        if mode == "abort":
-            # also those that wait for an instance, or are about to be sent again
-            self.abort_all()
         await self.commands.sleep(level, mode, tags)
+        if mode == "abort":
+            # instances have ended theirs; these wait for one, or are about to be sent again. A refused sleep ends none
+            self.abort_all()
 
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error

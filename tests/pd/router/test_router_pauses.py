@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from fdasync import Doing
-from fdasync.errors import BadInput, DeadlineExceeded
-from tests.support.router_scene import in_scene, settle
+from fdasync.errors import BadInput, DeadlineExceeded, UpdateUnderWay
+from tests.support.router_scene import done, in_scene, settle
 
 PROMPT = tuple(range(12))
 
@@ -92,6 +92,37 @@ def test_a_pause_goes_to_all_with_its_mode(mode):
                 script.end(submit.request, (7,), reason="abort" if mode == "abort" else "length")
         for task in (running, held, outside):
             assert (await task).finish_reason == ("abort" if mode == "abort" else "length")
+
+    play()
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_sleep_that_ends_requests_ends_none_where_it_is_refused(refused):
+    @in_scene("m0")
+    async def play(scene):
+        obeys = scene.m0.obeys
+        if refused:
+            scene.m0.obeys = lambda command: done(command.number, "UpdateUnderWay", "of this engine")
+        running = ask(scene)
+        await settle()
+        scene.router.dispatch.hold()
+        outside = ask(scene)
+        await settle()
+        if refused:
+            with pytest.raises(UpdateUnderWay):
+                await scene.router.sleep(1, "abort")
+        else:
+            await scene.router.sleep(1, "abort")
+        await settle()
+        assert outside.done() is not refused
+        assert len(scene.m0.aborts) == (0 if refused else 1)
+        scene.m0.obeys = obeys
+        scene.router.dispatch.release()
+        await settle()
+        for submit in scene.m0.submits:
+            scene.m0.end(submit.request, (7,), reason="length" if refused else "abort")
+        for task in (running, outside):
+            assert (await task).finish_reason == ("length" if refused else "abort")
 
     play()
 

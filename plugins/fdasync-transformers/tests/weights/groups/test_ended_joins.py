@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from fdasync import Engine, WeightsGroup, WeightsRejected
 from fdasync.testing import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 # of a join that has minutes left
@@ -54,6 +54,40 @@ def lonely() -> Iterator[int]:
         yield sender.group.port
     finally:
         sender.close()
+
+
+@asynccontextmanager
+async def strange(says: bytes) -> AsyncIterator[int]:
+    """A port at which somebody listens who is no store, says that to whoever comes, and hangs up."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(says)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    """torch's client would dial it anew until the limit and longer, and the engine would stand still meanwhile."""
+    make_tiny_checkpoint(tmp_path / "old", "qwen3_moe", 0)
+    async with Engine(engine_config(tmp_path / "old", process="worker")) as engine:
+        before = await tokens(engine)
+        async with strange(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+            with pytest.raises(WeightsRejected, match=rf"127.0.0.1:{port} is no store .*it says b'HTTP'"):
+                await asyncio.wait_for(engine.join_weights_group(group_at(port)), _SOON_S)
+        # one that hangs up may pass connections on to a store that is not there yet
+        for says in (b"", b"xy"):
+            async with strange(says) as port:
+                join = asyncio.create_task(engine.join_weights_group(group_at(port)))
+                for _ in range(3):
+                    assert await tokens(engine) == before
+                assert engine.load().doing == "running"
+                await engine.leave_weights_group("w")
+                with pytest.raises(WeightsRejected, match="was left meanwhile"):
+                    await join
+        engine.check()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -178,9 +178,11 @@ class JoinedGroup:
 
 
 def _words_of(error: BaseException) -> str:
-    """What torch says, without the places in its sources and the stack that it says it with."""
+    """What torch says, without the places in its sources, its guesses and the stack that it says it with."""
     words = _PLACE.sub("", str(error).partition("\n")[0])
-    return words.partition(" Exception raised from ")[0] or type(error).__name__
+    for more in (" Exception raised from ", " This is typically caused by "):
+        words = words.partition(more)[0]
+    return words or type(error).__name__
 
 
 def _gloo(keys: Any, group: WeightsGroup, interface: str) -> Any:
