@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 from fdasync_http.config import HttpConfig
 from fdasync_http.front import Front
@@ -54,6 +55,17 @@ async def test_each_engine_says_what_it_does(scene_of, kind):
         await say(scene, "paused", count)
         await scene.client.post("/resume")
         await say(scene, "running", count)
+
+
+async def test_an_engine_that_is_out_of_reach_is_away_whatever_it_said_last(scene_of):
+    async with scene_of() as scene:
+        (now,) = await scene.generator.watch()
+        lost = msgspec.structs.replace(now, name="", address="ipc:///run/lost", is_up=False)
+        new = msgspec.structs.replace(now, name="new", sight=None)
+        families = Figures(Front(scene.generator, HttpConfig(), None), (now, lost, new)).collect()
+        (states,) = [family for family in families if family.name == "fdasync_engine_state"]
+        said = {one.labels["engine"]: one.labels["state"] for one in states.samples if one.value}
+    assert said == {now.name: "running", "ipc:///run/lost": "away", "new": "away"}
 
 
 async def test_every_metric_of_the_front_is_on_the_page(scene_of):
