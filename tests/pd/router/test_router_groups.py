@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fdasync import WeightsGroup
-from fdasync.errors import DeadlineExceeded, UpdateUnderWay, WeightsRejected
+from fdasync.errors import DeadlineExceeded, EngineClosed, UpdateUnderWay, WeightsRejected
 from tests.support.router_scene import done, in_scene, settle
 
 GROUP = WeightsGroup(name="trainer", address="127.0.0.1", port=29500, world_size=3, timeout_s=100.0)
@@ -87,3 +87,16 @@ async def test_instances_have_the_groups_time_and_the_commands(scene):
         await scene.router.join_weights_group(GROUP)
     # the second 5 s are those of leaving it
     assert asyncio.get_running_loop().time() - began == pytest.approx(GROUP.timeout_s + 10.0, abs=0.5)
+
+
+@in_scene("m0", "m1")
+async def test_a_join_ends_with_its_router(scene):
+    for script in scene.scripts.values():
+        script.obeys = None
+    join = asyncio.ensure_future(scene.router.join_weights_group(GROUP))
+    await settle()
+    began = asyncio.get_running_loop().time()
+    await scene.router.aclose()
+    with pytest.raises(EngineClosed):
+        await join
+    assert asyncio.get_running_loop().time() - began < 1.0
