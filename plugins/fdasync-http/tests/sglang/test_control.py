@@ -150,6 +150,18 @@ async def test_a_version_is_counted_up_and_given_without_a_load(scene):
     assert (await post(scene, "/update_weights_from_disk", again)).status_code == 200
 
 
+async def test_a_label_that_is_refused_ends_no_request(scene):
+    # so that the request waits
+    assert (await post(scene, "/pause_generation")).status_code == 200
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}
+    waiting = asyncio.ensure_future(post(scene, "/generate", body))
+    await until(lambda: scene.generator.load().live == 1)
+    assert (await post(scene, "/update_weight_version", {"new_version": "x" * 700})).status_code == 400
+    assert scene.generator.load().live == 1
+    assert (await post(scene, "/update_weight_version", {"new_version": "best"})).status_code == 200
+    assert (await waiting).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 async def test_without_a_folder_of_weights_none_are_taken(scene_of):
     async with scene_of(weights_root="") as scene:
         response = await post(scene, "/update_weights_from_disk", {"model_path": "/tmp"})

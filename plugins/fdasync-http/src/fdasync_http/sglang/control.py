@@ -243,7 +243,7 @@ class VersionBody(SGLangBody):
 
     Attributes:
         new_version: label of the weights in use from now on.
-        abort_all_requests: requests that run end first.
+        abort_all_requests: requests that run end, once the label is taken.
     """
 
     new_version: str | int
@@ -253,9 +253,10 @@ class VersionBody(SGLangBody):
 async def update_weight_version(request: Request, front: Front) -> Response:
     """`POST /update_weight_version`: names the weights in use."""
     body = await read_json(request, VersionBody, front.config)
+    await front.generator.set_weight_version(body.new_version)
+    # a label that is refused ends nothing
     if body.abort_all_requests:
         front.generator.abort_all()
-    await front.generator.set_weight_version(body.new_version)
     version = front.generator.facts().weight_version
     return reply({"success": True, "message": f"version {version}", "new_version": version})
 
