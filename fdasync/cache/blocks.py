@@ -47,6 +47,7 @@ class Block:
         stored: the store has it, as far as known.
         absent: the store does not have it, as far as known. Neither of the two: nothing is known.
         uses: admissions that matched it since the store's last word about it.
+        branches: how often a sequence wanted a snapshot here, since it left what others had computed.
         last_use: when it was used last, in the index's own count; leaves of a chain before their parents.
         device_list, host_list: the lists of `prefix.py` that it is in; None: none.
         snapshot: the recurrent state at its end (`snapshots.py`); None: there is none.
@@ -56,6 +57,7 @@ class Block:
     __slots__ = (
         "absent",
         "arriving",
+        "branches",
         "device_list",
         "device_moves",
         "host",
@@ -94,6 +96,7 @@ class Block:
         self.stored = False
         self.absent = False
         self.uses = 0
+        self.branches = 0
         self.last_use = 0
         self.device_list: Lru | None = None
         self.host_list: Lru | None = None

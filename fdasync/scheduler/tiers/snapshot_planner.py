@@ -83,7 +83,7 @@ class SnapshotPlanner:
             raise InvariantBroken(f"sequence {seq.key} begins behind {hits[-1]}, which has no snapshot")
         self.pool.pin(snapshot)
         seq.resume = snapshot
-        seq.passed = snapshot, snapshot.uses
+        seq.passed = None if hits[-1].branches > 1 else (snapshot, snapshot.uses)
         self._swap_planner.load_snapshot(seq, snapshot)
 
     def started(self, seq: Sequence, step_id: int) -> int:
@@ -153,11 +153,14 @@ class SnapshotPlanner:
         block = self._carrier(seq, position // self._size - 1)
         if block.snapshot is not None:
             return False
+        block.branches += position == seq.branch_at
         self._pass_by(seq)
         snapshot = self.pool.take(block, step_id)
         if snapshot is None:
             return False
-        seq.passed = snapshot, 0
+        # a block that several sequences left, not one conversation whose own snapshot was lost: further ones will start
+        # there
+        seq.passed = None if block.branches > 1 else (snapshot, 0)
         self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
         return True
 

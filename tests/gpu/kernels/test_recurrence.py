@@ -47,7 +47,7 @@ class Step:
 
 
 # begun and fresh, a sequence of one token among others, snapshots within and at the end; decodes alone
-CHUNKS = Step((0, FRESH, 7, 3), (5, 7, 1, 2), ((1, 4, 6), (1, 7, 8), (0, 2, 5)), padding=2)
+CHUNKS = Step((0, FRESH, 4, 3), (5, 7, 1, 2), ((1, 4, 6), (1, 7, 8), (0, 2, 5)), padding=2)
 DECODES = Step((0, 7, 2), (1, 1, 1), ((1, 1, 5),))
 
 
@@ -271,6 +271,13 @@ def test_a_plan_that_cannot_be_is_a_broken_invariant(
 ) -> None:
     with pytest.raises(InvariantBroken):
         plan_spans(SIZE, np.full(len(counts), FRESH), np.array(counts), np.arange(len(counts)), takes)
+
+
+def test_a_state_that_another_sequence_begins_from_is_not_written() -> None:
+    both = np.array([0, 5])
+    plan_spans(SIZE, both, np.array([1, 1]), np.array([0, 1]), ((0, 1, 6),))
+    with pytest.raises(InvariantBroken, match="another sequence"):
+        plan_spans(SIZE, both, np.array([1, 1]), np.array([0, 1]), ((0, 1, 5),))
 
 
 def test_other_shapes_are_bad_input(device: torch.device) -> None:

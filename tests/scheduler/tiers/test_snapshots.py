@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.table import Table
 
 A = range(100, 118)  # 4 full blocks and 2 tokens
@@ -147,6 +149,21 @@ def test_the_next_turns_of_conversations_start_behind_their_last_answers():
             table.run()
             history += [*table.finished[key].token_ids, 7, 8]
     assert table.is_empty()
+
+
+@pytest.mark.parametrize("places", [4, 6, 8])
+def test_a_shared_preface_keeps_its_snapshot_when_places_are_few(places):
+    table = recurrent(num_snapshots=places, num_blocks=200)
+    cached = []
+    for number in range(8):
+        preface = [*range(24), *range(1000 + 100 * number, 1010 + 100 * number)]
+        table.run(table.request(3 * number + 1, preface, 2))
+        cached.append(table.finished[3 * number + 1].cached_tokens[0])
+        for other in (2, 3):
+            first = 5000 + 200 * number + 50 * other
+            table.run(table.request(3 * number + other, range(first, first + 34), 2))
+    # the second one leaves what the first one computed; the third one may be the last that finds none
+    assert cached[4:] == [24] * 4
 
 
 def test_what_a_sequence_has_passed_makes_room_before_what_several_started_from():

@@ -94,7 +94,8 @@ def plan_spans(
         takes: further stops: sequence, how many of its rows count, and the memory's row.
 
     Raises:
-        InvariantBroken: more than the plan's size; a stop outside of its sequence; two stops in one row of the memory.
+        InvariantBroken: more than the plan's size; a stop outside of its sequence; two stops in one row of the memory,
+            or one in a row that another sequence begins from.
     """
     sequences = len(sources)
     if sequences > size.sequences or sequences + len(takes) > size.stops:
@@ -110,6 +111,10 @@ def plan_spans(
     rows = [row for _, _, _, row in stops]
     if len(set(rows)) != len(rows):
         raise InvariantBroken("a step leaves two states in one place")
+    read = {int(source) for number, source in enumerate(sources) if source >= 0 and source != targets[number]}
+    if read & set(rows):
+        # programs of one launch do both, in any order
+        raise InvariantBroken("a step writes a state that another sequence of it begins from")
     plan = np.zeros(size.numbers, np.int32)
     plan[: size.sequences] = ABSENT
     plan[:sequences] = sources

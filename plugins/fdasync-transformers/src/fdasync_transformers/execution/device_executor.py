@@ -194,12 +194,15 @@ class DeviceExecutor(Executor):
         """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
         self._failure = self._failure or "the runner is closed"
         try:
-            for copies in (self._copies, self._states):
-                if copies is not None:
-                    await copies.aclose()
+            if self._copies is not None:
+                await self._copies.aclose()
         finally:
-            await self._services.port.aclose()
-            self.graphs = self.run_graphs = self.mixed = None
+            try:
+                if self._states is not None:
+                    await self._states.aclose()
+            finally:
+                await self._services.port.aclose()
+                self.graphs = self.run_graphs = self.mixed = None
 
     @property
     def on_gpu(self) -> bool:

@@ -48,7 +48,7 @@ def _undone(
     if limits.sum_slices > 1:
         yield "sum_slices", "sums in their recurrence have no slices"
     if limits.numerics == "fixed":
-        yield "numerics", "a token's state has other bits in a chunk than alone"
+        yield "numerics", "a token has other bits in a chunk than alone"
     if config.mtp:
         yield "runner_config.mtp", "a state cannot go back to the last accepted token"
     if limits.speculation:

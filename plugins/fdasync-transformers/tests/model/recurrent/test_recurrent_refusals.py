@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig
+from fdasync_transformers.model.kept.forms import FP8
+from fdasync_transformers.model.kept.kept import Kept
+from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_weight, linears_of
 from fdasync_transformers.model.recurrent import steps
 from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
 from fdasync_transformers.start.recurrent import refuse_undone
@@ -66,6 +69,20 @@ async def test_a_scan_without_a_state_is_named(tmp_path: Path) -> None:
 def test_a_scan_without_a_state_is_found_by_what_it_computes() -> None:
     with pytest.raises(UnsupportedModel, match=r"several tokens of model.layers.0.mamba"):
         refuse_forgetful(make_tiny_model("jamba"))
+
+
+def test_linear_layers_that_are_kept_as_stored_are_tried_too() -> None:
+    model = make_tiny_model("qwen3_next").to(torch.bfloat16).requires_grad_(False)
+    paths = [path for path, _ in linears_of(model) if "linear_attn" in path]
+    plain = {path: model.get_submodule(path).weight.clone() for path in paths}
+    keep_linears(model, paths)
+    for path, weight in plain.items():
+        kept, made = kept_weight(model.get_submodule(path)), Kept.made_of(weight, FP8)
+        kept.values.copy_(made.values)
+        kept.scales.copy_(made.scales)
+    refuse_forgetful(model)
+    # a copy was dequantised, and not the model
+    assert all(isinstance(model.get_submodule(path), KeptLinear) for path in paths)
 
 
 def test_the_single_token_form_has_the_bounds_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:

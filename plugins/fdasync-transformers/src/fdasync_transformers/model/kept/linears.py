@@ -42,6 +42,18 @@ def kept_weight(module: KeptLinear) -> Kept:
     return found
 
 
+def make_plain(module: torch.nn.Module) -> torch.nn.Module:
+    """Dequantise the kept linear layers of a copy of a module, in place, and return it: they are the library's then."""
+    for part in module.modules():
+        if isinstance(part, KeptLinear):
+            plain = kept_weight(part)[:]
+            del vars(part)["weight"], part._parameters["weight" + FP8.scales_end]
+            part.weight = torch.nn.Parameter(plain, requires_grad=False)
+            again: Any = part
+            again.__class__ = torch.nn.Linear
+    return module
+
+
 def kept_product(rows: torch.Tensor, weight: Kept, bias: torch.Tensor | None, *, proven: bool) -> torch.Tensor:
     """rows [..., K] by a kept weight [N, K]. No gradient reaches the weight."""
     if not proven:

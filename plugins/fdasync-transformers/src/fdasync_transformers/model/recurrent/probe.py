@@ -14,6 +14,7 @@ import torch
 from fdasync.cache.snapshots import StateSpec
 from fdasync.errors import UnsupportedModel
 from fdasync_transformers.model import probe
+from fdasync_transformers.model.kept.linears import make_plain
 from fdasync_transformers.model.recurrent.cache import StateLayer
 from fdasync_transformers.model.recurrent.mixers import find_mixers, turns_state
 from fdasync_transformers.model.recurrent.outputs import joined, per_token
@@ -104,7 +105,7 @@ def refuse_forgetful(model: PreTrainedModel) -> None:
         if kind in tried:
             continue
         tried.add(kind)
-        module = copy.deepcopy(mixer.module).float().cpu()
+        module = make_plain(copy.deepcopy(mixer.module)).float().cpu()
         width = int(model.config.get_text_config().hidden_size)
         forward = MixedForward(type(mixer)(mixer.name, module, mixer.layer, mixer.hidden, mixer.cache, mixer.others))
         hidden = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1))
