@@ -17,6 +17,7 @@ import torch
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.indexers import find_indexers
+from fdasync_transformers.model.kept.linears import make_plain
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.recurrent.mixers import find_mixers
@@ -150,7 +151,7 @@ def open_model(
     set_plain_experts(model, config, experts, limits)
     with library_code(kind, "the probe of its recurrent layers"):
         state = find_state(model)
-        refuse_forgetful(model)
+        refuse_forgetful(model, make_plain)
     if state is not None:
         notes.append(state_note(state))
     max_context = max_context_of(model, limits)

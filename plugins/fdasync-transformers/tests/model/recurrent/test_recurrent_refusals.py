@@ -9,7 +9,7 @@ import torch
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
-from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_weight, linears_of
+from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_weight, linears_of, make_plain
 from fdasync_transformers.model.recurrent import steps
 from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
 from fdasync_transformers.start.recurrent import refuse_undone
@@ -80,7 +80,7 @@ def test_linear_layers_that_are_kept_as_stored_are_tried_too() -> None:
         kept, made = kept_weight(model.get_submodule(path)), Kept.made_of(weight, FP8)
         kept.values.copy_(made.values)
         kept.scales.copy_(made.scales)
-    refuse_forgetful(model)
+    refuse_forgetful(model, make_plain)
     # a copy was dequantised, and not the model
     assert all(isinstance(model.get_submodule(path), KeptLinear) for path in paths)
 

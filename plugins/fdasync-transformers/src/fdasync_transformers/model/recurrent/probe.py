@@ -14,7 +14,6 @@ import torch
 from fdasync.cache.snapshots import StateSpec
 from fdasync.errors import UnsupportedModel
 from fdasync_transformers.model import probe
-from fdasync_transformers.model.kept.linears import make_plain
 from fdasync_transformers.model.recurrent.cache import StateLayer
 from fdasync_transformers.model.recurrent.mixers import find_mixers, turns_state
 from fdasync_transformers.model.recurrent.outputs import joined, per_token
@@ -22,6 +21,8 @@ from fdasync_transformers.model.recurrent.states import Part, StateLayout
 from fdasync_transformers.model.recurrent.steps import MixedForward
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
     from fdasync_transformers.model.recurrent.states import Kind
@@ -96,16 +97,22 @@ def _name(keys: list[_Key], number: int) -> str:
     return name if len(same) == 1 else f"{name}-{same.index(number)}"
 
 
-def refuse_forgetful(model: PreTrainedModel) -> None:
+def refuse_forgetful(
+    model: PreTrainedModel, make_plain: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+) -> None:
     """Raise UnsupportedModel where the library's code of a mixer does not go on from a state: neither prompts in
-    chunks nor cached tokens would then be right. Needs weights; one mixer of each class is tried."""
+    chunks nor cached tokens would then be right. Needs weights; one mixer of each class is tried.
+
+    `make_plain`: makes a copy of a mixer plain, in place, where weights may be kept as stored.
+    """
     tried: set[type] = set()
     for mixer in find_mixers(model):
         kind = type(mixer.module)
         if kind in tried:
             continue
         tried.add(kind)
-        module = make_plain(copy.deepcopy(mixer.module)).float().cpu()
+        module = copy.deepcopy(mixer.module)
+        module = (module if make_plain is None else make_plain(module)).float().cpu()
         width = int(model.config.get_text_config().hidden_size)
         forward = MixedForward(type(mixer)(mixer.name, module, mixer.layer, mixer.hidden, mixer.cache, mixer.others))
         hidden = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1))
