@@ -56,7 +56,11 @@ def test_slices_are_the_experts_over_parts_of_their_width(
     wanted = parts[0] + parts[1] if slices == 2 else (parts[0] + parts[1]) + (parts[2] + parts[3])
     found = case.run(slices=slices)
     assert found.dtype is torch.float32
-    assert torch.equal(found, wanted)
+    if device.type == "cuda" or dtype is torch.bfloat16:
+        assert torch.equal(found, wanted)
+    else:
+        # the interpreter's products are numpy's, whose last bits depend on a tile's shape on some processors
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert float((found.double().cpu() - reference(case).sum(1)).norm() / reference(case).sum(1).norm()) < 0.02
 
 
