@@ -84,6 +84,7 @@ async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, mon
     assert report.rows_exact == report.rows_checked > 0
 
 
+@pytest.mark.slow
 async def test_two_ranks_begin_behind_snapshots_of_either_tier(tmp_path: Path) -> None:
     """Of a state that both have whole, rank 0 alone writes the copy on the host."""
     make_tiny_checkpoint(tmp_path, "qwen3_next")
