@@ -56,7 +56,7 @@ class Groups:
         self._fail = fail
         self._check = check
         self._join: asyncio.Task[None] | None = None
-        # who ended it; "": nobody has
+        # what ended the join before its time; "": nothing has
         self._why = ""
 
     @property

@@ -232,7 +232,7 @@ def recur(
     rows, heads, values = _check(query, key, value, decay, beta, states, spans, gates)
     groups, keys = query.shape[1:]
     single = spans.owners is None
-    # rows of no sequence are nobody's, but for a sequence that is absent
+    # a program writes the row of a sequence of one token, zeros where it is absent; other padding no program writes
     make = torch.empty if single else torch.zeros
     out = make((rows, heads, values), dtype=dtype or value.dtype, device=value.device)
     if not rows or not len(spans.sources):

@@ -7,6 +7,7 @@ is written in place. Knows tensors; knows no models and no files. Made by `mappi
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class Place(Protocol):
         """Flat elements, from number `first` of the tensor on."""
 
 
-class InRows:
+class InRows(ABC):
     """Collects flat elements, which come in order, to whole rows of a tensor; a `Place`.
 
     Attributes:
@@ -46,15 +47,15 @@ class InRows:
         self._filled = 0
         self._held: torch.Tensor | None = None
 
+    @abstractmethod
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Rows `first` and further ones; `first` is a multiple of `step`, and so is their number, or they are the
         last."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
         """On which rows are collected."""
-        raise NotImplementedError
 
     def put_flat(self, first: int, source: torch.Tensor) -> None:
         """See `Place`; element 0 begins the tensor anew."""
