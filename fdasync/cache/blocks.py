@@ -109,6 +109,11 @@ class Block:
         return self.on_host and (not self.with_state or (self.snapshot is not None and self.snapshot.on_host))
 
     @property
+    def awaits_state(self) -> bool:
+        """It is to be written to the store, with its snapshot."""
+        return self.wanted and self.with_state
+
+    @property
     def usable(self) -> bool:
         """A step may read its KV on the device."""
         return self.id >= 0 and self.arriving < 0

@@ -72,6 +72,11 @@ class Carrier(Protocol):
     snapshot: Snapshot | None
     key: bytes | None
 
+    @property
+    def awaits_state(self) -> bool:
+        """It is to be written to a store, with its snapshot."""
+        ...
+
     def without_state(self) -> int:
         """Its snapshot is lost to the host: no store can have it with its state. Returns 1 if one was to, else 0."""
         ...
@@ -95,6 +100,7 @@ class Snapshot:
             to start from it, or to be handed over with it. What is held is not lost.
         arriving: the copy that brings it to the device, while under way; else -1.
         uses: how often a sequence started from it.
+        passed: the sequence that took it has a later one, and nobody started from it since.
     """
 
     __slots__ = (
@@ -106,6 +112,7 @@ class Snapshot:
         "moves",
         "on_device",
         "on_host",
+        "passed",
         "pins",
         "place",
         "step",
@@ -125,6 +132,7 @@ class Snapshot:
         self.holds = 0
         self.arriving = -1
         self.uses = 0
+        self.passed = False
 
     def hold(self) -> None:
         """Keep it until the pool's `unhold` was called as often."""
@@ -133,6 +141,11 @@ class Snapshot:
     def can_start(self, step: int) -> bool:
         """Whether a sequence may start from it in `step`, at once or after a copy from the host."""
         return self.step < step
+
+    @property
+    def is_spare(self) -> bool:
+        """It may be lost before any other one is: a sequence passed it, and no store waits for it."""
+        return self.passed and (self.block is None or not self.block.awaits_state)
 
     def __repr__(self) -> str:
         return f"Snapshot({self.place}, host={self.host}, step={self.step}, busy={self.busy}, pins={self.pins})"
@@ -261,8 +274,9 @@ class SnapshotPool:
         self._settle(snapshot)
 
     def demote(self, snapshot: Snapshot) -> None:
-        """There is a better one to start from: it makes room before all that are used."""
+        """There is a better one to start from: it makes room before all that are used, and is not copied out for it."""
         if snapshot in self._live:
+            snapshot.passed = True
             self._live.move_to_end(snapshot, last=False)
 
     def clear_device(self) -> None:
@@ -279,7 +293,7 @@ class SnapshotPool:
         for snapshot in self._live:
             if snapshot.place >= 0 and self._may_go(snapshot):
                 lossy = lossy or snapshot
-                if snapshot.on_host:
+                if snapshot.on_host or snapshot.is_spare:
                     victim = snapshot
                 if victim or not self.num_host_places:
                     break
@@ -307,19 +321,21 @@ class SnapshotPool:
     # -- on the host --------------------------------------------------------------------------------
 
     def next_dirty(self, count: int) -> list[Snapshot]:
-        """The snapshots used longest ago that are on the device alone, and in no use."""
+        """The snapshots used longest ago that are on the device alone, and in no use. Not those that may be lost."""
         found: list[Snapshot] = []
         for snapshot in self._live:
             if len(found) == count:
                 break
-            if snapshot.host < 0 and snapshot.block is not None and not self._in_use(snapshot):
+            kept = snapshot.block is not None and not snapshot.is_spare
+            if snapshot.host < 0 and kept and not self._in_use(snapshot):
                 found.append(snapshot)
         return found
 
     @property
     def num_clean(self) -> int:
-        """Places on the device that can be had without losing a snapshot."""
-        return len(self._free) + sum(1 for one in self._live if one.on_host and one.place >= 0 and not one.pins)
+        """Places on the device that can be had without losing a snapshot, but for those that may be lost."""
+        idle = (one for one in self._live if one.place >= 0 and not one.pins)
+        return len(self._free) + sum(1 for one in idle if one.on_host or (one.is_spare and not one.holds))
 
     @property
     def has_host_room(self) -> bool:
@@ -384,6 +400,7 @@ class SnapshotPool:
     # -- both ---------------------------------------------------------------------------------------
 
     def _use(self, snapshot: Snapshot) -> None:
+        snapshot.passed = False
         self._live.pop(snapshot, None)
         self._live[snapshot] = None
 

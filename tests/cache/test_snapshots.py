@@ -123,6 +123,49 @@ def test_one_that_was_demoted_goes_before_all_others():
     assert middle.place >= 0
 
 
+def test_one_that_was_demoted_is_lost_before_one_with_a_copy_goes_and_is_not_copied_itself():
+    pool = SnapshotPool(3, 2)
+    kept, passed, young = (taken(pool, step) for step in range(3))
+    for step in range(3):
+        pool.step_done(step)
+    assert pool.add_host(kept)
+    kept.on_host = True
+    assert pool.num_clean == 1
+    pool.demote(passed)
+    assert pool.num_clean == 2
+    assert pool.next_dirty(3) == [young]
+    taken(pool, 3)
+    assert (passed.place, passed.block, pool.lost) == (-1, None, 1)
+    assert kept.place >= 0
+
+
+def test_one_that_was_demoted_and_used_since_is_as_any_other():
+    pool = SnapshotPool(2, 1)
+    kept, passed = taken(pool, 0), taken(pool, 0)
+    pool.step_done(0)
+    assert pool.add_host(kept)
+    kept.on_host = True
+    pool.demote(passed)
+    pool.pin(passed)
+    pool.unpin(passed)
+    assert pool.next_dirty(2) == [passed]
+    taken(pool, 1)
+    assert (kept.place, passed.place >= 0, pool.lost) == (-1, True, 0)
+
+
+def test_one_that_was_demoted_is_kept_while_a_store_waits_for_it():
+    pool = SnapshotPool(2, 1)
+    kept, passed = taken(pool, 0), taken(pool, 0)
+    pool.step_done(0)
+    assert pool.add_host(kept)
+    kept.on_host = True
+    pool.demote(passed)
+    passed.block.wanted = passed.block.with_state = True
+    assert pool.next_dirty(2) == [passed]
+    taken(pool, 1)
+    assert (kept.place, passed.place >= 0, pool.unwritten) == (-1, True, 0)
+
+
 def test_host_copies_of_what_is_on_the_device_go_last():
     pool = SnapshotPool(2, 1)
     first, second = taken(pool, 0), taken(pool, 0)
@@ -173,6 +216,10 @@ class Places(RuleBasedStateMachine):
         found = [one for one in self.pool.live() if wanted(one)]
         return data.draw(st.sampled_from(found)) if found else None
 
+    def can_be_lost(self, one) -> bool:
+        """A sequence passed it, and nothing uses it."""
+        return one.passed and one.place >= 0 and not (one.pins or one.moves) and one.busy <= self.done
+
     @rule(data=st.data(), takes=st.integers(0, 2), starts=st.integers(0, 1))
     def plan(self, data, takes, starts):
         named = []
@@ -182,7 +229,11 @@ class Places(RuleBasedStateMachine):
                 self.pool.pin(one)
                 named.append(self.pool.started(one, self.step))
         for _ in range(takes):
+            spare = [] if self.pool.num_free else [one for one in self.pool.live() if self.can_be_lost(one)]
             one = self.pool.take(a_block(), self.step)
+            if spare:
+                # one of them went, whatever else has a copy
+                assert [one.place for one in spare].count(-1) == 1
             if one is not None:
                 assert one.place not in named
                 # earlier steps end first; copies do not
@@ -241,6 +292,7 @@ class Places(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.pool.check()
+        assert not any(one.passed for one in self.pool.next_dirty(5))
 
 
 Places.TestCase.settings = settings(max_examples=40, stateful_step_count=25)

@@ -14,7 +14,7 @@ likely to start:
   the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
 
 Places are had from the snapshots that were used longest ago, but first from those that a sequence has passed: it has a
-later one now, from which a next turn starts.
+later one now, from which a next turn starts. Those are not copied to the host to make room.
 
 This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
 """
