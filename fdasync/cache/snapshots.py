@@ -93,6 +93,7 @@ class Snapshot:
         host: on the host; -1 while it has no place there.
         on_host: its bytes on the host are whole.
         step: the step that takes it, until that step is done; else -1.
+        awaited: one of several steps takes it, and it is not known yet which: nobody may read it.
         busy: the last step that reads or writes its place on the device; -1: none.
         pins: sequences that are about to start from it.
         moves: copies in flight that read or write it.
@@ -105,6 +106,7 @@ class Snapshot:
 
     __slots__ = (
         "arriving",
+        "awaited",
         "block",
         "busy",
         "holds",
@@ -126,6 +128,7 @@ class Snapshot:
         self.host = -1
         self.on_host = False
         self.step = step
+        self.awaited = False
         self.busy = step
         self.pins = 0
         self.moves = 0
@@ -140,7 +143,7 @@ class Snapshot:
 
     def can_start(self, step: int) -> bool:
         """Whether a sequence may start from it in `step`, at once or after a copy from the host."""
-        return self.step < step
+        return self.step < step and not self.awaited
 
     @property
     def is_spare(self) -> bool:
@@ -192,21 +195,32 @@ class SnapshotPool:
 
     # -- on the device ------------------------------------------------------------------------------
 
-    def take(self, block: Carrier | None, step: int) -> Snapshot | None:
+    def take(self, block: Carrier | None, step: int, *, awaited: bool = False) -> Snapshot | None:
         """A place for the state that `step` shall copy at the end of `block`, which has no snapshot; None: all places
-        are in use by steps, copies or sequences about to start. Without a block the caller holds it at once."""
+        are in use by steps, copies or sequences about to start. Without a block the caller holds it at once. `awaited`:
+        the step may not come to the end of the block; then a later one does (`await_in`)."""
         if block is not None and block.snapshot is not None:
             raise InvariantBroken(f"{block} has a snapshot already")
         if not self._make_room():
             self.refused += 1
             return None
         snapshot = Snapshot(block, self._free.pop(), step)
+        snapshot.awaited = awaited
         if block is not None:
             block.snapshot = snapshot
         self._named.setdefault(step, []).append(snapshot)
         self.taken += 1
         self._use(snapshot)
         return snapshot
+
+    def await_in(self, snapshot: Snapshot, step: int) -> None:
+        """`step` takes it, too, unless a step before it did."""
+        snapshot.step = snapshot.busy = step
+        self._named.setdefault(step, []).append(snapshot)
+
+    def reached(self, snapshot: Snapshot) -> None:
+        """A step that is done has taken it."""
+        snapshot.awaited = False
 
     def has_room(self, count: int = 1) -> bool:
         """So many places on the device could be had now."""
@@ -271,6 +285,7 @@ class SnapshotPool:
             self.unwritten += snapshot.block.without_state()
             snapshot.block.snapshot = None
             snapshot.block = None
+        snapshot.awaited = False
         self._settle(snapshot)
 
     def demote(self, snapshot: Snapshot) -> None:
@@ -308,7 +323,7 @@ class SnapshotPool:
         return not self._in_use(snapshot) and (snapshot.on_host or not snapshot.holds)
 
     def _in_use(self, snapshot: Snapshot) -> bool:
-        return bool(snapshot.pins or snapshot.moves) or snapshot.busy > self.done_step
+        return bool(snapshot.pins or snapshot.moves) or snapshot.awaited or snapshot.busy > self.done_step
 
     def _leave_device(self, snapshot: Snapshot) -> None:
         self._free.append(snapshot.place)
@@ -430,6 +445,8 @@ class SnapshotPool:
                 raise InvariantBroken(f"{snapshot} belongs to no block, and keeps its place")
             if not (snapshot.on_device or snapshot.on_host or snapshot.holds):
                 raise InvariantBroken(f"{snapshot} is nowhere")
+            if snapshot.awaited and (snapshot.block is None or snapshot.block.key is not None or snapshot.on_host):
+                raise InvariantBroken(f"{snapshot} is awaited at the end of a block that is sealed or gone")
             if snapshot.on_device and snapshot.place < 0:
                 raise InvariantBroken(f"{snapshot} is on the device, and has no place there")
             if snapshot.pins < 0 or snapshot.moves < 0 or snapshot.holds < 0:

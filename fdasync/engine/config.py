@@ -466,12 +466,6 @@ def _check_recurrent(config: EngineConfig, capacity: Capacity) -> None:
     if config.role != "alone" and capacity.num_snapshots < 2:
         problem = f"is {capacity.num_snapshots}: a sequence that starts from one leaves another to be handed over"
         raise ConfigError("config.num_snapshots", problem, limit="2 or more")
-    if capacity.max_run_tokens > 1:
-        raise ConfigError(
-            "config.speculation",
-            "is set, and the model has recurrent layers: a state cannot go back to the last accepted token so far",
-            hint="leave speculation out",
-        )
 
 
 def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") -> SchedulerConfig:

@@ -124,7 +124,9 @@ class TakeSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         key: the sequence.
         position: the state is the one behind so many leading tokens: more than those before the step's first token of
-            the sequence, at most those up to its last one.
+            the sequence, at most those up to its last one. Where a step may yield several tokens of a sequence that
+            decodes, any position: the step takes the snapshot if its tokens that stand come there, and else leaves the
+            place as it is. Then a step before it did, or one behind it names the same place.
         place: of the snapshot, on the device.
     """
 

@@ -542,7 +542,7 @@ class Scheduler:
                 seq.keys.append(key)
             self.index.seal(seq.blocks[number], key)
             if self.snapshot_planner is not None:
-                self.snapshot_planner.sealed(seq.blocks[number], key)
+                self.snapshot_planner.sealed(seq, number, key)
             if self._writes.through:
                 self._writes.write_through(seq, number)
             # apart by the key, so that sequences that began together do not ask in the same step

@@ -196,9 +196,10 @@ class StepPlanner:
         last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
         most = self._most
         lasts = []
-        reaches: list[tuple[Sequence, int]] = []
-        # (sequence, position behind the token that it forwards), where that is the end of a block
-        marks: list[tuple[Sequence, int]] = []
+        # (sequence, the first position of the step at least, and at most)
+        reaches: list[tuple[Sequence, int, int]] = []
+        # of these, those that go on behind this step
+        going: list[Sequence] = []
         for seq in due.values():
             if seq.state is not State.DECODE:
                 continue
@@ -222,15 +223,11 @@ class StepPlanner:
                             skips.append(seq)
                             self.due[seq.key] = seq
                         continue
-            if self._snapshots is not None and first + 1 >= seq.mark:
-                marks.append((seq, first + 1))
-                seq.mark = (first + 1) // self._size * self._size + self._size
+            reaches.append((seq, first, reach))
             if first >= seq.max_len - 2:
                 lasts.append(seq)
-            elif most == 1:
-                self._enter_due(seq)
-            if most > 1:
-                reaches.append((seq, reach))
+            else:
+                going.append(seq)
         if most > 1:
             self._stretch(reaches, appends, full)
         if self._queues.preemptions > preemptions:
@@ -239,9 +236,12 @@ class StepPlanner:
             skips[:] = [seq for seq in skips if seq.state is State.DECODE]
             lasts = [seq for seq in lasts if seq.state is State.DECODE]
         if self._snapshots is not None:
-            for seq, position in marks:
-                if seq.state is State.DECODE:
-                    self._snapshots.decodes(seq, position, step_id)
+            for seq, first, reach in reaches:
+                if seq.state is State.DECODE and (seq.awaited or reach + most >= seq.mark):
+                    self._snapshots.decodes(seq, first + 1, min(reach + most, seq.max_len - 1), step_id)
+        for seq in going:
+            if seq.state is State.DECODE:
+                self._enter_due(seq)
         return lasts
 
     def _enter_due(self, seq: Sequence) -> None:
@@ -252,7 +252,8 @@ class StepPlanner:
         if room < seq.max_len - 1 and room + 2 - self._ahead < near:
             near = room + 2 - self._ahead
         if self._snapshots is not None:
-            near = min(near, seq.mark + 1 - self._depth)
+            # each step that may take a snapshot is told of it
+            near = length if seq.awaited else min(near, seq.mark + 1 - self._ahead)
         seq.near = near
         if length < near:
             seq.due = min(near, length - (length - 1) % size + size)
@@ -260,10 +261,12 @@ class StepPlanner:
             seq.due = length
             self.due[seq.key] = seq
 
-    def _stretch(self, reaches: list[tuple[Sequence, int]], appends: list[BlockAppend], full: dict[int, int]) -> None:
+    def _stretch(
+        self, reaches: list[tuple[Sequence, int, int]], appends: list[BlockAppend], full: dict[int, int]
+    ) -> None:
         """Add room for the longest run that each length limit leaves, from the last position at which the next step may
         begin. A run that finds no room is shorter, or empty; no sequence is preempted for it."""
-        for seq, reach in reaches:
+        for seq, _, reach in reaches:
             if seq.state is not State.DECODE:
                 continue
             stop = min(reach + self._most, seq.max_len - 1)
@@ -275,7 +278,6 @@ class StepPlanner:
             room = len(seq.blocks) * self._size
             if reach >= room:
                 full[seq.key] = room
-            self._enter_due(seq)
 
     def _chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens, 0 where it has to wait."""

@@ -91,8 +91,8 @@ class SyntheticRunner(SyntheticSleep):
             raise BadInput(
                 "chosen_top_k", "free steps choose no positions", hint="leave one of free and chosen_top_k out"
             )
-        if config.state_words and (config.free or config.max_run_tokens > 1 or limits.speculation):
-            raise BadInput("state_words", "is set", limit="0 with free=True, runs or drafts")
+        if config.state_words and config.free:
+            raise BadInput("state_words", "is set", limit="0 with free=True")
         self._block_tokens = limits.block_tokens or config.block_tokens
         context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
         self._context = context

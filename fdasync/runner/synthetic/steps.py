@@ -102,8 +102,9 @@ class SyntheticSteps(Runner):
         self._states: States | None = None
         self._num_snapshots = 0
         self._lent = LentRows()
-        # of the step that was computed last
+        # of the step that was computed last; of each of its sequences, the states behind its tokens
         self._chosen: Chosen = []
+        self._behind: list[NDArray[np.uint64]] = []
 
     def _chosen_shape(self) -> ChosenShape | None:
         top_k = self.config.chosen_top_k
@@ -211,6 +212,7 @@ class SyntheticSteps(Runner):
         self._kv[batch.kv_index] = self.oracle.kv(inputs, batch.positions, self.weights_id)
         self._kv_stamps[batch.kv_index] = self.config.stamp_base + batch.step_id
         digests = np.empty(len(inputs), U64)
+        self._behind = []
         ends = np.cumsum(batch.counts)
         size = self._block_tokens
         offsets = np.arange(size)
@@ -223,9 +225,8 @@ class SyntheticSteps(Runner):
                 sums = self.oracle.running_sums(self._kv[index])
                 digests[end - count : end] = sums[start:]
                 if self._states is not None:
-                    digests[end - count : end] ^= self._advance_state(int(lane), int(start), self._kv[index][start:])
-        if self._takes:
-            raise InvariantBroken(f"step {batch.step_id} takes snapshots of {sorted(self._takes)}, and computes none")
+                    self._behind.append(self.oracle.states(self._kv[index][start:], self._states.live[lane]))
+                    digests[end - count : end] ^= self.oracle.folded(self._behind[-1])
         self._chosen = []
         for run in self._lent.runs(batch, self.lanes):
             own = slice(run.at, run.at + run.count)
@@ -239,6 +240,7 @@ class SyntheticSteps(Runner):
             if self.config.pass_stamp:
                 rows["stamp"] = np.full((len(inputs), 1), self.config.stamp_base + batch.step_id, np.uint32)
         if self._most == 1:
+            self._advance_states(batch, batch.counts)
             last = ends[batch.sampled] - 1
             tokens = self._sample(batch, digests[last], last)
             self._advance(batch, last, tokens)
@@ -246,16 +248,21 @@ class SyntheticSteps(Runner):
             return self._logprobs(batch, tokens, digests, last), rows
         return self._verify(batch, inputs, digests, rows)
 
-    def _advance_state(self, lane: int, start: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """What the state behind each of these KV words [T] of a lane adds to the digests; takes the snapshots."""
-        assert self._states is not None
-        states = self.oracle.states(words, self._states.live[lane])
-        self._states.live[lane] = states[-1]
-        for take in self._takes.pop(self.lanes.keys[lane], ()):
-            if not start < take.position <= start + len(words):
-                raise InvariantBroken(f"{take} lies outside of [{start}, {start + len(words)}]")
-            self._states.take(take.place, states[take.position - start - 1])
-        return self.oracle.folded(states)
+    def _advance_states(self, batch: Batch, stood: NDArray[np.int64]) -> None:
+        """Move each sequence's state behind its tokens that stand, and take the snapshots."""
+        for number, own in enumerate(self._behind):
+            assert self._states is not None
+            lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(stood[number])
+            if count:
+                self._states.live[lane] = own[count - 1]
+            for take in self._takes.pop(self.lanes.keys[lane], ()):
+                here = start < take.position <= start + count
+                if here:
+                    self._states.take(take.place, own[take.position - start - 1])
+                elif self._most == 1 or number >= batch.num_decodes:
+                    raise InvariantBroken(f"{take} lies outside of [{start}, {start + count}]")
+        if self._takes:
+            raise InvariantBroken(f"step {batch.step_id} takes snapshots of {sorted(self._takes)}, and computes none")
 
     def _verify(
         self,
@@ -286,7 +293,9 @@ class SyntheticSteps(Runner):
             stands[first + run : first + count] = False
             last += range(first, first + run)
             counts.append(run)
-        self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
+        runs = np.array(counts[: batch.num_decodes], np.int64)
+        self._advance_states(batch, np.concatenate([runs, batch.counts[batch.num_decodes :]]))
+        self.lanes.take_runs(batch, runs)
         self._chosen = [
             (run, picked[: counts[run.number]] if run.number < batch.num_decodes else picked)
             for run, picked in self._chosen
@@ -318,6 +327,7 @@ class SyntheticSteps(Runner):
         table = self.lanes.block_table(lane, start + count).astype(np.int64)
         index = (table[:, None] * size + np.arange(size)).ravel()[:start]
         digest = oracle.running_sums(self._kv[index])[-1:]
+        state = None if self._states is None else self._states.live[lane]
         right = oracle.run_length(start)
         tokens = [int(self._last_token[lane])]
         forks: dict[int, Matcher] = {}
@@ -326,7 +336,11 @@ class SyntheticSteps(Runner):
             with np.errstate(over="ignore"):
                 word = oracle.kv(np.array(tokens[-1:]), position, self.weights_id)
                 digest = digest + word * place(position.astype(U64))
-            token = int(self._sample(batch, digest, np.array([first + ahead]), forks)[0])
+            seen = digest
+            if state is not None:
+                state = oracle.states(word, state)
+                seen, state = digest ^ oracle.folded(state), state[-1]
+            token = int(self._sample(batch, seen, np.array([first + ahead]), forks)[0])
             is_right = len(tokens) < right
             tokens.append(token if is_right else (token + 1) % self.config.vocab_size)
         return tokens

@@ -286,6 +286,7 @@ class SequenceQueues:
             self._index.unhold(seq.parting)
             seq.parting = None
         seq.rolling = None
+        seq.awaited.clear()
         if preempted:
             seq.restart()
             if self._index.enabled and seq.indexed:

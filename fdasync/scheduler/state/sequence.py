@@ -115,6 +115,7 @@ class Sequence:
         branch_at: end of the leading tokens whose KV was there already when it was admitted, with a snapshot or not.
         mark: while it decodes, the position at which it takes its next snapshot; 0 for a model without recurrent state.
         rolling: the snapshot that its next one replaces; None: there is none.
+        awaited: positions in its answer whose snapshots steps in flight take, or later ones, and these; rising.
         passed: the last snapshot that it started from or took, and how often a sequence had started from it by then.
         parting: the state behind its prompt, held until it is handed over with it; None: there is none.
         midway: its KV came whole up to its prompt's end, an open block included, and it has not started yet.
@@ -130,6 +131,7 @@ class Sequence:
 
     __slots__ = (
         "arrivals",
+        "awaited",
         "blocks",
         "branch_at",
         "cached_tokens",
@@ -206,6 +208,7 @@ class Sequence:
         self.midway = False
         self.resume: Snapshot | None = None
         self.rolling: Snapshot | None = None
+        self.awaited: list[tuple[int, Snapshot]] = []
         self.passed: tuple[Snapshot, int] | None = None
         self.parting: Snapshot | None = None
         self.branch_at = 0

@@ -13,6 +13,10 @@ likely to start:
   there. An answer may end at any token, so a decoding sequence takes a snapshot at the end of each block and gives back
   the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
 
+Where a step may yield several tokens of a sequence, it is not known before which step comes to the end of a block. Then
+each step that may is told of the snapshot, under the same place; the one that does takes it. It is *awaited* until the
+block is sealed: nobody starts from it, and it stays where it is.
+
 Places are had from the snapshots that were used longest ago, but first from those that a sequence has passed: it has a
 later one now, from which a next turn starts. Those are not copied to the host to make room.
 
@@ -29,7 +33,7 @@ from fdasync.events.actions import TakeSnapshot
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
-    from fdasync.cache.snapshots import SnapshotPool
+    from fdasync.cache.snapshots import Snapshot, SnapshotPool
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
     from fdasync.scheduler.tiers.swap_planner import SwapPlanner
@@ -124,23 +128,46 @@ class SnapshotPlanner:
         if snapshot is not None:
             self.pool.unhold(snapshot)
 
-    def decodes(self, seq: Sequence, position: int, step_id: int) -> None:
-        """Step `step_id` forwards the token before `position` of a decoding sequence."""
-        if position % self._size or not (self._index.enabled and seq.indexed):
-            return
-        before = seq.rolling
-        if before is not None and not before.uses:
-            self.pool.drop(before)
-        number = position // self._size - 1
-        seq.rolling = None
-        taken = self._take(seq, position, step_id)
-        if taken and position % self._every:
-            seq.rolling = seq.blocks[number].snapshot
+    def decodes(self, seq: Sequence, least: int, most: int, step_id: int) -> None:
+        """Behind step `step_id` a decoding sequence has forwarded from `least` to `most` tokens, for all that is known:
+        plan the snapshots that the step takes, or may take."""
+        for position, snapshot in seq.awaited:
+            # one behind fewer tokens is taken by a step in flight
+            if snapshot.awaited and position >= least:
+                self.pool.await_in(snapshot, step_id)
+                self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
+        while seq.mark <= min(most, len(seq.blocks) * self._size):
+            position = seq.mark
+            seq.mark += self._size
+            if position < least or not (self._index.enabled and seq.indexed):
+                continue
+            if least == most:
+                self._let_go_before(seq)
+                snapshot = self._plan(seq, position, step_id)
+                if snapshot is not None:
+                    self._follow(seq, position, snapshot)
+            else:
+                snapshot = self._plan(seq, position, step_id, awaited=True)
+                if snapshot is not None:
+                    seq.awaited.append((position, snapshot))
 
     def joined(self, seq: Sequence) -> None:
         """It decodes from the next step on: `mark` is the position at which it takes its first snapshot."""
         seq.mark = (len(seq.tokens) // self._size + 1) * self._size
         seq.rolling = None
+        seq.awaited.clear()
+
+    def _follow(self, seq: Sequence, position: int, snapshot: Snapshot) -> None:
+        """A snapshot of an answer was taken, or will be in a step that was planned: it replaces the one before."""
+        self._let_go_before(seq)
+        if snapshot.block is not None:
+            self._go_on_from(seq, snapshot)
+            seq.rolling = snapshot if position % self._every else None
+
+    def _let_go_before(self, seq: Sequence) -> None:
+        before, seq.rolling = seq.rolling, None
+        if before is not None and not before.uses:
+            self.pool.drop(before)
 
     def _carrier(self, seq: Sequence, number: int) -> Block:
         block = seq.blocks[number]
@@ -149,26 +176,37 @@ class SnapshotPlanner:
             block = self._index.get(seq.keys[number]) or block
         return block
 
-    def _take(self, seq: Sequence, position: int, step_id: int) -> bool:
+    def _take(self, seq: Sequence, position: int, step_id: int) -> None:
+        snapshot = self._plan(seq, position, step_id)
+        if snapshot is not None:
+            self._go_on_from(seq, snapshot)
+
+    def _plan(self, seq: Sequence, position: int, step_id: int, *, awaited: bool = False) -> Snapshot | None:
+        """None: the block has a snapshot already, or there is no place."""
         block = self._carrier(seq, position // self._size - 1)
         if block.snapshot is not None:
-            return False
+            return None
         block.branches += position == seq.branch_at
+        if not awaited:
+            self._pass_by(seq)
+        snapshot = self.pool.take(block, step_id, awaited=awaited)
+        if snapshot is not None:
+            self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
+        return snapshot
+
+    def _go_on_from(self, seq: Sequence, snapshot: Snapshot) -> None:
         self._pass_by(seq)
-        snapshot = self.pool.take(block, step_id)
-        if snapshot is None:
-            return False
         # a block that several sequences left, not one conversation whose own snapshot was lost: further ones will start
         # there
-        seq.passed = None if block.branches > 1 else (snapshot, 0)
-        self._takes.append(TakeSnapshot(seq.key, position, snapshot.place))
-        return True
+        branches = 0 if snapshot.block is None else snapshot.block.branches
+        seq.passed = None if branches > 1 else (snapshot, 0)
 
     def _pass_by(self, seq: Sequence) -> None:
         """The sequence takes a snapshot behind the one that it passed: what goes on from it, such as the next turn of a
         conversation, will start there. So that one makes room first, unless others started from it, too."""
-        if seq.passed is not None:
-            before, starts = seq.passed
+        passed, seq.passed = seq.passed, None
+        if passed is not None:
+            before, starts = passed
             if before.uses == starts <= 1:
                 self.pool.demote(before)
 
@@ -178,10 +216,16 @@ class SnapshotPlanner:
         self._takes.clear()
         return takes
 
-    def sealed(self, block: Block, key: bytes | None) -> None:
+    def sealed(self, seq: Sequence, number: int, key: bytes | None) -> None:
         """A decoded block was sealed: its snapshot goes to the computation that has its identity. Without an identity
         (None) no sequence can ever start from the snapshot."""
+        block = seq.blocks[number]
         snapshot = block.snapshot
+        position = (number + 1) * self._size
+        if seq.awaited and seq.awaited[0][0] == position:
+            _, taken = seq.awaited.pop(0)
+            self.pool.reached(taken)
+            self._follow(seq, position, taken)
         if snapshot is None or block.key is not None:
             return
         other = None if key is None else self._index.get(key)

@@ -266,18 +266,23 @@ class SwapPlanner:
         if ahead and self._ahead_snapshots > pool.num_clean and pool.has_host_room:
             self._snapshot_queue.extend(pool.next_dirty(self._ahead_snapshots))
         batch: list[Snapshot] = []
+        coming: list[Snapshot] = []
         while self._snapshot_queue and len(batch) < _MAX_COPY_BLOCKS:
             snapshot = self._snapshot_queue.popleft()
             if (snapshot.block is None and not snapshot.holds) or snapshot.host >= 0:
                 # it was evicted, or went out meanwhile
                 continue
-            if snapshot.step >= 0 or not pool.add_host(snapshot):
-                # the step that takes it is in flight, or there is no room
+            if snapshot.step >= 0:
+                # the step that takes it is in flight
+                coming.append(snapshot)
+                continue
+            if not pool.add_host(snapshot):
                 self.dropped += 0 if snapshot.block is None else snapshot.block.without_state()
                 continue
             # at once, or the next one's search for room could take it back
             snapshot.moves += 1
             batch.append(snapshot)
+        self._snapshot_queue.extendleft(reversed(coming))
         for snapshot in batch:
             snapshot.moves -= 1
         if not batch:

@@ -208,7 +208,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         config = with_policy(tiers.config(config, num_blocks), Random(f"policy {seed}"))
         again = tiers.again(requests, config)
         states = Random(f"recurrent {seed}")
-        if runner.max_run_tokens == 1 and config.speculation is None and states.random() < 0.4:
+        if states.random() < 0.4:
             runner, config = with_state(runner, config, states)
         groups = Random(f"ranks {seed}")
         ranks = groups.choice((1, 1, 2, 4))

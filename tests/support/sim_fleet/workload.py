@@ -250,7 +250,7 @@ class _Draw:
         )
         config = with_policy(plan.config, Random(f"policy {self.seed} {number}"))
         plan = msgspec.structs.replace(plan, config=config)
-        plan = self._with_ranks(self._with_states(plan) if self.every else self._with_runs(plan))
+        plan = self._with_ranks(self._with_runs(self._with_states(plan) if self.every else plan))
         return self._resized(plan) if self.unequal else plan
 
     def _with_states(self, plan: InstancePlan) -> InstancePlan:
