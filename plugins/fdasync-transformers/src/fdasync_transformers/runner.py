@@ -49,6 +49,7 @@ from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
+from fdasync_transformers.model.recurrent.states import versions_of
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.device_group import join
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
@@ -312,7 +313,10 @@ class TransformersRunner(Runner):
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
         try:
             step_model.states = step_model.make_states(
-                limits.max_running, capacity.num_snapshots, None if self._memory is None else self._memory.allocator()
+                limits.max_running,
+                capacity.num_snapshots,
+                None if self._memory is None else self._memory.allocator(),
+                versions_of(limits.speculation),
             )
         except (RuntimeError, MemoryError, RunnerError) as error:
             problem = f"{capacity.num_snapshots} snapshots cannot be allocated: {error}"

@@ -98,12 +98,14 @@ class HostExecutor(Executor):
             if offset:
                 # another instance computed the first tokens of this block, and the block was copied whole
                 bound.pool.clear_past(start.blocks[column], offset)
-        takes = self._begin_states(step)
+        takes, later = self._begin_states(step, batch)
         runs = StepRuns(batch, bound.table)
         if not len(batch.positions):
             return self._taken(batch, runs, StepOutput(step.step_id, ()))
         if not leads:
-            return self._follow(batch, runs, own_drafts, takes)
+            output = self._follow(batch, runs, own_drafts, takes)
+            self._settle_states(batch, runs, later)
+            return self._taken(batch, runs, output)
         part = forwarded(batch)
         plan = plan_scores(scored_runs(part, bound.table))
         lent = bound.lent.runs(part, bound.table)
@@ -124,6 +126,7 @@ class HostExecutor(Executor):
         stood = runs.stood[batch.counts > 0]
         for run in lent:
             run.rows.stand(run.position, int(stood[run.number]))
+        self._settle_states(batch, runs, later)
         output = self._taken(batch, runs, output)
         if values is not None and bound.arena is not None:
             stands = runs.stands
@@ -131,15 +134,38 @@ class HostExecutor(Executor):
             bound.arena.scatter(batch.aux_index[stands], batch.generations[stands], kept)
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
-    def _begin_states(self, step: RunStep) -> list[Take]:
-        """Load the recurrent state of sequences that start behind cached tokens; returns the step's snapshots."""
+    def _begin_states(self, step: RunStep, batch: Batch) -> tuple[list[Take], list[Take]]:
+        """Load the recurrent state of sequences that start behind cached tokens; returns the step's snapshots, those
+        of sequences with drafts apart: whether they are taken follows from what is sampled."""
         table, states = self._bound.table, self._model.states
         if states is not None:
             for start in step.starts:
                 states.check_start(start.snapshot, start.num_cached)
                 if start.snapshot >= 0:
                     states.begin(table.lane_of(start.key), start.snapshot)
-        return [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
+        takes = [Take(table.lane_of(take.key), take.position, take.place) for take in step.snapshots]
+        if not self._bound.speculation:
+            return takes, []
+        decodes = set(batch.lanes[: batch.num_decodes].tolist())
+        return [one for one in takes if one.lane not in decodes], [one for one in takes if one.lane in decodes]
+
+    def _settle_states(self, batch: Batch, runs: StepRuns, takes: list[Take]) -> None:
+        """The states of sequences that decode go on behind the tokens that stand, where steps have drafts."""
+        states = self._model.states
+        if states is None or not self._bound.speculation:
+            return
+        count = batch.num_decodes
+        of_lane: dict[int, list[Take]] = {}
+        for take in takes:
+            of_lane.setdefault(take.lane, []).append(take)
+        columns = (batch.lanes[:count], batch.starts[:count], batch.counts[:count], runs.stood[:count])
+        for lane, start, width, stood in zip(*(column.tolist() for column in columns), strict=True):
+            for take in of_lane.get(lane, ()):
+                behind = take.position - start
+                if 0 < behind <= stood:
+                    states.take_version(lane, behind if width > 1 else 0, take.place)
+            if width > 1:
+                states.settle(lane, stood)
 
     def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int, takes: list[Take]) -> StepOutput:
         """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
@@ -156,7 +182,7 @@ class HostExecutor(Executor):
             runs.follow(counts, tokens)
             if self._drafter is not None:
                 self._draft(self._drafter, part, runs, own_drafts)
-        return self._taken(batch, runs, StepOutput(batch.step_id, tuple(tokens.tolist())))
+        return StepOutput(batch.step_id, tuple(tokens.tolist()))
 
     def _taken(self, batch: Batch, runs: StepRuns, output: StepOutput) -> StepOutput:
         """The next step goes on behind the positions that stand, where steps have drafts; the output says how many,

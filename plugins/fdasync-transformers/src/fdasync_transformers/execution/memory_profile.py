@@ -18,6 +18,7 @@ from fdasync.request import SamplerSpec
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.model.kv import KVPool
+from fdasync_transformers.model.recurrent.states import versions_of
 from fdasync_transformers.sampling.scoring import SCORE_ROWS
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ def choose_num_blocks(
         nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs, held)
     beside = 0
     if step_model.recurrent is not None:
-        # a live state for each lane, and snapshots
+        # live states of each lane, and snapshots
         state = step_model.recurrent.layout.nbytes
-        beside = limits.max_running * state
+        beside = limits.max_running * versions_of(limits.speculation) * state
         kept = max(int((nbytes - beside) * _SNAPSHOT_SHARE), _LEAST_SNAPSHOTS * state)
         beside += kept if limits.num_snapshots is None else limits.num_snapshots * state
     if nbytes - beside < block_nbytes:

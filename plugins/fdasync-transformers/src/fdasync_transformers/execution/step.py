@@ -140,12 +140,16 @@ class StepModel:
         return logits
 
     def make_states(
-        self, num_lanes: int, num_places: int = 0, allocate: Callable[[int], torch.Tensor] | None = None
+        self,
+        num_lanes: int,
+        num_places: int = 0,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+        versions: int = 1,
     ) -> States | None:
         """Fresh memory of recurrent state, as `States`; None: the model has none."""
         if self.recurrent is None:
             return None
-        return States(self.recurrent.layout, num_lanes, num_places, self.model.device, allocate)
+        return States(self.recurrent.layout, num_lanes, num_places, self.model.device, allocate, versions)
 
     def _mixing(self, batch: Batch, takes: Sequence[Take]) -> AbstractContextManager[None]:
         if self.recurrent is None:

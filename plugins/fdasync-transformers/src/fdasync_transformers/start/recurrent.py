@@ -49,7 +49,3 @@ def _undone(
         yield "sum_slices", "sums in their recurrence have no slices"
     if limits.numerics == "fixed":
         yield "numerics", "a token has other bits in a chunk than alone"
-    if config.mtp:
-        yield "runner_config.mtp", "a state cannot go back to the last accepted token"
-    if limits.speculation:
-        yield "speculation", "a state cannot go back to the last accepted token"

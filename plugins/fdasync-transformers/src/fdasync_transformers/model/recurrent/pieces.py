@@ -1,7 +1,8 @@
 """Cuts a step into pieces: runs of tokens of one sequence that a mixer computes in one call.
 
 A piece ends where the sequence's tokens of the step end, and where a snapshot is taken. Sequences that decode are one
-piece together, a token each. Knows no modules and no state. Called by `steps.py`.
+piece together, a token each; those with drafts several, one after the other. Knows no modules and no state. Called by
+`steps.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Pieces(NamedTuple):
     """A step, in the order of its tokens.
 
     Attributes:
-        singles: decodes, a token each.
+        singles: decodes, a token each, or several where drafts are verified.
         others: of the tokens behind them.
     """
 
@@ -74,7 +75,7 @@ def cut(batch: Batch, takes: Sequence[Take]) -> Pieces:
     if of_lane:
         raise InvariantBroken(f"step {batch.step_id} takes snapshots of lanes {sorted(of_lane)}, and computes none")
     decodes = pieces[: batch.num_decodes]
-    alone = all(len(own) == 1 and own[0].num_tokens == 1 and not own[0].fresh for own in decodes)
+    alone = all(len(own) == 1 and not own[0].fresh for own in decodes)
     flat = [piece for own in pieces for piece in own]
     together = len(decodes) if alone else 0
     return Pieces(tuple(flat[:together]), tuple(flat[together:]))

@@ -1,4 +1,7 @@
-"""The memory of recurrent state: one live state by lane, and places of snapshots, both of the same bytes.
+"""The memory of recurrent state: the live state of each lane, and places of snapshots, both of the same bytes.
+
+Where steps verify drafts a lane has several *versions* of its state: the one that a step begins from, and those behind
+each of its rows, since it is not known before how many rows stand.
 
 A state is the parts of `StateLayout.specs`, one after the other, as `fdasync.cache.snapshots` lays out a snapshot: so a
 snapshot is one run of bytes, in a place here or on the host. Knows no modules and no steps. Made by `runner.py`, and by
@@ -60,14 +63,21 @@ class StateLayout:
         return snapshot_nbytes(self.specs)
 
 
+def versions_of(speculation: int) -> int:
+    """How many versions of its state a lane has where a step verifies so many drafts of a sequence."""
+    return speculation + 2 if speculation else 1
+
+
 class States:
     """See the module. Zeroed.
 
     Attributes:
-        memory: uint8 [lanes + places, nbytes], all there is.
+        versions: of each lane's state, side by side.
+        memory: uint8 [lanes * versions + places, nbytes], all there is.
         places: uint8 [places, nbytes], a view of it.
-        rows: by spec, [lanes + places, layers, *shape], views of it.
-        live: by spec, [lanes, layers, *shape], views of these.
+        first_place: row of `memory` where the places begin.
+        rows: by spec, [lanes * versions + places, layers, *shape], views of it.
+        live: by spec, [lanes, layers, *shape], views of these: the first version of each lane.
         kept: by spec, [places, layers, *shape], likewise.
     """
 
@@ -78,22 +88,24 @@ class States:
         num_places: int,
         device: torch.device,
         allocate: Callable[[int], torch.Tensor] | None = None,
+        versions: int = 1,
     ) -> None:
         """`allocate`: makes uint8 memory of so many bytes; None: torch does."""
-        shape = num_lanes + num_places, layout.nbytes
+        self.versions = versions
+        self.first_place = num_lanes * versions
+        shape = self.first_place + num_places, layout.nbytes
         if allocate is None:
             self.memory = torch.zeros(shape, dtype=torch.uint8, device=device)
         else:
             self.memory = allocate(shape[0] * shape[1]).view(shape).zero_()
-        self._lanes, self.places = self.memory[:num_lanes], self.memory[num_lanes:]
+        self.places = self.memory[self.first_place :]
         self.rows = _views(self.memory, layout.specs)
-        self.live = tuple(rows[:num_lanes] for rows in self.rows)
-        self.kept = tuple(rows[num_lanes:] for rows in self.rows)
+        self.live = tuple(rows[: self.first_place : versions] for rows in self.rows)
+        self.kept = tuple(rows[self.first_place :] for rows in self.rows)
 
-    @property
-    def num_lanes(self) -> int:
-        """Live states; the places begin behind them."""
-        return len(self._lanes)
+    def row_of(self, lane: int, version: int = 0) -> int:
+        """Of `memory` and `rows`."""
+        return lane * self.versions + version
 
     def check_start(self, place: int, num_cached: int) -> None:
         """Raise InvariantBroken unless a sequence can start so: behind cached tokens from a snapshot, else (-1) from
@@ -103,7 +115,15 @@ class States:
 
     def begin(self, lane: int, place: int) -> None:
         """A sequence starts in a lane from a snapshot."""
-        self._lanes[lane] = self.places[place]
+        self.memory[self.row_of(lane)] = self.places[place]
+
+    def settle(self, lane: int, version: int) -> None:
+        """The lane goes on from this version, which becomes its first."""
+        self.memory[self.row_of(lane)] = self.memory[self.row_of(lane, version)]
+
+    def take_version(self, lane: int, version: int, place: int) -> None:
+        """Copy a version of a lane's state to a place of snapshots."""
+        self.places[place] = self.memory[self.row_of(lane, version)]
 
     def take(self, part: Part, lane: int, place: int) -> None:
         """Copy a part of a lane's state to a place of snapshots."""

@@ -9,7 +9,8 @@ snapshots in between. Outside of steps the library's forward is called as it is.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from fdasync_transformers.model.recurrent.outputs import joined, per_token
 from fdasync_transformers.model.recurrent.time_steps import bounded_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.pieces import Piece, Pieces
@@ -86,38 +87,77 @@ class RecurrentSteps:
 
     @contextmanager
     def step(self, pieces: Pieces, states: States) -> Iterator[None]:
-        """Within the context the model computes these pieces, in this order."""
-        lanes = torch.tensor([piece.lane for piece in pieces.singles], device=states.memory.device)
+        """Within the context the model computes these pieces, in this order.
+
+        A sequence that decodes several tokens leaves a version of its state behind each (`States.versions`), from the
+        second one on.
+        """
+        rounds = _rounds(pieces.singles, states)
         try:
             for forward in self.forwards:
                 parts = self.layout.parts[forward.mixer.name]
-                forward.compute = _MixerStep(forward, parts, pieces, states, lanes)
+                forward.compute = _MixerStep(forward, parts, pieces, states, rounds)
             yield
         finally:
             for forward in self.forwards:
                 forward.compute = None
 
 
+class _Round(NamedTuple):
+    """The tokens of a step with the same number in their sequences, which are computed together, int64 [n].
+
+    Attributes:
+        tokens: of the step's.
+        sources, targets: rows of the states' memory.
+    """
+
+    tokens: torch.Tensor
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+
+def _rounds(singles: Sequence[Piece], states: States) -> list[_Round]:
+    """The tokens of sequences that decode, one of each at a time: so each has the bits that it has without drafts."""
+    device = states.memory.device
+    widths = [piece.num_tokens for piece in singles]
+    firsts = [end - width for end, width in zip(accumulate(widths), widths, strict=True)]
+    rounds = []
+    for number in range(max(widths, default=0)):
+        going = [(piece, first) for piece, first in zip(singles, firsts, strict=True) if piece.num_tokens > number]
+        tokens = [first + number for _, first in going]
+        sources = [states.row_of(piece.lane, number) for piece, _ in going]
+        targets = [states.row_of(piece.lane, number + 1 if piece.num_tokens > 1 else 0) for piece, _ in going]
+        rounds.append(_Round(*(torch.tensor(each, device=device) for each in (tokens, sources, targets))))
+    return rounds
+
+
 class _MixerStep:
     """One mixer's part of a step."""
 
     def __init__(
-        self, forward: MixedForward, parts: tuple[Part, ...], pieces: Pieces, states: States, lanes: torch.Tensor
+        self, forward: MixedForward, parts: tuple[Part, ...], pieces: Pieces, states: States, rounds: list[_Round]
     ) -> None:
         self._forward = forward
         self._parts = parts
         self._pieces = pieces
         self._states = states
-        self._lanes = lanes
+        self._rounds = rounds
 
     def __call__(self, hidden: torch.Tensor, others: dict[str, Any]) -> Any:
         singles, rest = self._pieces
         outputs: list[tuple[torch.Tensor | None, ...]] = []
-        if singles:
-            out = self._together(hidden[:, : len(singles)].transpose(0, 1), others)
-            parts = per_token(out, len(singles), 1)
+        out: Any = None
+        for each in self._rounds:
+            out = self._together(each, hidden, others)
+            parts = per_token(out, len(each.tokens), 1)
             outputs.append(tuple(None if part is None else part.transpose(0, 1) for part in parts))
-        at = len(singles)
+        for piece in singles:
+            self._take(piece)
+        if len(self._rounds) > 1:
+            order = torch.cat([each.tokens for each in self._rounds]).argsort()
+            whole = joined(outputs)
+            outputs = [tuple(None if part is None else part.index_select(1, order) for part in whole)]
+        at = sum(piece.num_tokens for piece in singles)
         for piece in rest:
             out = self._alone(piece, hidden[:, at : at + piece.num_tokens], others)
             outputs.append(per_token(out, 1, piece.num_tokens))
@@ -136,17 +176,15 @@ class _MixerStep:
         self._take(piece)
         return out
 
-    def _together(self, hidden: torch.Tensor, others: dict[str, Any]) -> Any:
+    def _together(self, each: _Round, hidden: torch.Tensor, others: dict[str, Any]) -> Any:
         layer = StateLayer()
-        moved = [(part, self._states.live[part.spec][:, part.row]) for part in self._parts]
-        gathered = [live.index_select(0, self._lanes) for _, live in moved]
+        moved = [(part, self._states.rows[part.spec][:, part.row]) for part in self._parts]
+        gathered = [rows.index_select(0, each.sources) for _, rows in moved]
         for (part, _), state in zip(moved, gathered, strict=True):
             layer.hold(part, part.as_library(state), fresh=False)
-        out = self._forward.call(hidden, others, layer)
-        for (_, live), state in zip(moved, gathered, strict=True):
-            live.index_copy_(0, self._lanes, state)
-        for piece in self._pieces.singles:
-            self._take(piece)
+        out = self._forward.call(hidden.index_select(1, each.tokens).transpose(0, 1), others, layer)
+        for (_, rows), state in zip(moved, gathered, strict=True):
+            rows.index_copy_(0, each.targets, state)
         return out
 
     def _take(self, piece: Piece) -> None:
