@@ -71,6 +71,7 @@ class Carrier(Protocol):
 
     snapshot: Snapshot | None
     key: bytes | None
+    branches: int
 
     @property
     def awaits_state(self) -> bool:

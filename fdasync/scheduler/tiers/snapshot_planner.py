@@ -143,13 +143,13 @@ class SnapshotPlanner:
                 continue
             if least == most:
                 self._let_go_before(seq)
-                snapshot = self._plan(seq, position, step_id)
-                if snapshot is not None:
-                    self._follow(seq, position, snapshot)
+                taken = self._plan(seq, position, step_id)
+                if taken is not None:
+                    self._follow(seq, position, taken)
             else:
-                snapshot = self._plan(seq, position, step_id, awaited=True)
-                if snapshot is not None:
-                    seq.awaited.append((position, snapshot))
+                coming = self._plan(seq, position, step_id, awaited=True)
+                if coming is not None:
+                    seq.awaited.append((position, coming))
 
     def joined(self, seq: Sequence) -> None:
         """It decodes from the next step on: `mark` is the position at which it takes its first snapshot."""

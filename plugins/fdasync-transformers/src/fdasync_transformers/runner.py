@@ -322,7 +322,13 @@ class TransformersRunner(Runner):
             problem = f"{capacity.num_snapshots} snapshots cannot be allocated: {error}"
             raise ConfigError("num_snapshots", problem) from error
         if isinstance(step_model, DeviceStepModel) and step_model.states is not None:
-            step_model.plan_size = plan_size(decode_rows(limits), limits.max_step_tokens, capacity.block_tokens)
+            rows = decode_rows(limits)
+            sizes = self.config.graph_sizes or ladder(rows)
+            if limits.speculation:
+                sizes = DeviceExecutor.lone_sizes(sizes, limits.max_running)
+            # of a graph of steps without drafts each row is a sequence
+            most = max(limits.max_running, sizes[-1])
+            step_model.plan_size = plan_size(most, rows, limits.max_step_tokens, capacity.block_tokens)
         if self._memory is not None:
             self._memory.bind(pool, step_model.states)
         self._aux = step_model.aux = make_aux(

@@ -231,6 +231,8 @@ class DeviceExecutor(Executor):
                 self._drafts.warm()
             if self._own is not None:
                 self._own.warm()
+            if self._states is not None:
+                self._states.warm()
             if self._ends is not None:
                 rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
                 self._ends.queue(0, rows, None, None, 0)
@@ -348,7 +350,7 @@ class DeviceExecutor(Executor):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        waiting = {} if self._states is None else self._states.plan(step, batch, arrays)
+        states = None if self._states is None else self._states.plan(step, batch, drafted, arrays)
         if drafted is not None and len(rows):
             arrays.update({RUNS + name: array for name, array in DeviceDrafts.arrays(drafted).items()})
         elif drafted is None and len(batch.sampled):
@@ -380,10 +382,13 @@ class DeviceExecutor(Executor):
                         placed = self._drafts.place(drafted, own(sent, RUNS), sent, sent.get(SAMPLER + "floats"))
                     if self._own is not None:
                         self._own.enter(own(sent, OWN))
-                    if self._states is not None:
-                        self._states.begin(waiting)
+                    sequences = None
+                    if self._states is not None and states is not None:
+                        self._states.begin(states, sent)
+                        sequences = states.sequences
                     if total:
-                        passed, results = self._compute(batch, scores, sent, way, runs)
+                        shape = self._shape(batch, sent, way, runs=runs, sequences=sequences)
+                        passed, results = self._compute(batch, scores, sent, way, shape)
         except Exception:
             self._abandon(holds, results)
             raise
@@ -428,6 +433,9 @@ class DeviceExecutor(Executor):
                 if self._drafts is not None and begun.placed is not None and tokens is not None:
                     runs = self._drafts.accept(begun.placed, own(begun.sent, RUNS), tokens.long())
                     results.update({RUNS + name: tensor for name, tensor in runs.items()})
+                    if self._states is not None:
+                        decodes = len(begun.placed.starts)
+                        self._states.settle(begun.sent[RUNS + "runs"], decodes, runs, begun.sent)
                 elif tokens is not None:
                     scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
                 if self._own is not None and begun.passed is not None:
@@ -489,7 +497,12 @@ class DeviceExecutor(Executor):
         return services.port.completion(copied.event, lane="compute", kind=kind, holds=holds, on_done=on_done)
 
     def _compute(
-        self, batch: Batch, scores: ScorePlan | None, sent: dict[str, torch.Tensor], way: Way, runs: bool
+        self,
+        batch: Batch,
+        scores: ScorePlan | None,
+        sent: dict[str, torch.Tensor],
+        way: Way,
+        shape: DeviceBatch,
     ) -> tuple[Passed, dict[str, torch.Tensor]]:
         """Queue forward pass and scores of prompts; returns the pass, and the tensors that go to the host. `runs`: a
         sequence has several rows that decode."""
@@ -500,25 +513,27 @@ class DeviceExecutor(Executor):
         if self.mixed is not None and way == "tiles":
             passed = self.mixed.replay(sent, total)
         elif way == "decodes":
-            for ladder in (None if runs else self.graphs, self.run_graphs):
+            for ladder in (None if shape.runs else self.graphs, self.run_graphs):
                 if passed is None and ladder is not None:
-                    passed = ladder.replay(sent["lanes"], sent["starts"], sent.get("spans"))
+                    passed = ladder.replay(sent["lanes"], sent["starts"], sent.get("spans"), sent.get("owners"))
             if passed is not None and "rows" in sent:
                 passed = Passed(passed.logits.index_select(0, sent["rows"]), passed.states)
         if scores is not None:
             head = self.model.head
             with head.keeping():
-                passed = self.model.forward(self._shape(batch, sent, way, runs=runs), lanes, bound.pool)
+                passed = self.model.forward(shape, lanes, bound.pool)
                 scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, own(sent, SCORES))
         if passed is None:
-            passed = self.model.forward(self._shape(batch, sent, way, runs=runs), lanes, bound.pool)
+            passed = self.model.forward(shape, lanes, bound.pool)
         results = {SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return passed, results
 
-    def _shape(self, batch: Batch, sent: dict[str, torch.Tensor], way: Way, *, runs: bool) -> DeviceBatch:
-        return device_batch(batch, sent, way, runs=runs, size=self.model.plan_size)
+    def _shape(
+        self, batch: Batch, sent: dict[str, torch.Tensor], way: Way, *, runs: bool, sequences: int | None
+    ) -> DeviceBatch:
+        return device_batch(batch, sent, way, runs=runs, size=self.model.plan_size, sequences=sequences)
 
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
         """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""

@@ -21,7 +21,7 @@ from fdasync.gpu.kernels.layout import step_layout
 from fdasync.gpu.kernels.recurrence.spans import PlanSize, Spans
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
-from fdasync_transformers.execution.states.plan import plan_states
+from fdasync_transformers.execution.states.plan import Spanned, plan_states
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
 from fdasync_transformers.fused.recurrent.flat import FlatSteps
@@ -126,7 +126,7 @@ class DeviceStepModel(StepModel):
         size = None
         if self.states is not None:
             size = PlanSize(len(batch.lanes), len(batch.lanes) + len(takes))
-            arrays.update(plan_states(size, batch, {}, takes, self.states.num_lanes))
+            arrays.update(plan_states(size, Spanned.of(batch), {}, takes, self.states))
         elif takes:
             raise InvariantBroken(f"step {batch.step_id} takes snapshots of a model without recurrent state")
         sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
@@ -250,11 +250,13 @@ def device_batch(
     *,
     runs: bool = False,
     size: PlanSize | None = None,
+    sequences: int | None = None,
 ) -> DeviceBatch:
     """The shape of a step, from the tensors of `batch_arrays` on the device, and those of `plan_states` where `size`
-    is given; `runs` as of a `DeviceBatch`."""
+    is given; `runs` as of a `DeviceBatch`. `sequences`: with tokens in the step; None: as the batch has them."""
     tokens = len(batch.positions)
-    spans = None if size is None else Spans.of(sent["spans"], size, sent.get("owners"), len(batch.lanes))
+    count = len(batch.lanes) if sequences is None else sequences
+    spans = None if size is None else Spans.of(sent["spans"], size, sent.get("owners"), count)
     return DeviceBatch(
         tokens=tokens,
         decodes={"both": batch.num_decodes, "decodes": tokens, "tiles": 0}[way],

@@ -83,7 +83,7 @@ class GraphLadder:
         # graphs read these three at their addresses for as long as they live
         self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._runs = runs
-        self._plan = PlanBuffer.of(model)
+        self._plan = PlanBuffer.of(model, most if runs else 0)
         self._captured: dict[int, _Captured] = {}
         # the largest first: the smaller ones then fit into its memory
         for size in reversed(sizes):
@@ -119,10 +119,16 @@ class GraphLadder:
                 return size
         return 0
 
-    def replay(self, lanes: torch.Tensor, starts: torch.Tensor, plan: torch.Tensor | None = None) -> Passed | None:
-        """Queue a decode step of these sequences (int32 and int64 [n]) with the plan of their recurrent states; its
-        tensors are valid until the next replay of any graph in the same memory, and its states have padding behind.
-        None where there are more sequences than the largest size."""
+    def replay(
+        self,
+        lanes: torch.Tensor,
+        starts: torch.Tensor,
+        plan: torch.Tensor | None = None,
+        owners: torch.Tensor | None = None,
+    ) -> Passed | None:
+        """Queue a decode step of these rows (int32 and int64 [n]) with the plan of their sequences' recurrent states;
+        its tensors are valid until the next replay of any graph in the same memory, and its states have padding behind.
+        None where there are more rows than the largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):
@@ -130,14 +136,14 @@ class GraphLadder:
         size = self.sizes[place]
         self._set(lanes, starts, size)
         if self._plan is not None and plan is not None:
-            self._plan.set(plan)
+            self._plan.set(plan, owners)
         captured = self._captured[size]
         captured.graph.replay()
         return Passed(captured.passed.logits[:count], captured.passed.states)
 
     def _batch(self, size: int) -> DeviceBatch:
         lanes, starts, first_rows = self._lanes[:size], self._starts[:size], self._first_rows[: size + 1]
-        spans = None if self._plan is None else self._plan.spans(size)
+        spans = None if self._plan is None else self._plan.spans(size, size if self._runs else 0)
         return DeviceBatch(size, size, lanes, starts, first_rows, runs=self._runs, spans=spans)
 
     def _set(self, lanes: torch.Tensor, starts: torch.Tensor, size: int) -> None:

@@ -33,11 +33,11 @@ class PlanBuffer:
         return None if model.plan_size is None else cls(model.plan_size, rows, model.model.device)
 
     def spans(self, sequences: int, rows: int = 0) -> Spans:
-        """Views, of the first so many sequences and rows."""
+        """Views, of the first so many sequences, at most all, and rows."""
         owners = None if self._owners is None else self._owners[:rows]
-        return Spans.of(self._plan, self._size, owners, sequences)
+        return Spans.of(self._plan, self._size, owners, min(sequences, self._size.sequences))
 
-    def set(self, plan: torch.Tensor, owners: torch.Tensor | None = None) -> None:
+    def set(self, plan: torch.Tensor, owners: torch.Tensor | None) -> None:
         """Queue the plan of the next replay, from the device."""
         self._plan.copy_(plan, non_blocking=True)
         if self._owners is not None and owners is not None:
