@@ -207,7 +207,7 @@ class BlockCopies:
         """Take no more calls, and unregister the pages at once; idempotent. No call is in flight: for a start that
         fails behind this part of it. Raises as `aclose`."""
         if self._jobs:
-            raise InvariantBroken(f"{len(self._jobs)} copies of blocks are in flight, and their pages are to be unpinned")
+            raise InvariantBroken(f"{len(self._jobs)} copies are in flight, and their pages are to be unpinned")
         self._closing = True
         registered, self._registered = self._registered, None
         if registered is None:

@@ -315,7 +315,7 @@ async def test_a_start_that_fails_elsewhere_unpins_at_once(device, way):
     bed = Bed(device, way, by_hand=True)
     bed.port.held = True
     waiter = bed.copies.out([4], [0])
-    with pytest.raises(InvariantBroken, match="1 copies of blocks are in flight"):
+    with pytest.raises(InvariantBroken, match="1 copies are in flight"):
         bed.copies.unpin()
     bed.port.free()
     await waiter
