@@ -368,7 +368,7 @@ class TransformersRunner(Runner):
             return _failed(RunnerError("the runner is closed, or not bound yet", step.step_id))
         return self._executor.launch(step)
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
+    async def lend(self, key: int, rows: ChosenRows) -> None:
         self._lent.lend(key, rows)
 
     def take_back(self, key: int) -> None:
