@@ -10,6 +10,7 @@ Called by `execution/device_step.py`; `find_missing` by `start/recurrent.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -21,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from fdasync.errors import InvariantBroken, UnsupportedModel
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, difference
-from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
+from fdasync_transformers.model.recurrent.mixers import find_mixers, methods_of, source_of, state_calls
 from fdasync_transformers.model.recurrent.states import StateLayout
 
 if TYPE_CHECKING:
@@ -36,16 +37,23 @@ if TYPE_CHECKING:
 
 _CONVOLUTION = "causal_conv1d_fn"
 _SILU = ("silu", "swish")
+# how a forward hands it on
+_ACTIVATION = re.compile(r"\bactivation=self\.(\w+)")
 
 
 def find_missing(model: torch.nn.Module) -> str:
-    """A mixer of the model whose convolution or recurrence has no kernel, for people; "": there is none."""
+    """What a mixer of the model does that no kernel does, for people; "": there is nothing."""
     for mixer in find_mixers(model):
-        source = source_of(type(mixer.module))
+        kind = type(mixer.module)
+        source, whole = source_of(kind), methods_of(kind)
         keeps = "update_recurrent_state(" in source or "set_linear_cache(" in source
         known = [name for name in _RECURRENCES if f"{name}(" in source]
-        if f"{_CONVOLUTION}(" not in source or len(known) != keeps:
-            return f"{mixer.name} ({type(mixer.module).__name__})"
+        if f"{_CONVOLUTION}(" not in source or len(known) != keeps or state_calls(source) != state_calls(whole):
+            return f"the recurrence of {mixer.name} ({kind.__name__})"
+        for name in _ACTIVATION.findall(whole):
+            activation = getattr(mixer.module, name, None)
+            if activation is not None and activation not in _SILU:
+                return f"the activation {activation!r:.60} of the convolution of {mixer.name} ({kind.__name__})"
     return ""
 
 
