@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from fdasync.errors import InvariantBroken, UnsupportedModel
-from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, difference
 from fdasync_transformers.model.recurrent.mixers import find_mixers, methods_of, source_of, state_calls
 from fdasync_transformers.model.recurrent.states import StateLayout
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.kernels.recurrence.recur import Norm
     from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.fused.recurrent.gated_delta import Computes
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.states import Kind, Part, States
@@ -58,12 +59,23 @@ def find_missing(model: torch.nn.Module) -> str:
 
 
 class FlatSteps:
-    """See the module. `forwards`: of all mixers of a model for which `find_missing` finds nothing."""
+    """See the module.
 
-    def __init__(self, forwards: Sequence[MixedForward], layout: StateLayout) -> None:
+    Attributes:
+        notes: for people: which mixers that few kernels could compute keep the library's code, and why.
+    """
+
+    def __init__(self, forwards: Sequence[MixedForward], layout: StateLayout, agree: Agree = alone) -> None:
+        """Args:
+        forwards: of all mixers of a model for which `find_missing` finds nothing.
+        agree: what the ranks of a group make of a reason to keep the library's code.
+        """
         self._forwards = tuple(forwards)
         proofs: dict[type, str] = {}
-        self._flat = tuple(_forward_of(one.mixer, layout, proofs) for one in forwards)
+        self._flat = tuple(_forward_of(one.mixer, layout, proofs, agree) for one in forwards)
+        self.notes = tuple(
+            [f"recurrent layers {kind.__name__} are the library's own: {why}" for kind, why in proofs.items() if why]
+        )
 
     @contextmanager
     def step(self, spans: Spans, states: States) -> Iterator[None]:
@@ -77,16 +89,19 @@ class FlatSteps:
                 forward.compute = None
 
 
-def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str]) -> Computes:
+def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str], agree: Agree) -> Computes:
     """By few kernels where the mixer is known and they compute what the library's code does; one of a class is tried,
     and `proofs` has how it differs."""
     parts, kind = layout.parts[mixer.name], type(mixer.module)
     flat, known = _FlatForward(mixer, parts), GatedDelta.make(mixer, parts)
     if known is None:
+        if GatedDelta.knows(kind):
+            proofs[kind] = "they are built otherwise than the class that is known"
         return flat
     if kind not in proofs:
-        alone = StateLayout(layout.specs, {mixer.name: parts})
-        proofs[kind] = guarded(partial(difference, known, flat, alone), str)
+        own = StateLayout(layout.specs, {mixer.name: parts})
+        # without a sum: every rank has the whole of it
+        proofs[kind] = agree(guarded(partial(difference, known, flat, own), str))
     return flat if proofs[kind] else known
 
 

@@ -47,7 +47,7 @@ class Mixer:
 
 
 def find_mixers(model: torch.nn.Module) -> tuple[Mixer, ...]:
-    """Every mixer of a model, in the order of its modules. Raises UnsupportedModel where one names no cache or layer."""
+    """Every mixer of a model, in the order of its modules. Raises UnsupportedModel where one names no cache."""
     found = []
     stateful: dict[type, bool] = {}
     for name, module in model.named_modules():
