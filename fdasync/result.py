@@ -63,7 +63,9 @@ class ChosenPositions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         array: int32 [n, layers, top_k], the best first, -1 behind the last where there are fewer. Owned by the caller.
         start: absolute position of the first row.
-        layer_ids: hidden-layer numbers along the second axis: of the layers that have an indexer of their own.
+        layer_ids: hidden-layer numbers along the second axis: of the layers that have an indexer of their own. Where
+            layers share one (glm_moe_dsa), the others read the positions of the nearest such layer before them, which
+            are not repeated.
     """
 
     array: NDArray[np.int32]

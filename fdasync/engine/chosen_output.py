@@ -2,12 +2,14 @@
 
 Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
 begin with the prompt's last token, which every sample computes, and take the rows before it from the first. When a
-sample has ended its rows are copied, slice by slice, and the regions are freed. Knows no blocks and no scheduling.
-Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
+sample has ended and is read, its rows are copied, slice by slice, and the regions are freed. A region counts against
+the engine's limit for as long as it is there: until its request's last result was taken, or nobody has the request any
+more. Knows no blocks and no scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +19,7 @@ from fdasync.result import ChosenPositions
 from fdasync.runner.chosen import ChosenRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -47,19 +49,34 @@ def chosen_nbytes(shape: ChosenShape | None, params: SamplingParams, prompt_toke
     return 0 if shape is None else sum(most for _, most in _most(params, prompt_tokens)) * shape.token_nbytes
 
 
-def make_chosen(shape: ChosenShape | None, params: SamplingParams, prompt_tokens: int) -> list[ChosenOutput]:
-    """What each sample's rows go to; []: the request wants none. Raises OSError, and leaves nothing behind then."""
+def make_chosen(
+    shape: ChosenShape, params: SamplingParams, prompt_tokens: int, freed: Callable[[int], None]
+) -> list[ChosenOutput]:
+    """What each sample's rows go to. `freed`: told, for each of them, of its bytes when its memory is no more.
+
+    Raises OSError; nothing is left behind then, and `freed` was told of all bytes."""
+    wanted = _most(params, prompt_tokens)
     made: list[ChosenRows] = []
-    if shape is None:
-        return []
     try:
-        for start, most in _most(params, prompt_tokens):
+        for start, most in wanted:
             made.append(ChosenRows.create(shape, start, most))
     except BaseException:
         for rows in made:
             rows.close_fd()
+        freed(sum(most for _, most in wanted) * shape.token_nbytes)
         raise
-    return [ChosenOutput(rows, made[0] if number else None, prompt_tokens) for number, rows in enumerate(made)]
+    counts = [_Count(rows.nbytes, freed) for rows in made]
+    outputs = [ChosenOutput(made[0], None, prompt_tokens, (counts[0],))]
+    for rows, count in zip(made[1:], counts[1:], strict=True):
+        outputs.append(ChosenOutput(rows, made[0], prompt_tokens, (counts[0], count)))
+    return outputs
+
+
+class _Count:
+    """Bytes that count for as long as somebody refers to this."""
+
+    def __init__(self, nbytes: int, freed: Callable[[int], None]) -> None:
+        weakref.finalize(self, freed, nbytes).atexit = False
 
 
 class ChosenOutput:
@@ -69,14 +86,20 @@ class ChosenOutput:
         start: position of the first row that it gets.
     """
 
-    def __init__(self, rows: ChosenRows, first: ChosenRows | None, prompt_tokens: int) -> None:
-        """`rows`: its own, which the runner writes; `first`: of the first sample, None: this is that one."""
+    def __init__(
+        self, rows: ChosenRows, first: ChosenRows | None, prompt_tokens: int, counts: tuple[_Count, ...]
+    ) -> None:
+        """`rows`: its own, which the runner writes; `first`: of the first sample, None: this is that one; `counts`: of
+        both."""
         self.start = rows.start if first is None else first.start
         self._rows: ChosenRows | None = rows
         self._first = first
+        self._counts = counts
         self._shape = rows.shape
         self._prompt_tokens = prompt_tokens
-        self._copying: Iterator[None] | None = None
+        # position behind the last row that it gets; None: it has not ended
+        self._stop: int | None = None
+        self._copied = 0
         self._array: NDArray[np.int32] = np.empty((0, len(self._shape.layer_ids), self._shape.top_k), np.int32)
 
     @property
@@ -94,18 +117,16 @@ class ChosenOutput:
 
     def end(self, num_tokens: int) -> None:
         """The sample has ended with so many tokens: its rows may be copied."""
-        self._copying = self._slices(self.rows, self._prompt_tokens + num_tokens - 1)
+        self._stop = self._prompt_tokens + num_tokens - 1
 
     def copying(self) -> Iterator[None]:
         """Copy the rows of a sample that has ended, a slice for each item; what was begun before goes on."""
-        if self._copying is not None:
-            # not `yield from`, which would end the copy where its reader is cancelled
-            for _ in self._copying:
-                yield
-            self._copying = None
+        while self._stop is not None and self._rows is not None and self._copy(self._rows, self._stop):
+            yield
 
-    def _slices(self, rows: ChosenRows, stop: int) -> Iterator[None]:
-        """Copy the rows before position `stop`, as far as they stand, and let the shared ones go."""
+    def _copy(self, rows: ChosenRows, stop: int) -> bool:
+        """Copy the next rows before position `stop`, as far as they stand. Behind the last of them the shared ones go,
+        and the result is False."""
         own = rows.rows[: rows.count]
         views = [own]
         if self._first is not None:
@@ -113,18 +134,21 @@ class ChosenOutput:
             shared = self._first.rows[: rows.start - self.start]
             stands = self._first.count
             views = [shared, own] if stands >= len(shared) else [shared[:stands]]
-        most = min(sum(map(len, views)), max(stop - self.start, 0))
-        array = np.empty((most, *own.shape[1:]), np.int32)
-        step, at = max(_SLICE_NBYTES // self._shape.token_nbytes, 1), 0
+        if not self._copied:
+            most = min(sum(map(len, views)), max(stop - self.start, 0))
+            self._array = np.empty((most, *own.shape[1:]), np.int32)
+        left = max(_SLICE_NBYTES // self._shape.token_nbytes, 1)
+        first = 0
         for view in views:
-            for first in range(0, min(len(view), most - at), step):
-                part = view[first : first + step][: most - at]
-                array[at : at + len(part)] = part
-                at += len(part)
-                yield
-        self._array = array
-        rows.close_fd()
-        self._rows = self._first = None
+            part = view[max(self._copied - first, 0) :][: min(left, len(self._array) - self._copied)]
+            self._array[self._copied : self._copied + len(part)] = part
+            self._copied += len(part)
+            left -= len(part)
+            first += len(view)
+        if self._copied < len(self._array):
+            return True
+        self._free()
+        return False
 
     def value(self) -> ChosenPositions:
         """What a result has: no row before the sample's end, or where the engine's failure was its end."""
@@ -135,7 +159,11 @@ class ChosenOutput:
     def let_go(self) -> None:
         """The runner was lent the rows for the last time. Those of a sample that has ended stay until they are copied,
         by whoever reads it; a sample that did not end gives none. Idempotent."""
+        if self._stop is None:
+            self._free()
+
+    def _free(self) -> None:
         if self._rows is not None:
             self._rows.close_fd()
-        if self._copying is None:
-            self._rows = self._first = None
+        self._rows = self._first = None
+        self._counts = ()

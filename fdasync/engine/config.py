@@ -109,9 +109,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         write_through: which blocks are written to the store as soon as they are sealed: "all", those of "prompt"s, or
             none ("off").
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
-        chosen_positions_nbytes: most bytes that the positions chosen by indexers may take, of all live requests that
-            ask for them together (`SamplingParams.chosen_positions_start`). A request that needs more is refused, one
-            that finds no room waits.
+        chosen_positions_nbytes: most bytes that the positions chosen by indexers may take, of all requests together
+            that ask for them (`SamplingParams.chosen_positions_start`), until their results were taken or dropped. A
+            request that needs more is refused, one that finds no room waits.
         fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
             fetching and prefill decide whether a longer run is fetched.
         store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without the

@@ -218,20 +218,31 @@ class Frontend:
 
     async def _lend(self, request: RequestState, keys: list[int], prompt_tokens: int, candidate: Candidate) -> None:
         """Make the memory of its chosen positions, where it wants some, and lend it to the runner. It has its places
-        and waits for bytes: who has bytes waits for nothing. Raises BuffersOut where the machine has no such memory."""
+        and waits for bytes: who has bytes waits for nothing but its reader. Raises BuffersOut where the machine, or
+        the runner, has no such memory."""
         params, shape = request.params, self._runtime.capacity.chosen
         nbytes = chosen_nbytes(shape, params, prompt_tokens)
-        if not nbytes:
+        if shape is None or not nbytes:
             return
         await self._chosen.enter(nbytes, candidate)
-        request.chosen_nbytes = nbytes
         try:
-            request.chosen = make_chosen(shape, params, prompt_tokens)
-            for key, chosen in zip(keys, request.chosen, strict=True):
-                self._runtime.runner.lend(key, chosen.rows)
-                request.lent.append(key)
+            request.chosen = make_chosen(shape, params, prompt_tokens, self._chosen.leave)
         except OSError as error:
             raise BuffersOut(f"chosen positions ({error})", nbytes, self._chosen.limit, {}) from error
+        # if this is cut short, nobody knows which the runner has
+        request.lent = list(keys)
+        runner = self._runtime.runner
+        calls = [runner.lend(key, chosen.rows) for key, chosen in zip(keys, request.chosen, strict=True)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        for chosen in request.chosen:
+            chosen.rows.close_fd()
+        problems = [end for end in ends if isinstance(end, BaseException)]
+        if problems:
+            request.lent = [key for key, end in zip(keys, ends, strict=True) if end is None]
+            # a worker that died has failed the engine
+            self._check_open(True)
+            why = f"chosen positions (the runner cannot write them: {problems[0]})"
+            raise BuffersOut(why, nbytes, self._chosen.limit, {}) from problems[0]
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Check the grammar of a request that another instance prefills, before it is taken over.
@@ -345,13 +356,11 @@ class Frontend:
         if not request.done.done():
             # its caller got an error instead of a result; `drain` must not wait for it
             request.done.cancel()
-        if request.chosen_nbytes:
-            nbytes, request.chosen_nbytes = request.chosen_nbytes, 0
-            for key in request.lent:
-                self._runtime.runner.take_back(key)
-            for chosen in request.chosen:
-                chosen.let_go()
-            self._chosen.leave(nbytes)
+        for key in request.lent:
+            self._runtime.runner.take_back(key)
+        request.lent = []
+        for chosen in request.chosen:
+            chosen.let_go()
         if entered:
             self._limiter.leave(request.params.n)
 

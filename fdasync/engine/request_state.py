@@ -261,7 +261,6 @@ class RequestState:
         started_at, first_token_at, ended_at: engine times; None: there is no token yet.
         chosen: memory for what indexers choose, by sample; empty: it wants none.
         lent: keys of the samples whose memory the runner has.
-        chosen_nbytes: what it has taken of the engine's bytes for those.
         asked: the caller's request, and how its first sample was prepared; None until then.
         limit: timeout of its wait at the frontend and of its preparation; an abort ends those too.
         failure: the error that ended the engine, and with it the request.
@@ -274,7 +273,6 @@ class RequestState:
     __slots__ = (
         "asked",
         "chosen",
-        "chosen_nbytes",
         "done",
         "ended_at",
         "failure",
@@ -307,7 +305,6 @@ class RequestState:
         self.samples: list[SampleOutput] = []
         self.chosen: list[ChosenOutput] = []
         self.lent: list[int] = []
-        self.chosen_nbytes = 0
         self.open = 0
         self.started_at = now
         self.first_token_at: float | None = None

@@ -201,14 +201,22 @@ class BlockCopies:
         if self._jobs:
             stuck = ", ".join(f"{job.lane} of {len(job.device)} blocks" for job in self._jobs)
             raise DeadlineExceeded(f"block copies in flight ({stuck})", deadline_s)
-        if self._registered is None:
+        self.unpin()
+
+    def unpin(self) -> None:
+        """Take no more calls, and unregister the pages at once; idempotent. No call is in flight: for a start that
+        fails behind this part of it. Raises as `aclose`."""
+        if self._jobs:
+            raise InvariantBroken(f"{len(self._jobs)} copies are in flight, and their pages are to be unpinned")
+        self._closing = True
+        registered, self._registered = self._registered, None
+        if registered is None:
             return
         if self._lost or self._port.problem is not None:
             # the device may still write there, and takes no calls after a failure
-            self._registered.keep_for_good()
+            registered.keep_for_good()
         else:
-            self._registered.close()  # blocking: unpins the pages, once, when nothing runs any more
-        self._registered = None
+            registered.close()  # blocking: unpins the pages, once, when nothing runs any more
 
     def _start(self, lane: Lane, device_ids: Sequence[int], host_ids: Sequence[int]) -> asyncio.Future[int]:
         if self._closing:

@@ -8,13 +8,20 @@ regions (`cache/aux_arena.py`, `cache/host_arena.py`); the worker and the store'
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PAGE_NBYTES = 4096
 #: regions of an engine: KV of host blocks, rows
@@ -57,23 +64,30 @@ class SharedRegion:
         map: the mapping itself, for numpy and torch to build views on.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, keeps_fd: bool = True) -> None:
         """Attach to `fd`, which this object owns from now on, and closes where it raises.
+
+        `keeps_fd`: the mapping has a descriptor of its own, as those of Python have. False: none is open once this
+        object is closed, for regions of which there are many.
 
         Raises InvariantBroken if it is too small, OSError.
         """
         self.fd = fd
         self.nbytes = nbytes
+        self.map: Any
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise InvariantBroken(f"the shared region has {os.fstat(fd).st_size} bytes, {nbytes} are needed")
-            self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            if keeps_fd:
+                self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            else:
+                self.map = _mapped(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> SharedRegion:
+    def create(cls, name: str, nbytes: int, *, keeps_fd: bool = True) -> SharedRegion:
         """A new region of zeros; its pages are touched by the process that writes them first. Raises OSError."""
         fd = os.memfd_create(f"fdasync-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -82,7 +96,7 @@ class SharedRegion:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, nbytes)
+        return cls(fd, nbytes, keeps_fd=keeps_fd)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
         """A writable view of some of its bytes; the mapping lives while views do."""
@@ -95,7 +109,23 @@ class SharedRegion:
         """Drop the mapping and the fd; idempotent. The bytes live on while views of them do."""
         if self.fd < 0:
             return
-        with contextlib.suppress(BufferError):
-            self.map.close()
+        if isinstance(self.map, mmap.mmap):
+            with contextlib.suppress(BufferError):
+                self.map.close()
         os.close(self.fd)
         self.fd = -1
+
+
+def _mapped(fd: int, nbytes: int) -> NDArray[np.uint8]:
+    """The bytes behind a descriptor, of which no copy is kept; unmapped with the last view. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    pages = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(pages, libc.munmap, address, nbytes).atexit = False
+    return np.frombuffer(memoryview(pages), np.uint8)

@@ -315,19 +315,21 @@ class Runner(ABC):
         caller gives no block or slot of the step to another writer.
         """
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
+    async def lend(self, key: int, rows: ChosenRows) -> None:
         """Where the positions go that indexers choose for the tokens of sequence `key`; called once, before the step
         that starts it first, where its `SamplerSpec.chosen_from` is not -1.
 
         Each step writes the rows of its tokens that stand before its future ends; rows that are there already stay as
-        they are, whatever starts the sequence again. The caller keeps the rows; a runner refers to them until
-        `take_back`, and closes nothing. Never called, and refused by this default, where `Capacity.chosen` is None.
+        they are, whatever starts the sequence again. The caller keeps the rows, and may close their descriptor on
+        return; a runner refers to them until `take_back`, and closes nothing. An error ends the one request, of which
+        nothing was lent then. Where the call is cancelled, rows may have been lent or not: `take_back` follows. Never
+        called, and refused by this default, where `Capacity.chosen` is None.
         """
         raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
 
     def take_back(self, key: int) -> None:
         """What was lent for a sequence has no use any more: no step to come computes it, and those in flight may still
-        write. Called once for each `lend`."""
+        write. Called once for each `lend` that raised no error."""
         raise InvariantBroken(f"positions of sequence {key}, which were never lent")
 
     @abstractmethod

@@ -46,7 +46,7 @@ class ChosenRows:
     """Rows of one sequence, in shared memory.
 
     Attributes:
-        region: the shared memory, owned by this object; a worker gets `region.fd`.
+        region: the shared memory, owned by this object; a worker gets `region.fd`, which is closed once it has.
         shape: of a row.
         start: position of the first row.
         rows: int32 [most, layers, top_k] over the shared bytes; the first `count` have a meaning.
@@ -64,13 +64,14 @@ class ChosenRows:
     @classmethod
     def create(cls, shape: ChosenShape, start: int, most: int) -> ChosenRows:
         """Room for `most` rows, whose pages are taken as they are written. Raises OSError."""
-        region = SharedRegion.create("chosen", PAGE_NBYTES + most * shape.token_nbytes)
+        region = SharedRegion.create("chosen", PAGE_NBYTES + most * shape.token_nbytes, keeps_fd=False)
         return cls(region, shape, start, most)
 
     @classmethod
     def attach(cls, fd: int, shape: ChosenShape, start: int, most: int) -> ChosenRows:
         """The rows behind a descriptor, which is closed once they are mapped. Raises InvariantBroken, OSError."""
-        rows = cls(SharedRegion(fd, PAGE_NBYTES + most * shape.token_nbytes), shape, start, most)
+        region = SharedRegion(fd, PAGE_NBYTES + most * shape.token_nbytes, keeps_fd=False)
+        rows = cls(region, shape, start, most)
         rows.close_fd()
         return rows
 
@@ -78,6 +79,11 @@ class ChosenRows:
     def most(self) -> int:
         """Rows that there is room for."""
         return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows that there is room for."""
+        return self.rows.nbytes
 
     @property
     def count(self) -> int:
@@ -103,8 +109,7 @@ class ChosenRows:
         self._count[0] = max(self.count, stop)
 
     def close_fd(self) -> None:
-        """Close the descriptor; idempotent. The bytes stay while this object or a view of `rows` does."""
-        # the mapping has views, and stays
+        """Close the descriptor, the only one; idempotent. The bytes stay while this object or a view of `rows` does."""
         self.region.close()
 
 

@@ -4,6 +4,7 @@ do, and what bounds them."""
 from __future__ import annotations
 
 import asyncio
+import os
 
 import numpy as np
 import pytest
@@ -11,8 +12,13 @@ import pytest
 from fdasync import BadInput, Engine, EngineFailed, SamplingParams
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.engine import chosen_output
+from fdasync.engine.stream import TokenStream
 from fdasync.errors import BuffersOut
+from fdasync.request import GenerateRequest
 from fdasync.runner.chosen import ChosenRows
+from fdasync.runner.synthetic.runner import SyntheticRunner
+from fdasync.runner.worker import proxy
+from fdasync.runner.worker.messages import Lend
 from fdasync.testing import check_idle, check_sample, held_engine, oracle_of, synthetic_config, synthetic_engine
 from tests.support.drafters import Foretold, answers_of
 
@@ -248,6 +254,84 @@ async def test_memory_that_the_machine_does_not_have_ends_one_request(monkeypatc
             await engine.complete(PROMPT, choosing(0, n=2))
         assert engine._frontend._chosen.used == 0
         await ask(engine, choosing(0))
+
+
+@pytest.mark.parametrize("process", ["inline", "worker"])
+async def test_rows_that_a_runner_does_not_take_end_one_request(process, monkeypatch):
+    if process == "worker":
+        # the region is smaller than the worker is told
+        monkeypatch.setattr(proxy, "Lend", lambda key, shape, start, most: Lend(key, shape, start, most + (start > 0)))
+    else:
+        honest = SyntheticRunner.lend
+
+        async def lend(self, key, rows):
+            if rows.start:
+                raise OSError(12, "Cannot allocate memory")
+            await honest(self, key, rows)
+
+        monkeypatch.setattr(SyntheticRunner, "lend", lend)
+    async with synthetic_engine(config(process=process, chosen_positions_nbytes=200 * TOKEN_NBYTES)) as engine:
+        for _ in range(5):
+            with pytest.raises(BuffersOut, match="the runner cannot write them") as caught:
+                await engine.complete(PROMPT, choosing(0, n=2))
+            assert caught.value.wanted_nbytes == 57 * TOKEN_NBYTES
+            del caught
+        # the bytes came back, and the sample that was lent some is as if it had never been
+        assert engine._frontend._chosen.used == 0
+        await ask(engine, choosing(0))
+        if process == "inline":
+            assert engine._runtime.runner._lent._rows == {}
+        check_idle(engine)
+
+
+async def open_files(pid: int) -> str:
+    listing = await asyncio.create_subprocess_exec("ls", "-l", f"/proc/{pid}/fd", stdout=asyncio.subprocess.PIPE)
+    return (await listing.communicate())[0].decode()
+
+
+@pytest.mark.parametrize("process", ["inline", "worker"])
+async def test_no_descriptor_is_open_while_a_request_lives(process):
+    long = choosing(0, n=3, max_tokens=60)
+    async with synthetic_engine(config(process=process)) as engine, engine.generate(PROMPT, long) as stream:
+        await anext(stream)
+        pids = {os.getpid(), getattr(engine._runtime.runner, "pid", os.getpid())}
+        for pid in pids:
+            files = await open_files(pid)
+            assert "socket:" in files or "eventpoll" in files
+            assert "chosen" not in files
+        # not yet read
+        assert len(stream._request.chosen) == 3
+        assert all(chosen._rows is not None for chosen in stream._request.chosen)
+
+
+async def test_results_that_nobody_took_count():
+    async with synthetic_engine(config(chosen_positions_nbytes=60 * TOKEN_NBYTES)) as engine:
+        used = engine._frontend._chosen
+        async with engine.generate(PROMPT, choosing()) as stream:
+            await stream._request.done
+            # it has ended, and its rows are there yet
+            assert used.used == 53 * TOKEN_NBYTES
+            second = asyncio.create_task(ask(engine, choosing()))
+            free = await engine.complete(PROMPT, SamplingParams(max_tokens=1))
+            assert free.finish_reason == "length"
+            assert not second.done()
+            assert len((await stream.finished()).chosen_positions.array) == 53
+            await second
+        assert used.used == 0
+
+
+async def test_results_that_nobody_can_take_any_more_do_not_count():
+    async with synthetic_engine(config(chosen_positions_nbytes=60 * TOKEN_NBYTES)) as engine:
+        for _ in range(2):
+            stream = await TokenStream.open(
+                engine._frontend, GenerateRequest(prompt=PROMPT, params=choosing(), streams=True)
+            )
+            await stream._request.done
+            assert engine._frontend._chosen.used == 53 * TOKEN_NBYTES
+            del stream
+            # the driver's turn that ended it may refer to it
+            await asyncio.sleep(0)
+            assert engine._frontend._chosen.used == 0
 
 
 async def failure(engine: Engine) -> str:

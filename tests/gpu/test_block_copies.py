@@ -311,6 +311,22 @@ async def test_a_close_waits_for_copies_and_is_bounded(device, way):
     await bed.close()
 
 
+async def test_a_start_that_fails_elsewhere_unpins_at_once(device, way):
+    bed = Bed(device, way, by_hand=True)
+    bed.port.held = True
+    waiter = bed.copies.out([4], [0])
+    with pytest.raises(InvariantBroken, match="1 copies are in flight"):
+        bed.copies.unpin()
+    bed.port.free()
+    await waiter
+    bed.copies.unpin()
+    assert bed.library is None or not bed.library.pages
+    with pytest.raises(InvariantBroken, match="after the close"):
+        bed.copies.out([1], [1])
+    bed.copies.unpin()
+    await bed.close()
+
+
 @pytest.mark.both_loops
 async def test_an_error_of_the_device_keeps_the_pages(device):
     bed = Bed(device, "batch", by_hand=True)

@@ -46,6 +46,10 @@ class TestSynthetic(RunnerTests):
         return [("weights", "uint64", (1,), np.array([WEIGHTS[weights]], np.uint64))]
 
 
+class TestSyntheticThatChooses(TestSynthetic):
+    config = {**TestSynthetic.config, "chosen_top_k": 5}  # noqa: RUF012
+
+
 class TestSyntheticRuns(RunTests):
     config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
 

@@ -110,7 +110,7 @@ class SyntheticSteps(Runner):
         top_k = self.config.chosen_top_k
         return ChosenShape(CHOSEN_LAYERS, top_k) if top_k and self.limits.tensor_parallel == 1 else None
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
+    async def lend(self, key: int, rows: ChosenRows) -> None:
         self._lent.lend(key, rows)
 
     def take_back(self, key: int) -> None:

@@ -173,7 +173,7 @@ class _RunnerService(Service):
             await runner.bind(message.num_blocks, arena, host, snapshots)
             settle()
         elif isinstance(message, Lend):
-            runner.lend(message.key, ChosenRows.attach(fds.pop(0), message.shape, message.start, message.most))
+            await runner.lend(message.key, ChosenRows.attach(fds.pop(0), message.shape, message.start, message.most))
         elif isinstance(message, TakeBack):
             runner.take_back(message.key)
         elif isinstance(message, Release):

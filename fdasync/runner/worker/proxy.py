@@ -189,20 +189,28 @@ class WorkerRunner(Runner):
         assert self._child is not None
         return self._child.send(step, _STEP)
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
-        """See `Runner`. The worker maps the rows before it reads of the step."""
-        # the request may end, and close its own, before the message is on its way
+    async def lend(self, key: int, rows: ChosenRows) -> None:
+        """See `Runner`. The worker maps the rows; steps go on meanwhile."""
+        # the call may be cancelled, and the caller close its own, before the message is on its way
         fd = os.dup(rows.region.fd)
-        self._tell(Lend(key, rows.shape, rows.start, rows.most), (fd,)).add_done_callback(lambda _: os.close(fd))
+        told = self._tell(Lend(key, rows.shape, rows.start, rows.most), (fd,))
+        told.add_done_callback(lambda _: os.close(fd))
+        try:
+            await asyncio.shield(told)
+        finally:
+            # an error that is raised here refers to this frame, and so to the rows: no cycle keeps them
+            del told
 
     def take_back(self, key: int) -> None:
         self._tell(TakeBack(key))
 
     def _tell(self, message: Lend | TakeBack, fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send what nobody waits for but `aclose`, which does not take the worker for a busy one."""
+        """Send what `aclose` waits for, too, and does not take the worker for a busy one."""
         told = self._send(message, _NOTHING, fds)
         self._told.add(told)
         told.add_done_callback(self._told.discard)
+        # of a call that was cancelled, and of rows that were not lent then, nobody asks for the error
+        told.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return told
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:

@@ -413,12 +413,15 @@ class StorePlanner:
         seq.store.held += blocks
         self._held += len(blocks)
 
-    @staticmethod
-    def _hold_snapshot(seq: Sequence, arrived: list[Snapshot]) -> None:
-        """Hold the last of the snapshots that came for it."""
+    def _hold_snapshot(self, seq: Sequence, arrived: list[Snapshot]) -> None:
+        """Hold the last of the snapshots that came for it. Those before it came since an object is read as a whole:
+        they make room before others do, and the store has them."""
         for snapshot in arrived[-1:]:
             snapshot.hold()
             seq.store.held_snapshots.append(snapshot)
+        for snapshot in reversed(arrived[:-1]):
+            assert self._index.pool.snapshots is not None
+            self._index.pool.snapshots.demote(snapshot)
 
     def _hold_hits(self, seq: Sequence, gap: Gap) -> None:
         """Hold the blocks before and among those of a fetch that are here, so that they do not make room for it.

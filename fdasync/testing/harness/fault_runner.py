@@ -173,8 +173,8 @@ class FaultRunner(Runner):
         self._loaded()
         return weights_id
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
-        self.inner.lend(key, rows)
+    async def lend(self, key: int, rows: ChosenRows) -> None:
+        await self.inner.lend(key, rows)
 
     def take_back(self, key: int) -> None:
         self.inner.take_back(key)

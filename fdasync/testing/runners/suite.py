@@ -8,8 +8,8 @@ Adopt it with a class of a few lines in a test module of your own:
 
 The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Numeric runners may
 loosen `assert_same`. This file tests steps; copies of blocks, sequences that another instance began, new weights, logit
-bias and log-probs of prompts, grammars, and fixed numerics are in `copies.py`, `open_blocks.py`, `weights.py`,
-`scores.py`, `grammars.py` and `numerics.py`. Knows the contract only.
+bias and log-probs of prompts, grammars, fixed numerics, and positions that indexers chose are in `copies.py`,
+`open_blocks.py`, `weights.py`, `scores.py`, `grammars.py`, `numerics.py` and `positions.py`. Knows the contract only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fdasync.testing.runners.grammars import GrammarTests
 from fdasync.testing.runners.harness import is_runner_error
 from fdasync.testing.runners.numerics import NumericsTests
 from fdasync.testing.runners.open_blocks import TailTests
+from fdasync.testing.runners.positions import PositionTests
 from fdasync.testing.runners.scores import ScoreTests
 from fdasync.testing.runners.weights import WeightsTests
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import StepOutput
 
 
-class RunnerTests(CopyTests, GrammarTests, NumericsTests, ScoreTests, TailTests, WeightsTests):
+class RunnerTests(CopyTests, GrammarTests, NumericsTests, PositionTests, ScoreTests, TailTests, WeightsTests):
     """Subclass it, name the subclass Test..., define `make`; more in `RunnerSuite`."""
 
     # -- what it is -----------------------------------------------------------------------------------

@@ -121,6 +121,16 @@ def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, fami
     suite.test_a_sequence_begun_elsewhere_may_have_more_to_compute()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
+def test_positions_that_indexers_chose_are_written_as_they_are_due(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    suite = TestTransformers()
+    suite.folders = [tmp_path]
+    suite.test_a_sequence_has_the_chosen_positions_of_all_its_tokens()
+    suite.test_chosen_positions_are_those_of_one_sequence_from_its_first_on()
+    suite.test_rows_that_stand_stay_when_a_sequence_starts_again()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "test",

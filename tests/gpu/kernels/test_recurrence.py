@@ -24,12 +24,16 @@ SIZE = PlanSize(6, 14)
 
 @dataclass(frozen=True)
 class Step:
-    """Sequences with a source, rows and further stops; their states go on in the memory's rows 0, 1, 2, ..."""
+    """Sequences with a source, rows and further stops; their states go on in the memory's rows 0, 1, 2, ...
+
+    `width`: how many sequences a step is launched for, where it is not of decodes alone.
+    """
 
     sources: tuple[int, ...]
     counts: tuple[int, ...]
     takes: tuple[tuple[int, int, int], ...] = ()
     padding: int = 0
+    width: int = SIZE.sequences
 
     @property
     def rows(self) -> int:
@@ -43,12 +47,14 @@ class Step:
             owners = torch.tensor(
                 [*np.repeat(targets, self.counts).tolist(), *[-1] * self.padding], dtype=torch.int32, device=device
             )
-        return Spans.of(torch.from_numpy(plan).to(device), SIZE, owners, SIZE.sequences if owners is not None else 3)
+        return Spans.of(torch.from_numpy(plan).to(device), SIZE, owners, self.width if owners is not None else 3)
 
 
 # begun and fresh, a sequence of one token among others, snapshots within and at the end; decodes alone
 CHUNKS = Step((0, FRESH, 4, 3), (5, 7, 1, 2), ((1, 4, 6), (1, 7, 8), (0, 2, 5)), padding=2)
 DECODES = Step((0, 7, 2), (1, 1, 1), ((1, 1, 5),))
+# so few sequences that each one's values are computed in narrower tiles
+ALONE = Step((4,), (5,), ((0, 2, 6),), padding=2, width=1)
 
 
 # as of published models, where a GPU computes them
@@ -101,7 +107,7 @@ def test_a_convolution_is_that_of_each_sequence_alone(
     assert torch.equal(memory, expected)
 
 
-@pytest.mark.parametrize("step", [CHUNKS, DECODES])
+@pytest.mark.parametrize("step", [CHUNKS, DECODES, ALONE])
 @pytest.mark.parametrize(
     ("delta", "by_key", "norm", "turned"),
     [(True, False, "rsqrt", False), (True, True, "divide", False), (False, False, "none", True)],
@@ -188,7 +194,11 @@ def test_a_gated_norm_rounds_as_the_library(dtype: torch.dtype, device: torch.de
         norm_gated(x, gate[:, :1], norm.weight, 1e-6)
 
 
-@pytest.mark.parametrize(("heads", "keys", "values"), [(2, 16, 8), pytest.param(32, 128, 128, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("heads", "keys", "values"),
+    # values of 24 fill tiles of 4 and of 8, which few sequences and single tokens have, and not those of 16
+    [(2, 16, 8), (2, 32, 24), *[pytest.param(32, keys, 128, marks=pytest.mark.gpu) for keys in (8, 16, 64, 128, 256)]],
+)
 def test_bits_do_not_depend_on_how_tokens_come(heads: int, keys: int, values: int, device: torch.device) -> None:
     # seven tokens at once, in two chunks with another sequence beside them, or behind a snapshot
     drawn = torch.Generator().manual_seed(3)
@@ -217,6 +227,13 @@ def test_bits_do_not_depend_on_how_tokens_come(heads: int, keys: int, values: in
         [
             (Step((FRESH, FRESH), (5, 2), ((0, 4, 7),)), [0, 1, 2, 3, 15, 8, 9]),
             (Step((7, 1), (3, 2)), [4, 5, 6, 10, 11]),
+        ],
+        # with no other beside it: in narrower tiles, at once and in chunks, of which one has a single token
+        [(Step((FRESH,), (7,), width=1), [*range(7)])],
+        [
+            (Step((FRESH,), (4,), ((0, 3, 7),), width=1), [0, 1, 2, 3]),
+            (Step((7, FRESH), (2, 2), width=4), [3, 4, 18, 19]),
+            (Step((0,), (2,), width=1), [5, 6]),
         ],
         # one by one, by the kernel for single tokens
         [

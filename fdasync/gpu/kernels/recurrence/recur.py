@@ -29,6 +29,8 @@ _EPSILON: tl.constexpr = tl.constexpr(1e-6)
 _WIDEST_KEY = 256
 # sequences whose programs do not fill a GPU
 _FEW = 4
+# what the 32 threads of a warp load at once
+_WARP_NBYTES = 32 * 16
 
 
 class Gates(NamedTuple):
@@ -239,7 +241,10 @@ def recur(
         return out.zero_()
     # one warp for each tile of values: it sums over keys by itself, and many programs hide each other's waiting
     few = len(spans.sources) <= _FEW
-    cells = min(8 if single else 4 if few else 16, triton.next_power_of_2(values))
+    key_cells = triton.next_power_of_2(keys)
+    # a tile that a warp does not fill is dealt to its threads in another way, and keys are summed in another order
+    filled = triton.cdiv(_WARP_NBYTES, key_cells * states.element_size())
+    cells = min(max(filled, 8 if single else 4 if few else 16), triton.next_power_of_2(values))
     grid: Any = (triton.cdiv(values, cells), heads, len(spans.sources))
     rates = value if beta is None else beta
     growth, bias = (value, value) if gates is None else gates
@@ -249,7 +254,7 @@ def recur(
     sizes: dict[str, Any] = {
         "keys": keys, "values": values, "group": heads // groups, "delta": beta is not None,
         "by_key": decay.dim() == 3 and gates is None,
-        "norm": _NORMS[norm], "raw": gates is not None, "key_cells": triton.next_power_of_2(keys), "value_cells": cells,
+        "norm": _NORMS[norm], "raw": gates is not None, "key_cells": key_cells, "value_cells": cells,
     }  # fmt: skip
     if single:
         _single_kernel[grid](*tensors, spans.first_stops, spans.stops, scale, *strides, **sizes, num_warps=1)

@@ -52,6 +52,7 @@ from fdasync_transformers.model.kv import KVLayout, KVPool
 from fdasync_transformers.model.recurrent.states import versions_of
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.device_group import join
+from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.paced import Paced
@@ -374,7 +375,7 @@ class TransformersRunner(Runner):
             return _failed(RunnerError("the runner is closed, or not bound yet", step.step_id))
         return self._executor.launch(step)
 
-    def lend(self, key: int, rows: ChosenRows) -> None:
+    async def lend(self, key: int, rows: ChosenRows) -> None:
         self._lent.lend(key, rows)
 
     def take_back(self, key: int) -> None:
@@ -574,7 +575,7 @@ class TransformersRunner(Runner):
         limits = self.limits
         return DeviceStepModel(
             model, layout, decode_rows(limits), live=self._live, fixed=fixed, most_run=1 + limits.speculation,
-            state=state,
+            state=state, agree=partial(agree, self._collectives, label="a proof"),
         )  # fmt: skip
 
     def _no_sleep(self) -> str:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.execution import device_step, gpu_services, triton_paging
+from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.execution import device_executor, device_step, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 from written import write_tiny_checkpoint
 
-from fdasync.errors import ConfigError, RunnerError, UnsupportedModel
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.cache.host_arena import HostArena
+from fdasync.errors import ConfigError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.events.actions import Chunk
+from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.ports.fake import FakePort
+from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +114,51 @@ async def test_what_fails_to_bind_leaves_nothing(
     with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
         await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     assert len(ports) == 1
+
+
+class PinsOnly:
+    """A driver that registers pages, and knows which are."""
+
+    has_batch = False
+
+    def __init__(self) -> None:
+        self.pages: dict[int, int] = {}
+        self.calls = 0
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.calls += 1
+        self.pages[address] = nbytes
+        return address
+
+    def unregister(self, address: int) -> None:
+        del self.pages[address]
+
+
+async def test_pages_of_blocks_are_not_pinned_any_more_where_those_of_snapshots_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_checkpoint(tmp_path, "lfm2_moe")
+    limits = RunnerLimits(
+        model=str(tmp_path), max_running=2, max_step_tokens=16, max_context_tokens=64, block_tokens=4, num_blocks=8,
+        num_snapshots=2,
+    )  # fmt: skip
+    runner = TransformersRunner(TransformersConfig(dtype="float32", **{**DEVICE, "self_check": False}), limits)
+    capacity = await runner.open()
+    arena = AuxArena.create(8, 4, capacity.aux_specs)
+    host = HostArena.create(4, capacity.block_nbytes)
+    # of another model: its pages are not even registered
+    snapshots = HostArena.create(4, capacity.snapshot_nbytes // 2)
+    driver: Any = PinsOnly()
+    monkeypatch.setattr(device_executor, "BlockCopies", partial(BlockCopies, driver=driver))
+    try:
+        with pytest.raises(InvariantBroken, match="host blocks have"):
+            await runner.bind(8, arena, host, snapshots)
+        assert driver.calls
+        assert driver.pages == {}
+    finally:
+        await runner.aclose()
+        for one in (arena, host, snapshots):
+            one.close()
 
 
 async def test_a_launch_that_fails_half_way_gives_everything_back(

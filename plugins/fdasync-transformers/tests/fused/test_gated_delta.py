@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from device_path import DEVICE
 from fdasync_transformers.fused.recurrent import flat, gated_delta
 from fdasync_transformers.fused.recurrent.flat import FlatSteps
 from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta
 from fdasync_transformers.model.recurrent.probe import find_state
 from fdasync_transformers.model.recurrent.steps import RecurrentSteps
-from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from step_driver import Driver
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ON_GPU = torch.cuda.is_available()
 
@@ -34,24 +39,67 @@ def opened(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 def test_known_nets_are_computed_by_few_kernels(family: str, dtype: torch.dtype) -> None:
     forwards, layout = opened(family, dtype)
-    assert {type(one) for one in FlatSteps(forwards, layout)._flat} == {GatedDelta}
+    steps = FlatSteps(forwards, layout)
+    assert {type(one) for one in steps._flat} == {GatedDelta}
+    assert steps.notes == ()
 
 
 @pytest.mark.parametrize("family", ["kimi_linear", "lfm2_moe"])
 def test_others_are_the_library_s_code(family: str) -> None:
     forwards, layout = opened(family)
-    assert {type(one) for one in FlatSteps(forwards, layout)._flat} == {flat._FlatForward}
+    steps = FlatSteps(forwards, layout)
+    assert {type(one) for one in steps._flat} == {flat._FlatForward}
+    # nothing else was to be had
+    assert steps.notes == ()
 
 
 def test_a_net_that_computes_something_else_keeps_the_library_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
     forwards, layout = opened("qwen3_next")
+    scale(monkeypatch)
+    steps = FlatSteps(forwards, layout)
+    assert {type(one) for one in steps._flat} == {flat._FlatForward}
+    (note,) = steps.notes
+    assert note.startswith("recurrent layers Qwen3NextGatedDeltaNet are the library's own: ")
+    assert "relative error" in note
+
+
+def scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have gated delta nets compute something else."""
     plain = GatedDelta.__call__
 
     def scaled(self: Any, spans: Any, states: Any, hidden: torch.Tensor, others: Any) -> torch.Tensor:
         return plain(self, spans, states, hidden * 1.001, others)
 
     monkeypatch.setattr(GatedDelta, "__call__", scaled)
-    assert {type(one) for one in FlatSteps(forwards, layout)._flat} == {flat._FlatForward}
+
+
+async def test_who_starts_an_engine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_checkpoint(
+        tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
+    scale(monkeypatch)
+    driver = await Driver.open(tmp_path, config={"self_check": False, "cuda_graphs": False, **DEVICE})
+    notes = [note for note in driver.capacity.notes if "GatedDeltaNet" in note]
+    await driver.close()
+    assert len(notes) == 1
+    assert "the library's own" in notes[0]
+
+
+def test_what_one_rank_keeps_all_ranks_keep() -> None:
+    forwards, layout = opened("qwen3_next")
+    asked: list[str] = []
+
+    def other(reason: str) -> str:
+        asked.append(reason)
+        return reason or "rank 1 of 2: it cannot be compared"
+
+    steps = FlatSteps(forwards, layout, other)
+    # once for the class, though this rank has no reason
+    assert asked == [""]
+    assert {type(one) for one in steps._flat} == {flat._FlatForward}
+    assert steps.notes == (
+        "recurrent layers Qwen3NextGatedDeltaNet are the library's own: rank 1 of 2: it cannot be compared",
+    )
 
 
 def test_a_state_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +121,7 @@ def test_a_state_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_net_that_is_built_otherwise_is_not_known() -> None:
     forwards, layout = opened("qwen3_next")
     mixer = forwards[0].mixer
-    mixer.module.activation = "gelu"
+    mixer.module.norm.activation = "gelu"
     assert GatedDelta.make(mixer, layout.parts[mixer.name]) is None
+    (note,) = FlatSteps(forwards[:1], layout).notes
+    assert "built otherwise" in note

@@ -10,8 +10,10 @@ import pytest
 import torch
 from device_path import make_small_checkpoint
 from fdasync_transformers import make_random_checkpoint
+from fdasync_transformers.fused.recurrent import flat
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.parallel.on_device import StepEnds
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from ranks import as_ranks, returned
 from step_driver import Driver
 
@@ -97,6 +99,31 @@ def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: boo
         said = [next(note for note in each.notes if note.startswith("fused:")) for each in (capacity, many[1][2])]
         assert said[0] == said[1]
         assert "2 of 2 decoder layers" in said[0]
+
+
+def test_ranks_keep_the_library_s_recurrent_layers_where_one_of_them_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_checkpoint(
+        tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
+
+    async def opened(exchange: Exchange) -> tuple[set[str], list[str]]:
+        if exchange.rank:
+            monkeypatch.setattr(flat, "difference", lambda *_: "it has other units")
+        driver = await Driver.open(
+            tmp_path, config={**DEVICE, "fused_router": False, "cuda_graphs": False}, exchange=exchange
+        )
+        made = {type(one).__name__ for one in driver.runner._step_model._flat._flat}
+        notes = [note for note in driver.capacity.notes if "GatedDelta" in note]
+        await driver.close()
+        return made, notes
+
+    for made, notes in returned(as_ranks(2, lambda exchange: asyncio.run(opened(exchange)))):
+        assert made == {"_FlatForward"}
+        assert notes == [
+            "recurrent layers Qwen3NextGatedDeltaNet are the library's own: rank 1 of 2: it has other units"
+        ]
 
 
 def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) -> None:

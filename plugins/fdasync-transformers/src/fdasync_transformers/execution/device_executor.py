@@ -120,7 +120,7 @@ class DeviceExecutor(Executor):
         self._waiting: deque[Callable[[], None]] = deque()
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
-        # last, since nothing may fail behind them: they pin pages until they are closed
+        # last: they pin pages until they are closed, and whoever made this cannot close it if it fails here
         self._copies: BlockCopies | None = None
         self._states: DeviceStates | None = None
         if bound.host is not None:
@@ -128,7 +128,12 @@ class DeviceExecutor(Executor):
                 bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.part
             )
         if model.states is not None and model.plan_size is not None:
-            self._states = DeviceStates(model.states, model.plan_size, bound, services)
+            try:
+                self._states = DeviceStates(model.states, model.plan_size, bound, services)
+            except BaseException:
+                if self._copies is not None:
+                    self._copies.unpin()
+                raise
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
         """Capture decode steps at these batch sizes, and check them. Blocks its loop.

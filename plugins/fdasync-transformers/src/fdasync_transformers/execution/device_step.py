@@ -24,6 +24,7 @@ from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
 from fdasync_transformers.execution.states.plan import Spanned, plan_states
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
+from fdasync_transformers.fused.proofs import alone
 from fdasync_transformers.fused.recurrent.flat import FlatSteps
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
 from fdasync_transformers.mtp.head import head_of
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fdasync.runner.chosen import LentRun
     from fdasync.runner.input_batch import Batch, InputBatch
     from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.model.kv import KVLayout, KVPool
     from fdasync_transformers.model.recurrent.pieces import Take
     from fdasync_transformers.model.recurrent.states import StateLayout
@@ -80,6 +82,7 @@ class DeviceStepModel(StepModel):
         fixed: bool = False,
         most_run: int = 1,
         state: StateLayout | None = None,
+        agree: Agree = alone,
     ) -> None:
         """Takes a model on a device where kernels run.
 
@@ -89,9 +92,13 @@ class DeviceStepModel(StepModel):
             fixed: with fixed numerics.
             most_run: most rows of one sequence that decode side by side, its drafts among them.
             state: of a sequence, where the model has recurrent layers.
+            agree: what the ranks of a group make of a reason to compute those by the library's code.
         """
         super().__init__(model, layout, fixed=fixed, state=state)
-        self._flat = None if self.recurrent is None else FlatSteps(self.recurrent.forwards, self.recurrent.layout)
+        self._flat = None
+        if self.recurrent is not None:
+            self._flat = FlatSteps(self.recurrent.forwards, self.recurrent.layout, agree)
+            self.notes = self._flat.notes
         self.plan_size: PlanSize | None = None
         self._live = live
         self.interpreted = model.device.type == "cpu"

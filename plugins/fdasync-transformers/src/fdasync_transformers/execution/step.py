@@ -58,6 +58,7 @@ class StepModel:
         indexers: those of its indexers; None: it has none.
         states: the recurrent state that steps go on from, by lane; set before the first step where there is any.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
+        notes: for people: what its steps compute in a slower way than could be, and why.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class StepModel:
         self.indexers = indexers if indexers.heads else None
         self.states: States | None = None
         self.interpreted = False
+        self.notes: tuple[str, ...] = ()
         self.fixed = fixed
         self._numerics = FixedNumerics() if fixed else None
         self.head = Head(model, self.inference)

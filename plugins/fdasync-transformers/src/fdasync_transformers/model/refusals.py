@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "lightning_attention")
 # the library's scan of Mamba 1
 _SCAN = "mamba_selective_scan"
+# arguments without a default that a mixer may have beside hidden states, a cache and masks
+_NOT_BY_TOKEN = ("position_embeddings",)
 # the library's names of modules that choose which keys a query sees, or shorten them
 _SPARSE = {
     "indexer": "sparse attention with an indexer that does not keep one key a token and return positions",
@@ -36,6 +38,7 @@ def refuse_unservable(model: PreTrainedModel) -> None:
     reasons = [
         *_hidden_state(model),
         *_forgetful(model),
+        *_uncut(model),
         *_sparse(model),
         *_masked(model),
         *_hashed(model),
@@ -82,6 +85,19 @@ def _forgetful(model: torch.nn.Module) -> Iterator[str]:
         if not any("initial" in name for name in inspect.signature(inspect.unwrap(scan)).parameters):
             yield f"{mixer.name} ({kind.__name__}) cannot go on from a recurrent state: the library's scan takes none"
             return
+
+
+def _uncut(model: torch.nn.Module) -> Iterator[str]:
+    seen = set()
+    for mixer in find_mixers(model):
+        kind = type(mixer.module)
+        more = [name for name in mixer.others if name not in _NOT_BY_TOKEN and not name.endswith("mask")]
+        if mixer.hidden != "hidden_states":
+            more.insert(0, mixer.hidden)
+        if more and kind not in seen:
+            seen.add(kind)
+            what = f"{mixer.name} ({kind.__name__}) keeps state, and takes {', '.join(more)}"
+            yield f"{what}: of each sequence it gets hidden states alone"
 
 
 def _recurrent_types(model: torch.nn.Module) -> list[str]:

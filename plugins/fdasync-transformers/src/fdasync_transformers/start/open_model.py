@@ -173,6 +173,7 @@ def open_model(
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_with_state(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
+    notes += step_model.notes
     if mtp_layers:
         notes.append(mtp_note(model, layout))
     if step_model.indexers is not None:

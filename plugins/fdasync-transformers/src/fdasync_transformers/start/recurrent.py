@@ -44,7 +44,7 @@ def _undone(
     model: torch.nn.Module, config: TransformersConfig, limits: RunnerLimits, device: torch.device
 ) -> Iterator[tuple[str, str]]:
     if uses_kernels(config, device) and (missing := find_missing(model)):
-        yield "runner_config.device", f"no kernel knows the recurrence of {missing}; steps on CPUs do"
+        yield "runner_config.device", f"no kernel knows {missing}; steps on CPUs do"
     if limits.sum_slices > 1:
         yield "sum_slices", "sums in their recurrence have no slices"
     if limits.numerics == "fixed":

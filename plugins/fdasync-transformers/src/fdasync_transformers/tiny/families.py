@@ -224,7 +224,7 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "inkling2_text": TinyFamily(
         "biases by position, convolutions with state", {**INKLING, "n_layers_per_attn_res_block": 2},
-        _BIASED, recurrent=True,
+        ("dynamic_input",), recurrent=True,
     ),
     "jamba": TinyFamily(
         "mamba layers, MoE in every second",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig
+from fdasync_transformers.fused.recurrent.flat import find_missing
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_weight, linears_of, make_plain
 from fdasync_transformers.model.recurrent import steps
+from fdasync_transformers.model.recurrent.mixers import find_mixers
 from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
+from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.start.recurrent import refuse_undone
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from step_driver import Driver
@@ -58,6 +62,62 @@ async def test_a_recurrence_without_a_kernel_is_refused_on_gpus(
     with pytest.raises(ConfigError, match=rf"no kernel knows the recurrence of .*{mixer}") as caught:
         await Driver.open(tmp_path, config={"kernels": "triton"})
     assert caught.value.field == "runner_config.device"
+
+
+async def test_an_activation_that_no_kernel_has_is_refused_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_tiny_checkpoint(tmp_path, "qwen3_next", hidden_act="gelu")
+    with pytest.raises(ConfigError, match=r"no kernel knows the activation 'gelu' of .*Qwen3NextGatedDelta") as caught:
+        await Driver.open(tmp_path, config={"kernels": "triton"})
+    assert caught.value.field == "runner_config.device"
+    assert not find_missing(make_tiny_model("qwen3_next", hidden_act="swish"))
+
+
+def test_state_that_a_method_beside_the_forward_keeps_is_found() -> None:
+    model = make_tiny_model("qwen4_exp_text", ple_layer_ids=[1], heads_per_ngram=2, ngram_vocab_size_base=64)
+    kinds = {type(mixer.module).__name__ for mixer in find_mixers(model)}
+    assert kinds == {"Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer", "Qwen4ExpTextNGramEmbedding"}
+    with pytest.raises(UnsupportedModel) as caught:
+        refuse_unservable(model)
+    for reason in (
+        r"PLELayer\) keeps state, and takes input_ids",
+        r"NGramEmbedding\) keeps state, and takes input_ids",
+    ):
+        assert re.search(reason, str(caught.value))
+
+
+def causal_conv1d_fn(states: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+    """By the library's name, for the text of what follows."""
+    del activation
+    return states
+
+
+class KeepsBeside(torch.nn.Module):
+    """As a mixer of no library does that is known: its kernel is known, and one more state is kept elsewhere."""
+
+    layer_idx = 0
+    activation = None
+
+    def forward(self, hidden_states: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
+        cache_params.update_conv_state(hidden_states, self.layer_idx)
+        return self.keep(causal_conv1d_fn(hidden_states, activation=self.activation), cache_params)
+
+    def keep(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.update_recurrent_state(states, self.layer_idx)
+        return states
+
+
+class NamesNoCache(KeepsBeside):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return hidden_states
+
+
+def test_state_of_which_the_forward_tells_nothing_has_no_kernel_and_no_place() -> None:
+    assert find_missing(torch.nn.Sequential(KeepsBeside())) == "the recurrence of 0 (KeepsBeside)"
+    with pytest.raises(UnsupportedModel, match="its forward names neither the cache nor a layer"):
+        find_mixers(torch.nn.Sequential(NamesNoCache()))
 
 
 async def test_a_scan_without_a_state_is_named(tmp_path: Path) -> None:

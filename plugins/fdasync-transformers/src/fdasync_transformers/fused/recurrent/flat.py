@@ -10,6 +10,7 @@ Called by `execution/device_step.py`; `find_missing` by `start/recurrent.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -19,9 +20,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from fdasync.errors import InvariantBroken, UnsupportedModel
-from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.fused.recurrent.gated_delta import GatedDelta, difference
-from fdasync_transformers.model.recurrent.mixers import find_mixers, source_of
+from fdasync_transformers.model.recurrent.mixers import find_mixers, methods_of, source_of, state_calls
 from fdasync_transformers.model.recurrent.states import StateLayout
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.kernels.recurrence.recur import Norm
     from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.fused.recurrent.gated_delta import Computes
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.states import Kind, Part, States
@@ -36,26 +38,44 @@ if TYPE_CHECKING:
 
 _CONVOLUTION = "causal_conv1d_fn"
 _SILU = ("silu", "swish")
+# how a forward hands it on
+_ACTIVATION = re.compile(r"\bactivation=self\.(\w+)")
 
 
 def find_missing(model: torch.nn.Module) -> str:
-    """A mixer of the model whose convolution or recurrence has no kernel, for people; "": there is none."""
+    """What a mixer of the model does that no kernel does, for people; "": there is nothing."""
     for mixer in find_mixers(model):
-        source = source_of(type(mixer.module))
+        kind = type(mixer.module)
+        source, whole = source_of(kind), methods_of(kind)
         keeps = "update_recurrent_state(" in source or "set_linear_cache(" in source
         known = [name for name in _RECURRENCES if f"{name}(" in source]
-        if f"{_CONVOLUTION}(" not in source or len(known) != keeps:
-            return f"{mixer.name} ({type(mixer.module).__name__})"
+        if f"{_CONVOLUTION}(" not in source or len(known) != keeps or state_calls(source) != state_calls(whole):
+            return f"the recurrence of {mixer.name} ({kind.__name__})"
+        for name in _ACTIVATION.findall(whole):
+            activation = getattr(mixer.module, name, None)
+            if activation is not None and activation not in _SILU:
+                return f"the activation {activation!r:.60} of the convolution of {mixer.name} ({kind.__name__})"
     return ""
 
 
 class FlatSteps:
-    """See the module. `forwards`: of all mixers of a model for which `find_missing` finds nothing."""
+    """See the module.
 
-    def __init__(self, forwards: Sequence[MixedForward], layout: StateLayout) -> None:
+    Attributes:
+        notes: for people: which mixers that few kernels could compute keep the library's code, and why.
+    """
+
+    def __init__(self, forwards: Sequence[MixedForward], layout: StateLayout, agree: Agree = alone) -> None:
+        """Args:
+        forwards: of all mixers of a model for which `find_missing` finds nothing.
+        agree: what the ranks of a group make of a reason to keep the library's code.
+        """
         self._forwards = tuple(forwards)
         proofs: dict[type, str] = {}
-        self._flat = tuple(_forward_of(one.mixer, layout, proofs) for one in forwards)
+        self._flat = tuple(_forward_of(one.mixer, layout, proofs, agree) for one in forwards)
+        self.notes = tuple(
+            [f"recurrent layers {kind.__name__} are the library's own: {why}" for kind, why in proofs.items() if why]
+        )
 
     @contextmanager
     def step(self, spans: Spans, states: States) -> Iterator[None]:
@@ -69,16 +89,19 @@ class FlatSteps:
                 forward.compute = None
 
 
-def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str]) -> Computes:
+def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str], agree: Agree) -> Computes:
     """By few kernels where the mixer is known and they compute what the library's code does; one of a class is tried,
     and `proofs` has how it differs."""
     parts, kind = layout.parts[mixer.name], type(mixer.module)
     flat, known = _FlatForward(mixer, parts), GatedDelta.make(mixer, parts)
     if known is None:
+        if GatedDelta.knows(kind):
+            proofs[kind] = "they are built otherwise than the class that is known"
         return flat
     if kind not in proofs:
-        alone = StateLayout(layout.specs, {mixer.name: parts})
-        proofs[kind] = guarded(partial(difference, known, flat, alone), str)
+        own = StateLayout(layout.specs, {mixer.name: parts})
+        # without a sum: every rank has the whole of it
+        proofs[kind] = agree(guarded(partial(difference, known, flat, own), str))
     return flat if proofs[kind] else known
 
 

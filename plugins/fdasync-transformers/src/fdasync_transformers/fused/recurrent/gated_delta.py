@@ -52,6 +52,11 @@ class GatedDelta:
         plain = module.activation == "silu" and module.norm.activation == "silu" and module.conv1d.bias is None
         return cls(mixer, parts) if plain and {part.kind for part in parts} == {"convolution", "recurrent"} else None
 
+    @staticmethod
+    def knows(kind: type) -> bool:
+        """Whether mixers of this class are computed so, unless they are built otherwise."""
+        return kind.__name__ in _KNOWN
+
     def _where(self) -> torch.Tensor:
         """Where each channel of the convolution is in a row of the merged projection: by groups of heads, of each its
         query, key, values and gates."""

@@ -1,8 +1,9 @@
 """Finds the modules of a model that keep recurrent state in the library's cache: *mixers*.
 
 A mixer reads its sequence's state from the cache that it is handed, and leaves the new state there. It takes hidden
-states [sequences, tokens, width] of sequences that are equally long. Needs no weights: models may be on the meta
-device. Knows no steps. Called by `probe.py`, `steps.py` and `model/refusals.py`.
+states [sequences, tokens, width] of sequences that are equally long. A module is known by the text of its methods, also
+of those that its forward calls. Needs no weights: models may be on the meta device. Knows no steps. Called by
+`probe.py`, `steps.py` and `model/refusals.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fdasync.errors import UnsupportedModel
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 _STATE_CALLS = (".update_conv_state(", ".update_recurrent_state(", ".set_linear_cache(")
 # recurrences by the delta rule
 _BY_KEY = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+# what all models have
+_COMMON = ("torch.", "transformers.", "builtins")
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
@@ -42,16 +47,21 @@ class Mixer:
 
 
 def find_mixers(model: torch.nn.Module) -> tuple[Mixer, ...]:
-    """Every mixer of a model, in the order of its modules."""
+    """Every mixer of a model, in the order of its modules. Raises UnsupportedModel where one names no cache."""
     found = []
     stateful: dict[type, bool] = {}
     for name, module in model.named_modules():
         kind = type(module)
         if kind not in stateful:
-            stateful[kind] = any(call in source_of(kind) for call in _STATE_CALLS)
+            stateful[kind] = bool(state_calls(methods_of(kind)))
         if stateful[kind]:
             found.append(_mixer_of(name, module))
     return tuple(found)
+
+
+def state_calls(source: str) -> int:
+    """How often a text leaves state in the library's cache."""
+    return sum(source.count(call) for call in _STATE_CALLS)
 
 
 def turns_state(mixer: Mixer) -> bool:
@@ -63,7 +73,10 @@ def turns_state(mixer: Mixer) -> bool:
 def _mixer_of(name: str, module: Any) -> Mixer:
     # of the class: the module's own may be wrapped already
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    cache = next(one.name for one in parameters if one.name in _CACHE_NAMES)
+    cache = next((one.name for one in parameters if one.name in _CACHE_NAMES), "")
+    if not cache or not hasattr(module, "layer_idx"):
+        what = f"{name} ({type(module).__name__}) leaves state in a cache"
+        raise UnsupportedModel(type(module).__name__, f"{what}, and its forward names neither the cache nor a layer")
     others = [
         one.name
         for one in parameters[1:]
@@ -74,8 +87,17 @@ def _mixer_of(name: str, module: Any) -> Mixer:
 
 def source_of(kind: type) -> str:
     """The text of a module class's forward; "" where there is none."""
-    forward: Any = getattr(kind, "forward", None)
+    return _text_of(getattr(kind, "forward", None))
+
+
+def methods_of(kind: type) -> str:
+    """The text of all methods that a module class has of a model's own file."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith(_COMMON) or ".models." in base.__module__]
+    return "".join([_text_of(value) for base in own for value in vars(base).values() if inspect.isroutine(value)])
+
+
+def _text_of(function: Any) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(forward))
+        return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return ""  # built in, or without a file
