@@ -106,11 +106,12 @@ async def test_answers_and_ids_are_those_of_the_dequantised_engine(tmp_path: Pat
         twin.check()
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NOTES)
 async def test_they_sleep_and_wake(tmp_path: Path, kind: str) -> None:
     quantised, _ = make(tmp_path, kind)
-    async with Engine(config(quantised)) as engine:
+    own = {**config(quantised).runner_config, "sleep": True}
+    async with Engine(config(quantised, runner_config=own)) as engine:
         wanted = await play(engine)
         before = engine.capacity.weights_id
         await engine.sleep(1)
@@ -119,7 +120,7 @@ async def test_they_sleep_and_wake(tmp_path: Path, kind: str) -> None:
         await engine.sleep(2)
         await engine.wake(["weights"])
         await engine.update_weights("again", str(quantised))
-        await engine.wake(["kv_cache"])
+        await engine.wake(["kv_cache", "cuda_graph"])
         assert engine.capacity.weights_id == before
         assert_alike(await play(engine), wanted)
         engine.check()

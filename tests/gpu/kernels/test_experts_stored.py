@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.experts.activation import Activation
 from fdasync.gpu.kernels.experts.chain import experts
+from fdasync.gpu.kernels.experts.inner_order import ordered_rows
 from fdasync.gpu.kernels.experts.stored import StoredWeights
 from fdasync.gpu.kernels.experts.tiles import Tiles, all_stored_tiles
 
@@ -98,14 +100,52 @@ def test_every_kind_of_experts(device, form, more):
     compare(got, wanted)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-def test_every_tile_gives_the_same(device, form):
-    if device.type == "cpu":
-        pytest.skip("the interpreter's products have other orders, and take seconds")
-    kept, dequantised = case(device, form, 9, *WIDTHS["uneven"])
+@pytest.mark.parametrize("more", [{}, {"gated": False, "activation": Activation("relu2")}], ids=["gated", "no gate"])
+@pytest.mark.parametrize("tokens", [9, 150])
+def test_every_tile_gives_the_same(form, tokens, more):
+    kept, dequantised = case(torch.device("cuda"), form, tokens, *WIDTHS["uneven"], **more)
     wanted = run(dequantised)
-    for tiles in all_stored_tiles():
-        compare(run(kept, tiles), wanted)
+    for bulk in (False, form == "fp8"):
+        for tiles in all_stored_tiles(gated=not more, bulk=bulk):
+            compare(run(kept, tiles), wanted)
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_weights_come_by_the_bulk_copy_engine(device, number):
+    """Tiles are cut off in every dimension; rows in order and such that are read so."""
+    kept, dequantised = case(device, "fp8", 3, 208, 144, biased=number == 2)
+    compare(run(kept, all_stored_tiles(bulk=True)[number]), run(dequantised))
+
+
+@pytest.mark.parametrize("side", ["up", "down"])
+def test_either_product_may_have_its_weights_by_the_bulk_copy_engine(device, side):
+    kept, dequantised = case(device, "fp8", 5, *WIDTHS["uneven"])
+    tiles = all_stored_tiles(bulk=True)[1]
+    other = replace(tiles, **{side: replace(getattr(tiles, side), tma=False)})
+    compare(run(kept, other), run(dequantised))
+
+
+def test_rows_in_order(device):
+    rows = torch.arange(3 * 64, device=device, dtype=torch.float32).view(3, 64)[:, :48].to(torch.bfloat16)
+    found = ordered_rows(rows)
+    assert found[0, :16].tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+    assert torch.equal(found.view(3, 3, 16)[1:, :], (found[0, :16] + rows[1:, ::16, None]).to(torch.bfloat16))
+
+
+def test_who_may_use_the_bulk_copy_engine(device):
+    (_, (up, down), _), _ = case(device, "fp8", 2, *WIDTHS["even"])
+    assert up.fits_bulk
+    assert down.fits_bulk
+    beside = torch.empty(up.values.numel() + 8, dtype=torch.uint8, device=device)[8:]
+    moved = StoredWeights("fp8", beside.view(torch.float8_e4m3fn).view(up.shape), up.scales)
+    assert not moved.fits_bulk
+    shared, _, more = case(device, "fp8", 12, *WIDTHS["even"])[0]
+    # tiles that read by it would fail
+    assert experts(*shared, moved, down, **more).isfinite().all()
+    (_, (up, _), _), _ = case(device, "mxfp4", 2, *WIDTHS["even"])
+    assert not up.fits_bulk
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,8 +198,8 @@ def test_what_the_kernels_do_not_take_is_refused(device):
 
 
 def test_tiles_fill_the_left_side_of_the_product():
-    for tiles in all_stored_tiles():
-        assert 16 <= tiles.rows <= 64
+    for tiles in (*all_stored_tiles(), *all_stored_tiles(bulk=True)):
+        assert 16 <= tiles.rows <= 128
         for tile in (tiles.up, tiles.down):
             assert tile.swap
             assert 128 % tile.depth == 0

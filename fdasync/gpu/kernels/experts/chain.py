@@ -24,6 +24,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.experts.activation import Activation
 from fdasync.gpu.kernels.experts.grouping import group
+from fdasync.gpu.kernels.experts.inner_order import ordered_rows
 from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up
 from fdasync.gpu.kernels.experts.many import down_many, gate_up_many
 from fdasync.gpu.kernels.experts.stored import StoredWeights
@@ -114,12 +115,14 @@ def experts(
         **overlap(hidden.device),
     }  # fmt: skip
     if isinstance(up, StoredWeights):
+        rows = ordered_rows(hidden) if tiles.up.ready else hidden
         stored_gate_up[(capacity * triton.cdiv(inner, tiles.up.columns),)](
-            hidden, up.values, up.scales, up.scales if up_bias is None else up_bias, held, order, table, ids, alive,
-            activation.alpha, activation.limit, hidden.stride(0), 0 if up_bias is None else up_bias.stride(0),
+            rows, _values(up, tiles.up, 2 if gated else 1), up.scales,
+            up.scales if up_bias is None else up_bias, held, order, table, ids, alive,
+            activation.alpha, activation.limit, rows.stride(0), 0 if up_bias is None else up_bias.stride(0),
             K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated,
-            INTERLEAVED=interleaved, FOUR=up.form == "mxfp4", COLUMNS=triton.cdiv(inner, tiles.up.columns),
-            **_launch_stored(tiles.up), **shared,
+            INTERLEAVED=interleaved, READY=tiles.up.ready, ORDERED=tiles.down.tma, **_launch_stored(up, tiles.up),
+            COLUMNS=triton.cdiv(inner, tiles.up.columns), **shared,
         )  # fmt: skip
     elif tiles.up.many:
         gate_up_many(
@@ -137,10 +140,10 @@ def experts(
         )  # fmt: skip
     if isinstance(down, StoredWeights):
         stored_down[(capacity * triton.cdiv(width, tiles.down.columns), slices)](
-            held, down.values, down.scales, down.scales if down_bias is None else down_bias, weights, found, order,
-            table, ids, alive, 0 if down_bias is None else down_bias.stride(0), found.stride(0),
-            K=inner // slices, N=width, SLICES=slices, FOUR=down.form == "mxfp4",
-            COLUMNS=triton.cdiv(width, tiles.down.columns), **_launch_stored(tiles.down), **shared,
+            held, _values(down, tiles.down, 1), down.scales, down.scales if down_bias is None else down_bias,
+            weights, found, order, table, ids, alive, 0 if down_bias is None else down_bias.stride(0), found.stride(0),
+            K=inner // slices, N=width, SLICES=slices, COLUMNS=triton.cdiv(width, tiles.down.columns),
+            **_launch_stored(down, tiles.down), **shared,
         )  # fmt: skip
     elif tiles.down.many:
         down_many(held, down, down_bias, weights, found, order, table, rows=tiles.rows, tile=tiles.down)
@@ -176,9 +179,14 @@ def _chosen(
 ) -> Tiles:
     """The tables' tiles."""
     tokens, num_experts = len(hidden), down.shape[0]
+    large = chip_of(hidden.device).large
     if isinstance(up, StoredWeights) or isinstance(down, StoredWeights):
-        return choose_stored_tiles(tokens, top_k, num_experts, inner // slices if slices > 1 else 0, gated=gated)
-    cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
+        assert isinstance(up, StoredWeights)
+        assert isinstance(down, StoredWeights)
+        depth = inner // slices if slices > 1 else 0
+        bulk = large and not interleaved and up.fits_bulk and down.fits_bulk
+        return choose_stored_tiles(tokens, top_k, num_experts, depth, gated=gated, bulk=bulk)
+    cut = {"large": large, "bulk": fits_bulk(up, down, transposed, interleaved)}
     tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
     if _crosses(tiles, inner, slices):
         tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **{**cut, "bulk": False})
@@ -203,6 +211,11 @@ def _operand(weights: torch.Tensor, tile: Tile) -> Any:
     return TensorDescriptor(weights, [rows, columns], [columns, 1], [tile.columns, tile.depth])
 
 
+def _values(weights: StoredWeights, tile: Tile, halves: int) -> Any:
+    """As `_operand`."""
+    return weights.descriptor(halves, tile.columns, tile.depth) if tile.tma else weights.values
+
+
 def _strides(weights: torch.Tensor, transposed: bool) -> tuple[int, int]:
     """Strides of an output row and of the inner dimension."""
     return (weights.stride(2), weights.stride(1)) if transposed else (weights.stride(1), weights.stride(2))
@@ -215,8 +228,11 @@ def _launch(tile: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch_stored(tile: Tile) -> dict[str, Any]:
-    return {"BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages}
+def _launch_stored(weights: StoredWeights, tile: Tile) -> dict[str, Any]:
+    return {
+        "FOUR": weights.form == "mxfp4", "BULK": tile.tma, "BN": tile.columns, "BK": tile.depth,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
 
 
 def _crosses(tiles: Tiles, inner: int, slices: int, *, stored: bool = False) -> bool:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fdasync.gpu.kernels.experts.activation import activate
+from fdasync.gpu.kernels.experts.inner_order import in_order
 from fdasync.gpu.kernels.linear.kernel import plus_bias, times
 from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
@@ -63,9 +64,10 @@ def _weights(  # type: ignore[no-untyped-def]
 def put_activation(  # type: ignore[no-untyped-def]
     gate, up, bias, out, e, place, real, column, alpha, limit, bias_expert,
     N: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ORDERED: tl.constexpr = False,
 ):  # fmt: skip
-    """Store the activation of sums [BM, BN] of gate and up, with their biases, at a tile's places in grouped order."""
+    """Store the activation of sums [BM, BN] of gate and up, with their biases, at a tile's places in grouped order.
+    ORDERED: columns are in that of `in_order`; N and BN are multiples of 16."""
     inside = column < N
     if BIASED:
         biases = bias + e.to(tl.int64) * bias_expert
@@ -75,6 +77,8 @@ def put_activation(  # type: ignore[no-untyped-def]
             up_row = column * 2 + 1 if INTERLEAVED else N + column
             up = plus_bias(up, tl.load(biases + up_row, mask=inside, other=0.0)[None, :])
     value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
+    if ORDERED:
+        value = in_order(value, value.shape[0], value.shape[1])
     at = out + place[:, None].to(tl.int64) * N + column[None, :]
     tl.store(at, value, mask=real[:, None] & inside[None, :])
 

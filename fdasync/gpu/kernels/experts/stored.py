@@ -8,7 +8,7 @@ plain bfloat16 weights, from half or a quarter of the bytes. Knows no files and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -95,6 +95,20 @@ class StoredWeights:
     @property
     def device(self) -> torch.device:
         return self.values.device
+
+    @property
+    def fits_bulk(self) -> bool:
+        """Whether kernels can have the values by the bulk copy engine, where the device has it."""
+        return self.form == "fp8" and self.values.data_ptr() % 16 == 0
+
+    def descriptor(self, halves: int, rows: int, depth: int) -> Any:
+        """The values for the bulk copy engine, as [E * halves, N / halves, K], in blocks of so many rows of each half
+        and inner places."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        experts, height, inner = self.shape
+        parts = self.values.view(experts * halves, height // halves, inner)
+        return TensorDescriptor(parts, list(parts.shape), list(parts.stride()), [halves, rows, depth])
 
     def dequantised(self, expert: int) -> torch.Tensor:
         """The matrix [N, K] of one expert, bfloat16, new."""

@@ -1,10 +1,11 @@
 """Both products of experts whose weights stay as they were stored (`stored.py`).
 
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
-roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product,
-fill its 64 rows, and stand beside 16 to 64 pairs: otherwise the compiler may take another instruction, and order the
-inner places of one by the narrower type. So there are no other tiles here, and rows of gate and up are one operand.
-Knows no shapes to check. Launched by `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product
+and fill its 64 rows: otherwise the compiler may take another instruction, and order the inner places of one by the
+narrower type. So there are no other tiles here, and rows of gate and up are one operand. FP8 comes by the bulk copy
+engine where that can be, and then rows are in the order of `inner_order.py`. Knows no shapes to check. Launched by
+`chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.experts.inner_order import column_at, in_order
 from fdasync.gpu.kernels.experts.kernels import expert_of, put_activation, put_parts, rows_of
 from fdasync.gpu.kernels.linear.kernel import times
 from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
@@ -80,12 +82,14 @@ def _four_bits(packed, low, high, WIDEN: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x_at, seen, w, scales, e, row, begin,
-    N: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FOUR: tl.constexpr, EVEN_N: tl.constexpr,
+    x_at, seen, w, scales, e, row, first, begin,
+    N: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, HALVES: tl.constexpr, FOUR: tl.constexpr,
+    BULK: tl.constexpr, READY: tl.constexpr, EVEN_N: tl.constexpr,
     MASKED: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, BM]: rows `row` of the matrix [N, INNER] of expert `e`, at the K inner places from `begin` on, by
-    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`."""
+    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`. BULK: `w` is a descriptor of FP8
+    [E * HALVES, N / HALVES, INNER], and the rows are those from `first` on of each half. READY: `x_at` is in order."""
     sums = tl.zeros((ROWS, BM), tl.float32)
     # rows past the matrix's end are replaced by its first row, and their sums are not stored
     place = row if EVEN_N else tl.where(row < N, row, 0)
@@ -114,21 +118,27 @@ def _product(  # type: ignore[no-untyped-def]
                         sums = times(high, tl.load(x_low + _GROUP), sums, WIDEN)
     else:
         depth = tl.arange(0, BK)
-        at = w + own[:, None] * INNER + begin + depth[None, :]
+        x_column = column_at(BK) if BULK and not READY else depth
+        if not BULK:
+            at = w + own[:, None] * INNER + begin + depth[None, :]
         block = (e.to(tl.int64) * ((N + _BLOCK - 1) // _BLOCK) + place // _BLOCK) * ((INNER + _BLOCK - 1) // _BLOCK)
         for start in range(0, K, BK):
             inside = start + depth < K
-            if EVEN_K:
-                value = tl.load(at + start).to(tl.float32)
+            if BULK:
+                # zeros past the ends
+                value = in_order(w.load([e * HALVES, first, begin + start]).reshape(ROWS, BK), ROWS, BK)
+            elif EVEN_K:
+                value = tl.load(at + start)
             else:
-                value = tl.load(at + start, mask=inside[None, :], other=0.0).to(tl.float32)
+                value = tl.load(at + start, mask=inside[None, :], other=0.0)
+            value = value.to(tl.float32)
             value *= tl.load(scales + block + (begin + start) // _BLOCK)[:, None]
             weights = rounded(value, tl.bfloat16).to(tl.bfloat16)
             if EVEN_K and not MASKED:
-                rows = tl.load(x_at + start + depth[:, None])
+                rows = tl.load(x_at + start + x_column[:, None])
             else:
                 wanted = inside[:, None] & seen if MASKED else inside[:, None]
-                rows = tl.load(x_at + start + depth[:, None], mask=wanted, other=0.0)
+                rows = tl.load(x_at + start + x_column[:, None], mask=wanted, other=0.0)
             sums = times(weights, rows, sums, WIDEN)
     return sums
 
@@ -138,10 +148,12 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
     x, w, scales, bias, out, order, tiles, ids, live, alpha, limit, x_row, bias_expert,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FOUR: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,
+    FOUR: tl.constexpr, BULK: tl.constexpr, READY: tl.constexpr, ORDERED: tl.constexpr,
+    MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
+    """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order. BULK and READY: as
+    in `_product`, not with INTERLEAVED. ORDERED: `out` is ready for the second product."""
     wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
     e = expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
@@ -158,8 +170,8 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
     )
     # of a single pair's tile one row is read, and not as often as there are rows
     sums = _product(
-        x + token[None, :] * x_row, real[None, :], w, scales, e, row, 0,
-        HALVES * N, K, K, FOUR, N % BN == 0, SINGLE, WIDEN, HALVES * BN, BM, BK,
+        x + token[None, :] * x_row, real[None, :], w, scales, e, row, first, 0,
+        HALVES * N, K, K, HALVES, FOUR, BULK, READY, N % BN == 0, SINGLE, WIDEN, HALVES * BN, BM, BK,
     )  # fmt: skip
     if not GATED:
         gate = sums
@@ -172,7 +184,7 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
         let_next_come(OVERLAP)
     put_activation(
         tl.trans(gate), tl.trans(up), bias, out, e, place, real, first + tl.arange(0, BN), alpha, limit, bias_expert,
-        N, KIND, FORM, GATED, BIASED, INTERLEAVED,
+        N, KIND, FORM, GATED, BIASED, INTERLEAVED, ORDERED,
     )  # fmt: skip
 
 
@@ -180,21 +192,23 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
 def stored_down(  # type: ignore[no-untyped-def]
     x, w, scales, bias, weights, out, order, tiles, ids, live, bias_expert, out_slice,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr,
-    FOUR: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,
+    FOUR: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """As `experts_down`: BN columns of a tile, of one of SLICES parts of K inner places, times the routing weights."""
+    """As `experts_down`: BN columns of a tile, of one of SLICES parts of K inner places, times the routing weights.
+    BULK: as in `_product`, and rows are in order."""
     wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
     e = expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
         return
     place, pair, real = rows_of(tiles, order, tile, BM, SINGLE)
-    column = tl.program_id(0) % COLUMNS * BN + tl.arange(0, BN)
+    first = tl.program_id(0) % COLUMNS * BN
+    column = first + tl.arange(0, BN)
     begin = tl.program_id(1) * K
     sums = _product(
-        x + begin + place[None, :].to(tl.int64) * (K * SLICES), real[None, :], w, scales, e, column, begin,
-        N, K, K * SLICES, FOUR, N % BN == 0, SINGLE, WIDEN, BN, BM, BK,
+        x + begin + place[None, :].to(tl.int64) * (K * SLICES), real[None, :], w, scales, e, column, first, begin,
+        N, K, K * SLICES, 1, FOUR, BULK, True, N % BN == 0, SINGLE, WIDEN, BN, BM, BK,
     )  # fmt: skip
     if SINGLE:
         let_next_come(OVERLAP)

@@ -26,7 +26,9 @@ class Tile:
         swap: weights are the left side of the product: its hardware wants 64 rows there, and tokens are few.
         tma: weights come by the bulk copy engine; for weights that are not transposed.
         paired: gate and up rows are one operand of one product, so that 32 columns fill the hardware's 64 rows; for
-            `up` with `swap` and without `tma`, and only where there are gates.
+            `up` with `swap`, only where there are gates, and with `tma` only of weights that stay as stored.
+        ready: rows are brought in order before (`inner_order.py`), not as they are read; for `up` with `tma` of weights
+            that stay as stored. Those of `down` are written so.
         many: by the kernels of `many.py`, which need `tma` and no `swap`.
     """
 
@@ -37,6 +39,7 @@ class Tile:
     swap: bool = False
     tma: bool = False
     paired: bool = False
+    ready: bool = False
     many: bool = False
 
 
@@ -95,6 +98,17 @@ _STORED: tuple[tuple[float, Tiles], ...] = (
         Tiles(64, Tile(64, 64, 8, 4, swap=True, paired=True), Tile(128, 64, 4, 4, swap=True), apart=True),
     ),
 )
+# of FP8 that the bulk copy engine can read: of the best ones at 16, 64, 256 and 8,192 tokens those of one cut each
+_FEW_UP = Tile(64, 128, 4, 3, swap=True, tma=True, paired=True)
+_FEW_DOWN = Tile(128, 128, 4, 3, swap=True, tma=True)
+_MANY_UP = Tile(64, 64, 4, 4, swap=True, tma=True, paired=True, ready=True)
+_MANY_DOWN = Tile(128, 64, 4, 4, swap=True, tma=True)
+_STORED_BULK: tuple[tuple[float, Tiles], ...] = (
+    (12.0, Tiles(16, _FEW_UP, _FEW_DOWN)),
+    (24.0, Tiles(32, _FEW_UP, _FEW_DOWN, chunk=1024)),
+    (56.0, Tiles(64, _MANY_UP, _MANY_DOWN, chunk=4096)),
+    (float("inf"), Tiles(128, _MANY_UP, _MANY_DOWN, apart=True)),
+)
 _STORED_SINGLE = Tiles(16, Tile(32, 128, 4, 3, swap=True, paired=True), Tile(64, 128, 4, 3, swap=True), single=True)
 
 
@@ -118,26 +132,28 @@ def choose_tiles(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, 
 
 
 def choose_stored_tiles(
-    tokens: int, top_k: int, num_experts: int, slice_depth: int = 0, *, gated: bool = True
+    tokens: int, top_k: int, num_experts: int, slice_depth: int = 0, *, gated: bool = True, bulk: bool = False
 ) -> Tiles:
     """The tiles of a step of weights that stay as they were stored.
 
     Args:
-        gated: the first product has rows of gates; without them a program takes twice the columns.
         slice_depth: inner places of a slice of the second product, which its steps divide; 0: it has no slices.
+        gated: the first product has rows of gates; without them a program takes twice the columns.
+        bulk: they are FP8, on a device whose bulk copy engine can read them (`choose_tiles`).
     """
     pairs = tokens * top_k
     tiles = _STORED_SINGLE
     if pairs > _SINGLE_PAIRS:
-        tiles = next(tiles for most, tiles in _STORED if pairs <= most * num_experts)
+        table = _STORED_BULK if bulk else _STORED
+        tiles = next(tiles for most, tiles in table if pairs <= most * num_experts)
     if slice_depth % tiles.down.depth:
         tiles = replace(tiles, down=replace(tiles.down, depth=64))
     return tiles if gated else _without_gates(tiles)
 
 
-def all_stored_tiles(*, gated: bool = True) -> tuple[Tiles, ...]:
+def all_stored_tiles(*, gated: bool = True, bulk: bool = False) -> tuple[Tiles, ...]:
     """Whatever `choose_stored_tiles` may answer without slices: for proofs."""
-    found = (_STORED_SINGLE, *(tiles for _, tiles in _STORED))
+    found = (_STORED_SINGLE, *(tiles for _, tiles in (_STORED_BULK if bulk else _STORED)))
     return found if gated else tuple(_without_gates(tiles) for tiles in found)
 
 

@@ -149,10 +149,12 @@ def _tiles_of(module: Any) -> tuple[Tiles, ...]:
 
     described: Description = module.fd_experts
     up, down = module.gate_up_proj if described.gated else module.up_proj, module.down_proj
+    large = chip_of(down.device).large
     if isinstance(down, Kept):
-        return all_stored_tiles(gated=described.gated)
+        bulk = large and not described.interleaved and up.stored.fits_bulk and down.stored.fits_bulk
+        return all_stored_tiles(gated=described.gated, bulk=bulk)
     bulk = fits_bulk(up, down, described.transposed, described.interleaved)
-    return all_tiles(down.dtype, large=chip_of(down.device).large, bulk=bulk)
+    return all_tiles(down.dtype, large=large, bulk=bulk)
 
 
 def _random_rows(module: Any, k: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
