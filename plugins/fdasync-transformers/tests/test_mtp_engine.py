@@ -31,7 +31,7 @@ PARAMS = [
     ),
     SamplingParams(max_tokens=30, temperature=1.0, seed=5, stop_token_ids=tuple(range(0, 256, 5)), logprobs="raw"),
 ]
-FAMILIES = ["glm4_moe", "deepseek_v3", "qwen3_moe"]
+FAMILIES = ["glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3_next"]
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,9 @@ async def test_layers_of_several_depths(tmp_path: Path, family: str, layers: int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 1), ("glm4_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 3)])
+@pytest.mark.parametrize(
+    ("family", "layers"), [("qwen3_moe", 1), ("glm4_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 3), ("qwen3_next", 1)]
+)
 async def test_on_a_gpu_too(tmp_path: Path, family: str, layers: int) -> None:
     """By graphs, in float32: the drafts of a CPU."""
     make_agreeing_checkpoint(tmp_path, family, layers=layers, takes=TAKES)
@@ -163,7 +165,9 @@ class TestMtpRunsOnAGpu(RunTests):
     limits = LIMITS
     logprob_error = 1e-4
 
-    @pytest.fixture(autouse=True, params=[("qwen3_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 1)], ids=str)
+    @pytest.fixture(
+        autouse=True, params=[("qwen3_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("qwen3_next", 1)], ids=str
+    )
     def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
         family, layers = request.param
         self.folder = tmp_path_factory.getbasetemp() / f"device-mtp-{family}"

@@ -24,7 +24,7 @@ def make_agreeing_checkpoint(
     path = folder / "model.safetensors"
     stored = load_file(path)
     for name, tensor in stored.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor *= 0.08
         elif name.endswith((".eh_proj.weight", "mtp.fc.weight")):
             width = tensor.shape[0]

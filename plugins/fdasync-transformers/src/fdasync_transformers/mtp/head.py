@@ -134,11 +134,15 @@ def _layers_config(model: PreTrainedModel, layers: int) -> PreTrainedConfig:
     for key in ("layer_types", "mlp_layer_types"):
         of_main, of_mtp = getattr(config, key, None), f"mtp_{key}"
         if of_main and not getattr(config, of_mtp, None):
-            if key == "layer_types" and len(set(of_main)) > 1:
-                raise UnsupportedModel(
-                    str(config.model_type), "nothing says of which kind the attention of its MTP layers is"
-                )
-            setattr(config, of_mtp, [of_main[-1]] * layers)
+            kinds = set(of_main)
+            if key == "layer_types" and len(kinds) > 1:
+                # an MTP layer attends: its KV follows blocks, and it keeps no state
+                kinds &= set(_ATTENTIONS)
+                if len(kinds) != 1:
+                    raise UnsupportedModel(
+                        str(config.model_type), "nothing says of which kind the attention of its MTP layers is"
+                    )
+            setattr(config, of_mtp, [of_main[-1] if len(kinds) > 1 else kinds.pop()] * layers)
     made: PreTrainedConfig = config
     return made
 

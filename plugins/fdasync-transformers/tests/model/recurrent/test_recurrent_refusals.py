@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers import TransformersConfig
 from fdasync_transformers.fused.recurrent.flat import find_missing
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
@@ -16,12 +15,10 @@ from fdasync_transformers.model.recurrent import steps
 from fdasync_transformers.model.recurrent.mixers import find_mixers
 from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.start.recurrent import refuse_undone
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
-from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     [
         ("sum_slices", {"sum_slices": 2, "numerics": "fixed"}),
         ("numerics", {"numerics": "fixed"}),
-        ("speculation", {"speculation": 2}),
     ],
 )
 async def test_what_is_not_done_is_refused_by_its_field(
@@ -44,13 +40,6 @@ async def test_what_is_not_done_is_refused_by_its_field(
         await Driver.open(tmp_path, **values)
     assert caught.value.field == field
     assert "recurrent layers so far, such as lfm2_moe" in str(caught.value)
-
-
-def test_multi_token_prediction_is_refused() -> None:
-    limits = RunnerLimits(max_running=1, max_step_tokens=8)
-    with pytest.raises(ConfigError) as caught:
-        refuse_undone(torch.nn.Module(), "qwen3_next", TransformersConfig(mtp=True), limits, torch.device("cpu"))
-    assert caught.value.field == "runner_config.mtp"
 
 
 @pytest.mark.parametrize(("family", "mixer"), [("zaya", "ZayaCCA"), ("minimax", "MiniMaxLightningAttention")])
