@@ -130,7 +130,7 @@ def _shapes(
             notes.append(mtp_note(model, layout))
     found: dict[str, Any] = {"kv_token_nbytes": layout.token_nbytes}
     if state is not None:
-        notes.append(state_note(state))
+        notes.append(state_note(state, limits.speculation))
         found["state_nbytes"] = state.nbytes
     if mends.max_context_tokens is not None:
         found["max_context_tokens"] = min(max_context_of(model, limits), mends.max_context_tokens)

@@ -22,6 +22,7 @@ from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.recurrent.mixers import find_mixers
 from fdasync_transformers.model.recurrent.probe import find_state, refuse_forgetful
+from fdasync_transformers.model.recurrent.states import versions_of
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.parallel.slices import Slices
@@ -153,7 +154,7 @@ def open_model(
         state = find_state(model)
         refuse_forgetful(model, make_plain)
     if state is not None:
-        notes.append(state_note(state))
+        notes.append(state_note(state, limits.speculation))
     max_context = max_context_of(model, limits)
 
     def make_with_state(model: PreTrainedModel, layout: KVLayout) -> StepModel:
@@ -183,9 +184,11 @@ def open_model(
     return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
 
 
-def state_note(state: StateLayout) -> str:
+def state_note(state: StateLayout, speculation: int) -> str:
     """What a sequence's recurrent state takes, for people."""
-    return f"recurrent state of {state.nbytes:,} bytes a sequence, and as much in each snapshot"
+    versions = versions_of(speculation)
+    times = f", {versions} times for its drafts" if versions > 1 else ""
+    return f"recurrent state of {state.nbytes:,} bytes a sequence{times}, and as much in each snapshot"
 
 
 def _layout_of(model: PreTrainedModel) -> MakeLayout:
