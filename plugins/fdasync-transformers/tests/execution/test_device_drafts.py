@@ -61,7 +61,7 @@ class TestDraftsOnAGpu(OnTheDevice):
 
     own = {"self_check": False, "device": "cuda"}  # noqa: RUF012
 
-    @pytest.fixture(autouse=True, params=["qwen3_moe", "deepseek_v3", "gpt_oss"])
+    @pytest.fixture(autouse=True, params=["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
     def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folder = tmp_path_factory.getbasetemp() / f"device-drafts-{request.param}"
         if not self.folder.exists():

@@ -111,3 +111,23 @@ class TestHostRuns(DraftTests):
             await on.launch_prefill(on.start(0, on.prompt(3), [0]))
             with pytest.raises(RunnerError, match="has drafts, and this runner verifies none"):
                 await on.launch(drafts=drafts_of({0: (4, [1], 1)}))
+
+
+@pytest.mark.slow
+class TestHostStates(DraftTests):
+    """The same suite on recurrent layers, whose state must go on behind the last draft that was right."""
+
+    logprob_error = 1e-4
+
+    @pytest.fixture(autouse=True)
+    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.getbasetemp() / "host-states"
+        if not self.folder.exists():
+            make_tiny_checkpoint(self.folder, "qwen3_next")
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.SelectorEventLoop()
+
+    def make(self, limits: RunnerLimits) -> Runner:
+        config = TransformersConfig(dtype="float32", device="cpu", num_threads=1, self_check=False)
+        return TransformersRunner(config, msgspec.structs.replace(limits, model=str(self.folder)))
