@@ -96,11 +96,13 @@ class UpdateUnderWay(BadInput):
 
     Attributes:
         where: in words: whose update it is ("of this engine"), or which instance refused ("says d0").
+        what: in words: what is under way, where that is no update.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, what: str = "another update is under way") -> None:
         self.where = where
-        super().__init__("update_weights", f"another update is under way ({where})", hint="wait for its end")
+        self.what = what
+        super().__init__("update_weights", f"{what} ({where})", hint="wait for its end")
 
 
 class Asleep(BadInput):

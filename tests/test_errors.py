@@ -72,6 +72,7 @@ EXAMPLES = [
     ),
     (WakeFailed("kv_cache", "no memory"), "the engine still sleeps, kv_cache could not be woken: no memory"),
     (UpdateUnderWay("of d0"), "update_weights: another update is under way (of d0); wait for its end"),
+    (UpdateUnderWay("of d0", "a join is under way"), "update_weights: a join is under way (of d0); wait for its end"),
     (SourceUnsupported("tensors", "a folder"), "source: tensors cannot be loaded here (limit: a folder)"),
     (ConfigError("config.x", "is odd", limit=0), "config.x: is odd (limit: 0)"),
     (DuplicateRequestId("r1"), "'r1' names a request that is still live"),

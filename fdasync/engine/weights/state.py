@@ -121,7 +121,7 @@ class WeightsState:
     def check_idle(self) -> None:
         """Raise unless no update is under way, and no group is being joined."""
         if self.joining is not None:
-            raise UpdateUnderWay(f"of this engine: {self.joining.words}")
+            raise UpdateUnderWay(f"of this engine: {self.joining.words}", "a join of a trainer's group is under way")
         if self.is_open:
             raise self.under_way()
         if self.updating:
@@ -134,7 +134,7 @@ class WeightsState:
     def check_still(self) -> None:
         """Raise unless no sleep and no wake is under way."""
         if self.moving:
-            raise UpdateUnderWay("a sleep or a wake of this engine")
+            raise UpdateUnderWay("of this engine", "a sleep or a wake is under way")
 
     def check_awake(self, call: str) -> None:
         """Raise unless the weights' memory is there to stay."""

@@ -707,9 +707,7 @@ class Instance:
             if isinstance(caught, BadInput | ConfigError):
                 # with its limit and the way out
                 field, problem = brief(caught.field), brief(str(caught).removeprefix(f"{caught.field}: "))
-            if isinstance(caught, UpdateUnderWay):
-                problem = brief(caught.where)
-            if isinstance(caught, WeightsRejected | WeightsBroken):
+            if isinstance(caught, UpdateUnderWay | WeightsRejected | WeightsBroken):
                 # a router's error has the words that these begin with
                 problem = brief(caught.problem)
             if isinstance(caught, WakeFailed):

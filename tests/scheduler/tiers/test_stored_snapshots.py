@@ -72,23 +72,18 @@ def test_what_the_store_has_behind_its_last_state_is_of_no_use(count, cached):
 
 def test_states_before_the_last_one_of_a_fetch_make_room_first():
     table = recurrent(A, num_host_snapshots=3)
-    # another prompt's, which is on the host and used
-    other = range(300, 314)
-    table.run(table.request(1, other, 1))
-    table.answer()
-    used = table.scheduler.index.get(table.keys(other)[2]).snapshot
     pool = table.scheduler.index.pool.snapshots
-    if used.host < 0:
-        table.scheduler.swap_planner.keep_snapshot(used)
-        table.turn()
-        table.turn(table.copied())
+    # another one that is on the host alone, and was used before
+    older = pool.receive(Block(-1, 0, None))
+    pool.received(older)
+    pool.unhold(older)
     table.turn(table.request(2, A, 2))
     table.turn(table.looked_up())
     table.turn(table.fetched())
     first, last = [table.scheduler.index.get(table.keys(A)[number]).snapshot for number in (2, 5)]
-    assert min(used.host, first.host, last.host) >= 0
+    assert pool.num_host_free == 0
     assert pool.receive(Block(-1, 0, None)) is not None
-    assert (first.block, used.on_host, last.on_host) == (None, True, True)
+    assert (first.block, older.on_host, last.on_host) == (None, True, True)
 
 
 def test_a_prompt_that_ends_before_the_first_state_asks_nothing():

@@ -28,7 +28,8 @@ def error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     """The error of a reply that tells one (`done.error` is not ""); RemoteError for a kind that callers do not know."""
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
-        return UpdateUnderWay(f"says {instance.peer.name}: {done.problem}" if done.problem else instance.peer.name)
+        says = f"says {instance.peer.name}"
+        return UpdateUnderWay(says, done.problem) if done.problem else UpdateUnderWay(says)
     if done.error == "Asleep":
         return Asleep(instance.peer.name, ("weights",))
     if done.error == "WeightsDiffer":

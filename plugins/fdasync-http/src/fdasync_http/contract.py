@@ -191,9 +191,9 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def query_of(path: Path) -> tuple[str, ...] | None:
-    """The keys that the query of a path may have; None: others are not looked at. Those of weights, memory and pauses
-    may have no other: a key that is written wrong would mean all that is there."""
-    strict = path.path in (*_UPDATES, *_SLEEPS, *_PULLS, *_PAUSES)
+    """The keys that the query of a path may have; None: others are not looked at. Those of weights, memory, pauses and
+    SGLang's flush may have no other: a key that is written wrong would mean all that is there."""
+    strict = path.path in (*_UPDATES, *_SLEEPS, *_PULLS, *_PAUSES, "/flush_cache")
     return tuple([query.name for query in _QUERIES.get(path.path, ())]) if strict else None
 
 

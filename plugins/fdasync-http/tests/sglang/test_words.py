@@ -18,6 +18,7 @@ UNKNOWN = [
     ("/wake_up?tag=weights", {}, "tag", "tags"),
     ("/pause?mod=keep", {}, "mod", "mode, clear_cache"),
     ("/release_memory_occupation?tags=weights", {}, "tags", "none"),
+    ("/flush_cache?timeout_s=3", {}, "timeout_s", "timeout"),
     ("/update_weights_from_disk", {"model_path": "/w", "version": "7"}, "version", "weight_version"),
     (
         "/update_weights_from_distributed",

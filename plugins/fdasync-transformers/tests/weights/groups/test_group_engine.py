@@ -159,8 +159,19 @@ async def test_waits_end_and_a_wrong_checksum_is_seen(tmp_path: Path, monkeypatc
     async with Engine(engine_config(tmp_path / "old")) as engine:
         async with sender_of(engine, timeout_s=0.5) as sender:
             # announced, and never sent
-            with pytest.raises(WeightsBroken, match="group"):
+            with pytest.raises(WeightsBroken) as caught:
                 await engine.update_weights("x", sender.tell(new), "keep")
+            words = f"the trainer of group {sender.group.name!r} sent nothing of this update within 0.5 s"
+            assert words in str(caught.value)
+        async with sender_of(engine, timeout_s=0.5, bucket_nbytes=4096) as sender:
+            # the first half of what was announced
+            with pytest.raises(
+                WeightsBroken, match=r"sent nothing behind [1-9]\d* of \d+ broadcasts of this update within"
+            ):
+                await asyncio.gather(
+                    engine.update_weights("x", sender.tell(new), "keep"),
+                    asyncio.to_thread(sender.send, parts_of(new, 2)[0]),
+                )
         async with sender_of(engine, checksum=True) as sender:
             other = SimpleNamespace(xxh3_128=_OtherHash)
             monkeypatch.setattr("fdasync_transformers.weights.groups.sending.xxhash", other)

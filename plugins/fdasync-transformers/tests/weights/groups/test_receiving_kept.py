@@ -51,7 +51,7 @@ class Group:
         data.copy_(self._sent.pop(0))
         self._under_way.append(data)
 
-    async def next(self, until: float) -> torch.Tensor:
+    async def next(self, until: float, what: str) -> torch.Tensor:
         del until
         return self._under_way.pop(0)
 

@@ -35,6 +35,8 @@ _DEPTH = {"cpu": 8, "cuda": 4}
 _CONNECT_S = 30.0
 # before what gloo says: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:536]"
 _PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
+# what gloo says behind its limit: of the broadcast that it ended, and of those behind it
+_TIMED_OUT = ("Timed out waiting", "Application timeout")
 # between two looks at a broadcast
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
 # NCCL's own limit ends the process, so it is only for what ours did not end
@@ -122,9 +124,9 @@ class JoinedGroup:
         """Whether a broadcast is under way."""
         return bool(self._under_way)
 
-    async def next(self, until: float) -> torch.Tensor:
+    async def next(self, until: float, what: str) -> torch.Tensor:
         """Wait for the oldest broadcast, at most until that time of the loop and for the group's `timeout_s`. Raises
-        WeightsBroken."""
+        WeightsBroken. `what`: the trainer should send, for people."""
         work, data = self._under_way[0]
         loop = asyncio.get_running_loop()
         limit_s = min(until - loop.time(), self.spec.timeout_s)
@@ -133,15 +135,24 @@ class JoinedGroup:
         try:
             while not work.is_completed():
                 if loop.time() > late:
-                    raise WeightsBroken(f"group {self.spec.name!r}: no bytes came from rank 0 for {limit_s:.1f} s")
+                    raise self._silent(what, limit_s)
                 # neither torch nor gloo has anything that a loop could wait for
                 await asyncio.sleep(look_s)
                 look_s = min(2 * look_s, _LAST_LOOK_S)
             work.wait()
         except RuntimeError as error:
+            # gloo's own limit, which began with the broadcast
+            if any(words in str(error) for words in _TIMED_OUT):
+                raise self._silent(what, self.spec.timeout_s) from error
             raise self._broken(error) from error
         self._under_way.popleft()
         return data
+
+    def _silent(self, what: str, limit_s: float) -> WeightsBroken:
+        bound = f"the group's timeout_s is {self.spec.timeout_s:g}"
+        return WeightsBroken(
+            f"the trainer of group {self.spec.name!r} sent nothing {what} within {limit_s:.1f} s ({bound})"
+        )
 
     def wait(self) -> None:
         """As `next`, for the trainer: blocks. The group's `timeout_s` bounds it. Raises WeightsBroken."""

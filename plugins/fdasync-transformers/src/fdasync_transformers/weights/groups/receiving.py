@@ -103,6 +103,7 @@ class TensorReceiver:
         # that no broadcast under way has
         self._free: list[torch.Tensor] = []
         self._coming: list[tuple[_Planned, torch.Tensor | None]] = []
+        self._taken = 0
 
     async def run(self, until: float) -> None:
         """Receive all, at most until that time of the loop. Raises WeightsBroken; then some tensors may be torn."""
@@ -114,7 +115,8 @@ class TensorReceiver:
             await self._take(until)
         if self._hash is not None:
             self._group.begin(torch.empty(CHECKSUM_NBYTES, dtype=torch.uint8, device=self._group.device))
-            sent = bytes((await self._group.next(until)).tolist())
+            checksum = await self._group.next(until, "behind the tensors of this update, the checksum,")
+            sent = bytes(checksum.tolist())
             if sent != self._hash.digest():
                 raise WeightsBroken(
                     f"the tensors that came have the checksum {self._hash.hexdigest()}, the sender's is {sent.hex()}"
@@ -132,8 +134,11 @@ class TensorReceiver:
         self._coming.append((planned, buffer))
 
     async def _take(self, until: float) -> None:
-        data = await self._group.next(until)
+        total = len(self._plan.broadcasts)
+        what = f"behind {self._taken} of {total} broadcasts of this update" if self._taken else "of this update"
+        data = await self._group.next(until, what)
         planned, buffer = self._coming.pop(0)
+        self._taken += 1
         if self._hash is not None:
             for number, at in planned.bucket.parts:
                 self._update_hash(data[at : at + self._plan.incoming[number].nbytes])
