@@ -23,10 +23,16 @@ def main() -> None:
 
 
 def _compile(tile: StoredTile, capability: int) -> None:
-    """Print the tile, the bytes of shared memory, asynchronous products, and whether anything is spilled."""
+    """Print the bytes of shared memory, products of tensor cores, and whether anything is spilled."""
     names = stored_linear_kernel.arg_names
     constants: dict[str, Any] = {"INPUTS": 2048, "EVEN": True, "BIASED": True, "WIDEN": False}
-    constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STAGES": tile.stages}
+    constants |= {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "WAYS": tile.ways,
+        "STAGES": tile.stages,
+    }
     constants |= {"OVERLAP": capability >= 90}
     source = ASTSource(
         stored_linear_kernel,
@@ -37,8 +43,8 @@ def _compile(tile: StoredTile, capability: int) -> None:
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     built = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = built.asm["ptx"]
-    counts = [len(re.findall(name, ptx)) for name in ("wgmma.mma_async", r"\.local\.")]
-    print(capability, tile.columns, built.metadata.shared, *counts)
+    counts = [len(re.findall(name, ptx)) for name in (r"mma\.sync", r"\.local\.")]
+    print(built.metadata.shared, *counts)
 
 
 if __name__ == "__main__":

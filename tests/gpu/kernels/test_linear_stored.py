@@ -13,7 +13,6 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.linear.stored import (
     MOST_ROWS,
     all_stored_tiles,
-    choose_stored_tile,
     dequantised,
     launch_stored,
     stored_linear,
@@ -51,8 +50,8 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torc
     assert bool(((y.double() - exact).abs() <= reach).all())
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (130, 144), (256, 256)])
-@pytest.mark.parametrize("count", [1, 3, 17, 70, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (130, 144), (48, 1024), (256, 1296)])
+@pytest.mark.parametrize("count", [1, 3, 9, MOST_ROWS, MOST_ROWS + 1])
 def test_it_is_the_product_of_the_dequantised_weight(device, outputs, inputs, count):
     values, scales = weight(outputs, inputs, device)
     assert torch.equal(dequantised(values, scales), plain(values, scales))
@@ -65,7 +64,7 @@ def test_it_is_the_product_of_the_dequantised_weight(device, outputs, inputs, co
         assert torch.equal(y, torch.nn.functional.linear(x, plain(values, scales)))
 
 
-@pytest.mark.parametrize("tile", dict.fromkeys(all_stored_tiles()), ids=str)
+@pytest.mark.parametrize("tile", all_stored_tiles(), ids=str)
 def test_every_tile_writes_every_value_and_nothing_else(device, tile):
     count, outputs, inputs = tile.rows + 3, tile.columns + 8, 208
     values, scales = weight(outputs, inputs, device)
@@ -90,16 +89,13 @@ def test_rows_may_be_strided_and_have_more_dimensions(device):
 
 @pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it():
-    """Of the kernel, in whatever tile: one product of 64 columns may take another instruction than one of 16."""
+    """Of the kernel, in whatever tile."""
     device = torch.device("cuda")
     values, scales = weight(4096, 2048, device)
     x = rows_of(MOST_ROWS, 2048, device)
-    for tile in {choose_stored_tile(count, 4096, 132) for count in (1, 17, 33)}:
-        whole = torch.empty((MOST_ROWS, 4096), dtype=torch.bfloat16, device=device)
-        launch_stored(x, values, scales, None, whole, tile)
-        alone = torch.empty((1, 4096), dtype=torch.bfloat16, device=device)
-        launch_stored(x[40:41], values, scales, None, alone, tile)
-        assert torch.equal(alone[0], whole[40])
+    found = [stored_linear(x[:count], values, scales) for count in (MOST_ROWS, 9, 8, 1)]
+    for few in found[1:]:
+        assert torch.equal(few, found[0][: len(few)])
 
 
 @pytest.mark.gpu
@@ -118,16 +114,16 @@ def test_a_graph_replays_it_with_new_values():
 
 
 def test_it_compiles_without_a_gpu() -> None:
-    """For Ada, where a program gets 99 KB, and for Hopper, whose products are asynchronous from 64 columns on."""
+    """For Ada, where a program gets 99 KB, and for Hopper."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.gpu.kernels._compile_linear_stored"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(lines) == 2 * len(dict.fromkeys(all_stored_tiles()))
-    for capability, columns, shared, products, spilled in lines:
+    assert len(lines) == 2 * len(all_stored_tiles())
+    for shared, products, spilled in lines:
         assert shared <= 99 << 10
-        assert bool(products) == (capability == 90 and columns == 64)
+        assert products
         assert not spilled
 
 

@@ -1,8 +1,9 @@
 """Dense products with weights that stay as they were stored: FP8 with a scale for each block of 128 x 128.
 
 Few rows wait for weights: a kernel reads values and scales, makes bfloat16 of them in registers (a value times its
-scale, rounded once), and multiplies as `kernel.py` does: in order, in float32, rounded at the end. Many rows are a
-library's product of the dequantised weight, which another kernel writes first: its bytes are few beside the products.
+scale, rounded once), and multiplies in float32; warps of a program share its inner dimension, so that enough bytes are
+on their way, and their sums are added at the end. More rows are a library's product of the dequantised weight, which
+another kernel writes first: that costs less than any kernel here that was tried.
 Knows no models. Called by plugins. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
@@ -15,17 +16,14 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.chip import processors_of
 from fdasync.gpu.kernels.linear.kernel import plus_bias, times
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 #: rows that the kernel takes; more are a library's product
-MOST_ROWS = 256
+MOST_ROWS = 16
 _SIDE = 128
 _BLOCK = tl.constexpr(_SIDE)
-# of the processors of a device: programs that suffice to wait for memory
-_ENOUGH = 0.45
 # of the kernel that dequantises
 _ROWS, _COLUMNS = 16, 256
 
@@ -35,31 +33,27 @@ class StoredTile(NamedTuple):
 
     Attributes:
         rows, columns: of a program's tile; weights are the left side of its product.
-        depth: of the inner dimension, of a step of the loop: within a block that shares a scale.
+        depth: of the inner dimension, of a step of the loop: a block that shares a scale.
+        ways: parts of a program, which take such steps in turn.
         warps, stages: of a program, and of its pipeline of loads.
     """
 
     rows: int
     columns: int
     depth: int
+    ways: int
     warps: int
     stages: int
 
 
-def choose_stored_tile(rows: int, outputs: int, processors: int) -> StoredTile:
-    """The tile of a product: the widest of which there are enough."""
-    height, stages = next(((most, stages) for most, stages in ((16, 5), (32, 4)) if rows <= most), (64, 3))
-    width, warps = next(
-        ((columns, warps) for columns, warps in ((64, 4), (32, 2)) if -(-outputs // columns) >= _ENOUGH * processors),
-        (16, 1),
-    )
-    return StoredTile(height, width, 128, warps, stages)
+def choose_stored_tile(rows: int) -> StoredTile:
+    """The tile of a product."""
+    return StoredTile(8 if rows <= 8 else 16, 16, _SIDE, 4, 4, 4)
 
 
 def all_stored_tiles() -> tuple[StoredTile, ...]:
     """Whatever `choose_stored_tile` may answer: for proofs and tests."""
-    counts = (16, 32, 64)
-    return tuple(choose_stored_tile(rows, outputs, 4) for rows in counts for outputs in (1, 64, 128))
+    return choose_stored_tile(1), choose_stored_tile(MOST_ROWS)
 
 
 def stored_linear(
@@ -92,8 +86,7 @@ def stored_linear(
     if len(rows):
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        tile = choose_stored_tile(len(rows), len(values), processors_of(x.device))
-        launch_stored(rows, values, scales, bias, out.view(-1, len(values)), tile)
+        launch_stored(rows, values, scales, bias, out.view(-1, len(values)), choose_stored_tile(len(rows)))
     return out
 
 
@@ -114,8 +107,8 @@ def launch_stored(
         # the stride of a single row may be anything in torch
         x.stride(0) if rows > 1 else inputs,
         INPUTS=inputs, EVEN=outputs % tile.columns == 0, BIASED=bias is not None, WIDEN=x.device.type == "cpu",
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
-        **overlap(x.device),
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, WAYS=tile.ways, STAGES=tile.stages,
+        num_warps=tile.warps, **overlap(x.device),
     )  # fmt: skip
 
 
@@ -153,36 +146,42 @@ def _plain(value, scale):  # type: ignore[no-untyped-def]
 def stored_linear_kernel(  # type: ignore[no-untyped-def]
     x, values, scales, bias, out, num_rows, outputs, x_row,
     INPUTS: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAYS: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program makes COLUMNS outputs of ROWS rows; EVEN: the outputs are a multiple of COLUMNS."""
+    """A program makes COLUMNS outputs of ROWS rows; each of WAYS parts takes every WAYS-th step of DEPTH inner places.
+    EVEN: the outputs are a multiple of COLUMNS."""
     wait_for_inputs(OVERLAP)
     tiles = tl.cdiv(outputs, COLUMNS)
     first_row = tl.program_id(0) // tiles * ROWS
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
     # outputs past the last are replaced by the first, and not stored
     own = column if EVEN else tl.where(column < outputs, column, 0)
-    weight_at = values + own[:, None].to(tl.int64) * INPUTS + depth[None, :]
-    scale_at = scales + own // _BLOCK * ((INPUTS + _BLOCK - 1) // _BLOCK)
-    x_at = x + row[None, :].to(tl.int64) * x_row + depth[:, None]
-    here = (row < num_rows)[None, :]
-    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for start in tl.range(0, INPUTS, DEPTH, num_stages=STAGES):
-        if INPUTS % DEPTH == 0:
+    way = tl.arange(0, WAYS)
+    depth = way[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    weight_at = values + own[None, :, None].to(tl.int64) * INPUTS + depth[:, None, :]
+    scale_at = scales + own[None, :] // _BLOCK * ((INPUTS + _BLOCK - 1) // _BLOCK) + (way * DEPTH // _BLOCK)[:, None]
+    x_at = x + row[None, None, :].to(tl.int64) * x_row + depth[:, :, None]
+    here = (row < num_rows)[None, None, :]
+    sums = tl.zeros((WAYS, COLUMNS, ROWS), tl.float32)
+    for start in tl.range(0, INPUTS, DEPTH * WAYS, num_stages=STAGES):
+        if INPUTS % (DEPTH * WAYS) == 0:
             value = tl.load(weight_at + start)
+            scale = tl.load(scale_at + start // _BLOCK)
             rows = tl.load(x_at + start, mask=here, other=0.0)
         else:
             inside = start + depth < INPUTS
-            value = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
-            rows = tl.load(x_at + start, mask=here & inside[:, None], other=0.0)
-        weights = _plain(value, tl.load(scale_at + start // _BLOCK)[:, None])
-        sums = times(weights, rows, sums, WIDEN)
+            value = tl.load(weight_at + start, mask=inside[:, None, :], other=0.0)
+            scale = tl.load(scale_at + start // _BLOCK, mask=(start + way * DEPTH < INPUTS)[:, None], other=0.0)
+            rows = tl.load(x_at + start, mask=here & inside[:, :, None], other=0.0)
+        sums = times(_plain(value, scale[:, :, None]), rows, sums, WIDEN)
+    total = tl.sum(sums, 0)
     if BIASED:
-        sums = plus_bias(sums, tl.load(bias + column, mask=column < outputs, other=0.0)[:, None])
+        total = plus_bias(total, tl.load(bias + column, mask=column < outputs, other=0.0)[:, None])
     at = out + row[None, :].to(tl.int64) * outputs + column[:, None]
-    tl.store(at, rounded(sums, tl.bfloat16).to(tl.bfloat16), mask=here & (column < outputs)[:, None])
+    real = (row < num_rows)[None, :] & (column < outputs)[:, None]
+    tl.store(at, rounded(total, tl.bfloat16).to(tl.bfloat16), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

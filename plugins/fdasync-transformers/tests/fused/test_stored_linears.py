@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -13,7 +14,10 @@ from fdasync_transformers.fused.layers.merged import merge_linears
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import KeptLinear, keep_linears, kept_product, kept_weight, linears_of
+from fdasync_transformers.model.places import plan_places, taker
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
+
+from fdasync.errors import InvariantBroken
 
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -116,3 +120,32 @@ def test_which_layers_of_a_model_could_stay() -> None:
     last = {path.rpartition(".")[2] for path, _ in linears_of(model)}
     assert last == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert not list(linears_of(make_tiny_model("deepseek_v3")))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stored", [False, True])
+def test_in_one_memory_the_parts_lie_where_they_are_merged(stored: bool) -> None:
+    """So no copy of them is left behind, and a sleep releases them with the rest."""
+    with torch.device("meta"):
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128}
+        model = make_tiny_model("glm4_moe", hidden_size=512, attention_bias=True, **heads).bfloat16()
+    if stored:
+        keep_linears(model, [path for path, _ in linears_of(model)])
+    places, nbytes = plan_places(model)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=PLACE)
+    model._apply(taker(memory, places))
+    first, end = memory.data_ptr(), memory.data_ptr() + nbytes
+    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in model.state_dict().values())
+    assert first <= spans[0][0]
+    assert spans[-1][1] <= end
+    # tied ones have one place for each name
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        merged = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        assert not isinstance(merged, str)
+        assert merged.bias is not None
+        for whole in (merged.weight, merged.bias, getattr(merged.weight, "scales", merged.bias)):
+            assert first <= whole.data_ptr() < end
+    with pytest.raises(InvariantBroken, match="more tensors"):
+        model._apply(taker(memory, places[:-1]))

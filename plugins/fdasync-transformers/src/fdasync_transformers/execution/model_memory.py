@@ -9,11 +9,10 @@ loads.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +20,7 @@ from fdasync.errors import ConfigError, InvariantBroken, RunnerError, WakeFailed
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.host_copy import HostCopy
 from fdasync.gpu.mapped_memory import MappedMemory
+from fdasync_transformers.model.places import plan_places, taker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from fdasync.request import MemoryPart
     from fdasync_transformers.model.kv import KVPool
     from fdasync_transformers.model.recurrent.states import States
-
-# addresses of tensors are multiples of it, as torch's own are; weights that lie behind each other can be merged
-_ALIGN_NBYTES = 512
 
 
 class ModelMemory(ABC):
@@ -182,33 +179,14 @@ class DeviceMemory(ModelMemory):
 
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
         super().maker(model)
-        total = 0
-
-        def measured(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal total
-            total += _room(tensor)
-            return tensor
-
-        # the order in which it will ask, and as often: tied tensors once for each name
-        library: Any = model
-        library._apply(measured)
+        places, total = plan_places(model)
         # what torch keeps is not free for the driver
         torch.cuda.empty_cache()
         try:
             self._weights = MappedMemory.create(self._driver, self._device, total)
         except RunnerError as error:
             raise ConfigError("model", f"its weights find no memory: {error}") from error
-        whole, used = self._weights.tensor(), 0
-
-        def make(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal used
-            if used + _room(tensor) > total:
-                raise InvariantBroken("a model has more tensors than it had before")
-            place = whole[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            used += _room(tensor)
-            return place
-
-        return make
+        return taker(self._weights.tensor(), places)
 
     def allocator(self) -> Callable[[int], torch.Tensor]:
         return self._allocate
@@ -275,7 +253,3 @@ class DeviceMemory(ModelMemory):
                 memory.close()
         if copy is not None:
             copy.close()
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return math.ceil(tensor.nbytes / _ALIGN_NBYTES) * _ALIGN_NBYTES
