@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 # by these a module leaves state in the library's cache: convolution, recurrence, and minimax's
@@ -75,7 +78,13 @@ def _mixer_of(name: str, module: Any) -> Mixer:
 def source_of(kind: type) -> str:
     """The text of a module class's forward; "" where there is none."""
     forward: Any = getattr(kind, "forward", None)
+    return "" if forward is None else _text_of(inspect.unwrap(forward))
+
+
+# no state: a function's text never changes. A start asks for that of each class several times, and finding it is slow
+@cache
+def _text_of(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(forward))
+        return inspect.getsource(function)
     except (OSError, TypeError):
         return ""  # built in, or without a file
