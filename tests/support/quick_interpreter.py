@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tests.support.quick_operations import direct, quicken_operations
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,6 +36,7 @@ def quicken() -> None:
     interpreter._get_np_dtype = _Types(interpreter._get_np_dtype)
     _remember_blocks(interpreter.tl.core)
     _pass_what_agrees(interpreter.TritonSemantic, interpreter.tl.core.tensor)
+    quicken_operations(interpreter)
 
 
 class _Patches:
@@ -49,6 +52,7 @@ class _Patches:
         self._scope: type = interpreter._LangPatchScope
         self._nothing = self._scope()
         self._honest: Callable[[Any], Any] = interpreter._patch_lang
+        self._interpreter = interpreter
         self._languages = (interpreter.tl, interpreter.tl.core)
         # by what was in place, and what the function sees
         self._changes: dict[tuple[frozenset[int], frozenset[int]], list[Change]] = {}
@@ -82,7 +86,9 @@ class _Patches:
         if changes is None:
             made = self._honest(fn)._changes
             scope._changes += made
-            self._changes[key] = [(owner, name, getattr(owner, name)) for owner, name, _ in made]
+            self._changes[key] = [
+                (owner, name, direct(self._interpreter, getattr(owner, name))) for owner, name, _ in made
+            ]
             self.worked_out += 1
             return
         for owner, name, value in changes:

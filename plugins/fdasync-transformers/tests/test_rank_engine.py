@@ -51,8 +51,9 @@ async def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
 async def test_two_ranks_serve_store_and_take_new_weights_as_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tiny_checkpoint(tmp_path / "old", "qwen3_moe", 0)
-    new = make_tiny_checkpoint(tmp_path / "new", "qwen3_moe", 1)
+    # a dense layer and one of experts
+    make_tiny_checkpoint(tmp_path / "old", "qwen3_moe", 0, num_hidden_layers=2)
+    new = make_tiny_checkpoint(tmp_path / "new", "qwen3_moe", 1, num_hidden_layers=2)
     expected = weights_fingerprint(new, dtype="float64")
     # a model this small computes faster than any store reads, so the one engine gets another speed
     monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)

@@ -68,10 +68,12 @@ async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) 
 async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above by the path of GPUs, in Triton's interpreter: fewer requests, one after the other."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    make_tiny_checkpoint(tmp_path, "qwen3_next")
+    # a layer of each kind: the interpreter takes seconds for each
+    both = ["linear_attention", "full_attention"]
+    make_tiny_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=both)
     asked, brief = prompts(3), msgspec.structs.replace(GREEDY, max_tokens=3)
     kernels = {"kernels": "triton", "self_check": False}
-    sizes = {"num_blocks": 12, "host_blocks": 32, "num_snapshots": 4}
+    sizes = {"num_blocks": 10, "host_blocks": 32, "num_snapshots": 4}
     async with Engine(config(tmp_path, runner_config=kernels, **sizes)) as engine:
         results = [await engine.complete(prompt, brief) for prompt in (*asked[1:], *asked)]
         engine.check()

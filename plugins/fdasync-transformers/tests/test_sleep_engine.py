@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
+@pytest.fixture(autouse=True)
+def ranks_are_forks(request: pytest.FixtureRequest) -> None:
+    """What is asked here is asked of their memory; `test_rank_engine.py` has real processes. A GPU takes no forks."""
+    if getattr(request.node, "callspec", None) and request.node.callspec.params["way"] == "ranks":
+        request.getfixturevalue("forked_children")
+
+
 def params(way: str) -> list[SamplingParams]:
     tokens = 5 if way == "kernels" else 16
     return [

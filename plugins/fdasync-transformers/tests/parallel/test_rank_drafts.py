@@ -1,4 +1,5 @@
-"""Ranks on the path of GPUs verify drafts, two steps in flight, in Triton's interpreter: tokens are as without them."""
+"""Ranks on the path of GPUs verify drafts, two steps in flight, in Triton's interpreter: tokens are as without them, on
+the path of CPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ COUNT, MOST = 14, 3
 
 
 async def without(folder: Path) -> Any:
-    driver = await Driver.open(folder, config=CONFIG)
+    """By the path of CPUs, which `test_device_path.py` holds the other one against."""
+    driver = await Driver.open(folder, config={"device": "cpu", "num_threads": 1, "self_check": False})
     sequences = [driver.sequence([*prompt], COUNT, **NOISY) for prompt in PROMPTS]
     await driver.run(sequences)
     rows = [driver.rows(one) for one in sequences]

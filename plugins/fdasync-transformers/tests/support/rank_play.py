@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranks import as_ranks, returned
@@ -36,7 +36,8 @@ class Played:
     tokens: list[list[int]]
     rows: list[Any]
     raw: list[list[float]]
-    logits: list[torch.Tensor]
+    # not shown: asyncio writes out a task's result as its loop ends, which for tensors takes longer than a step
+    logits: list[torch.Tensor] = field(repr=False)
     capacity: Capacity
 
 

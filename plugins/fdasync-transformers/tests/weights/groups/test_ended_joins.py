@@ -69,7 +69,9 @@ async def strange(says: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(tmp_path: Path) -> None:
+async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(
+    tmp_path: Path, forked_children: None
+) -> None:
     """torch's client would dial it anew until the limit and longer, and the engine would stand still meanwhile."""
     make_tiny_checkpoint(tmp_path / "old", "qwen3_moe", 0)
     async with Engine(engine_config(tmp_path / "old", process="worker")) as engine:
@@ -91,7 +93,9 @@ async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(tmp_p
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_joins_that_cannot_end_are_ended_and_the_worker_goes_on(tmp_path: Path, ranks: int) -> None:
+async def test_joins_that_cannot_end_are_ended_and_the_worker_goes_on(
+    tmp_path: Path, ranks: int, forked_children: None
+) -> None:
     make_tiny_checkpoint(tmp_path / "old", "qwen3_moe", 0)
     new = make_tiny_checkpoint(tmp_path / "new", "qwen3_moe", 1)
     config = engine_config(tmp_path / "old", process="worker", tensor_parallel=ranks)

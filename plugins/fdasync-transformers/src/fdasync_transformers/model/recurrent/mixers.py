@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import UnsupportedModel
@@ -96,6 +97,8 @@ def methods_of(kind: type) -> str:
     return "".join([_text_of(value) for base in own for value in vars(base).values() if inspect.isroutine(value)])
 
 
+# no state: a function's text never changes. A start asks for that of each class several times, and finding it is slow
+@cache
 def _text_of(function: Any) -> str:
     try:
         return inspect.getsource(inspect.unwrap(function))
