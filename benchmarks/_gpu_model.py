@@ -222,7 +222,8 @@ class Rig:
         if rig.capacity.state_specs:
             # stretches rewind positions and not states: figures of speed do not mind
             step_model.states = step_model.make_states(scale.sizes[-1])
-            step_model.plan_size = plan_size(scale.sizes[-1], scale.max_step_tokens, scale.block_tokens)
+            most = scale.sizes[-1]
+            step_model.plan_size = plan_size(most, most, scale.max_step_tokens, scale.block_tokens)
         rig.arena = AuxArena.create(num_blocks, scale.block_tokens, rig.capacity.aux_specs)
         for rows in rig.arena.rows.values():
             rows.fill(0)

@@ -347,11 +347,15 @@ class SnapshotPool:
                 found.append(snapshot)
         return found
 
-    @property
-    def num_clean(self) -> int:
-        """Places on the device that can be had without losing a snapshot, but for those that may be lost."""
-        idle = (one for one in self._live if one.place >= 0 and not one.pins)
-        return len(self._free) + sum(1 for one in idle if one.on_host or (one.is_spare and not one.holds))
+    def has_clean(self, count: int) -> bool:
+        """So many places on the device could be had now without losing a snapshot, but for those that may be lost."""
+        lacking = count - len(self._free)
+        for snapshot in self._live:
+            if lacking <= 0:
+                break
+            clean = snapshot.place >= 0 and (snapshot.on_host or snapshot.is_spare)
+            lacking -= clean and self._may_go(snapshot)
+        return lacking <= 0
 
     @property
     def has_host_room(self) -> bool:

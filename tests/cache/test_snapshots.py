@@ -130,9 +130,16 @@ def test_one_that_was_demoted_is_lost_before_one_with_a_copy_goes_and_is_not_cop
         pool.step_done(step)
     assert pool.add_host(kept)
     kept.on_host = True
-    assert pool.num_clean == 1
+    assert pool.has_clean(1)
+    assert not pool.has_clean(2)
     pool.demote(passed)
-    assert pool.num_clean == 2
+    assert pool.has_clean(2)
+    assert not pool.has_clean(3)
+    pool.await_in(passed, 4)
+    # a step in flight names it: others go out in time
+    assert not pool.has_clean(2)
+    pool.step_done(4)
+    assert pool.has_clean(2)
     assert pool.next_dirty(3) == [young]
     taken(pool, 3)
     assert (passed.place, passed.block, pool.lost) == (-1, None, 1)

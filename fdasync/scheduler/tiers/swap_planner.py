@@ -263,7 +263,7 @@ class SwapPlanner:
         pool = self._index.pool.snapshots
         if pool is None or self._outward >= _MAX_OUTWARD:
             return []
-        if ahead and self._ahead_snapshots > pool.num_clean and pool.has_host_room:
+        if ahead and not pool.has_clean(self._ahead_snapshots) and pool.has_host_room:
             self._snapshot_queue.extend(pool.next_dirty(self._ahead_snapshots))
         batch: list[Snapshot] = []
         coming: list[Snapshot] = []

@@ -111,7 +111,7 @@ async def test_kernels_give_the_results_of_the_host(tmp_path: Path, family: str)
     async with Engine(drafted, drafter=talk.drafter(wanted)) as engine:
         results = await talk.play(engine)
         stats = engine.stats().scheduler
-    assert_same(results, wanted)
+    assert_same(results, wanted, ordered=False)
     assert begun_behind(results) == begun_behind(wanted)
     assert min(begun_behind(results)) > 10
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
