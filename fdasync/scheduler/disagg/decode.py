@@ -153,10 +153,10 @@ class DecodeSide:
         self._index.release([*[block for block in lease.blocks if block is not None], *lease.open.values()])
         lease.blocks.clear()
         lease.open.clear()
-        for state in lease.states.values():
+        while lease.states:
+            _, state = lease.states.popitem()
             if state is not None:
                 self._receiver.let_go(lease, state)
-        lease.states.clear()
 
     def _drop(self, lease: Lease, reason: str) -> None:
         self.dropped += 1
@@ -308,9 +308,7 @@ class DecodeSide:
             lease.offered.append((event.offer, lease.full, seq, event.on_device))
             self._offering[lease] = None
         if event.with_state:
-            lease.states[event.key] = None
-            lease.offered.append((event.offer, lease.full + 1, seq, False))
-            self._offering[lease] = None
+            self._want_state(lease, event.key)
         self._start_ready(lease)
 
     # -- blocks -------------------------------------------------------------------------------------
@@ -328,10 +326,31 @@ class DecodeSide:
         if self.leases.get(lease.group) is lease:
             self._await(lease, self._swap_planner.bring(blocks))
 
-    def _bring_state(self, lease: Lease, seq: Sequence, state: Snapshot) -> bool:
-        if self.leases.get(lease.group) is not lease or seq.key not in lease.seqs:
+    def _want_state(self, lease: Lease, key: int) -> None:
+        """A sample comes with its state. The state behind a prompt is that of every sample of the group: one that is
+        here, or on its way, serves all that wait."""
+        here = next(iter(lease.states.values()), None)
+        comes = bool(lease.states)
+        lease.states[key] = here
+        if here is not None:
+            here.hold()
+            self._load_states(lease)
+        elif not comes:
+            self._fetch_state(lease, key)
+
+    def _fetch_state(self, lease: Lease, key: int) -> None:
+        lease.offered.append((lease.hands[key].offer, lease.full + 1, lease.seqs[key], False))
+        self._offering[lease] = None
+
+    def _bring_state(self, lease: Lease, state: Snapshot) -> bool:
+        waiting = [key for key, held in lease.states.items() if held is None]
+        if self.leases.get(lease.group) is not lease or not waiting:
             return False
-        lease.states[seq.key] = state
+        for number, key in enumerate(waiting):
+            lease.states[key] = state
+            if number:
+                # the first one has the hold of the transfer
+                state.hold()
         self._load_states(lease)
         return True
 
@@ -343,12 +362,13 @@ class DecodeSide:
             if state is None or seq.resume is not None:
                 continue
             assert pool is not None
-            if not pool.bring(state):
+            if state.place < 0 and not pool.bring(state):
                 self._stuck[lease] = None
                 return
             pool.pin(state)
             seq.resume = state
-            self._await(lease, [self._swap_planner.bring_snapshot(state)])
+            if not state.on_device:
+                self._await(lease, [self._swap_planner.bring_snapshot(state)])
 
     def copied(self, copy_id: int) -> None:
         """A copy to the device ended."""
@@ -405,7 +425,11 @@ class DecodeSide:
             state = lease.states.pop(seq.key, None)
             if state is not None:
                 self._receiver.let_go(lease, state)
+            lost = any(index > lease.full and of is seq for _, index, of, _ in lease.offered)
             lease.offered = deque(entry for entry in lease.offered if entry[2] is not seq)
+            if lost and lease.states:
+                # its state was to be that of others, too
+                self._fetch_state(lease, next(iter(lease.states)))
             if lease.granted:
                 self._queues.num_leased -= 1
                 block = lease.open.pop(seq.key, None)

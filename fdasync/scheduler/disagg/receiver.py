@@ -165,8 +165,10 @@ class BlockReceiver:
         return True
 
     def let_go(self, lease: Lease, state: Snapshot) -> None:
-        """A lease needs the place of a state on the host no more."""
-        self._states.give_back(lease.peer)
+        """A sample of a lease, which it has left, needs the place of a state on the host no more; the last one of those
+        that share it gives the place back."""
+        if not any(held is state for held in lease.states.values()):
+            self._states.give_back(lease.peer)
         self._index.unhold(state)
 
     @property
@@ -199,25 +201,24 @@ class BlockReceiver:
         self,
         event: BlocksReceived,
         bring: Callable[[Lease, list[Block]], None],
-        bring_state: Callable[[Lease, Sequence, Snapshot], bool],
+        bring_state: Callable[[Lease, Snapshot], bool],
     ) -> Lease:
         """A copy ended; returns its lease. Blocks that arrived are checked, and stay as cache without the lease too.
 
         Args:
             bring: called with the lease and its blocks that arrived on the host, before they may be evicted.
-            bring_state: called with the lease, the sample and its state that arrived on the host; returns whether the
-                lease keeps it there.
+            bring_state: called with the lease and a state that arrived on the host; returns whether the lease keeps it
+                there.
         """
         receive = self._receives.pop(event.receive_id, None)
         if receive is None or len(event.arrived) != len(receive.samples):
             raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
         lease = receive.lease
         if receive.state is not None:
-            (seq,) = receive.samples
             if event.arrived[0]:
                 assert self._index.pool.snapshots is not None
                 self._index.pool.snapshots.received(receive.state)
-            if seq is None or not event.arrived[0] or not bring_state(lease, seq, receive.state):
+            if not event.arrived[0] or not bring_state(lease, receive.state):
                 self.let_go(lease, receive.state)
             return lease
         here: list[Block] = []

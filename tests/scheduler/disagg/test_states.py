@@ -204,6 +204,107 @@ def test_as_many_states_are_copied_at_a_time_as_one_instance_may_have():
     assert table.is_empty()
 
 
+def group_at(**config) -> PdTable:
+    """A lease of three samples whose two blocks are on the device; their first tokens are to come."""
+    table = table_of(**config)
+    table.turn(table.lease(1, range(8), n=3))
+    table.turn(table.offered(1, 5, 0, 1))
+    table.turn(table.received())
+    table.turn(table.copied())
+    return table
+
+
+def fetched(*turns) -> list[int]:
+    """The offers whose state is copied."""
+    return [
+        offer for turned in turns for one in of(turned, ReceiveBlocks) if one.snapshots_host for offer in one.offers
+    ]
+
+
+def test_one_state_serves_all_samples_of_a_group_that_wait():
+    table = group_at()
+    turns = [table.turn(table.first(1, 1 + at, 6 + at, 55 + at, with_state=True)) for at in range(2)]
+    turned = table.turn(table.received())
+    (copy,) = turned.ins
+    assert holds(table) == 2
+    # while it comes to the device
+    turns.append(table.turn(table.first(1, 3, 8, 57, with_state=True)))
+    assert fetched(*turns, turned) == [6]
+    turned = table.turn(table.copied())
+    assert [(start.key, start.num_cached, start.snapshot) for start in turned.step.starts] == [
+        (key, 8, copy.snapshots[0]) for key in (1, 2, 3)
+    ]
+    table.run()
+    assert {end.reason for end in table.finished.values()} == {"length"}
+    assert holds(table) == 0
+    assert table.is_empty()
+
+
+def test_a_sample_that_comes_when_the_others_have_started_brings_its_own_state():
+    table = group_at()
+    turns = [table.turn(table.first(1, 1, 6, 55, with_state=True))]
+    table.turn(table.received())
+    table.turn(table.copied())
+    turns.append(table.turn(table.first(1, 2, 7, 56, with_state=True)))
+    assert fetched(*turns) == [6, 7]
+    assert table.receives
+    table.turn(table.received())
+    table.turn(table.first(1, 3, 8, 57, with_state=True))
+    table.run()
+    assert len(table.finished) == 3
+    assert table.is_empty()
+
+
+@pytest.mark.parametrize("when", ["it waits for a place", "it is on its way", "it is here"])
+def test_a_sample_that_ends_leaves_the_state_to_the_others(when):
+    table = group_at()
+    pool = states(table)
+    table.scheduler.check = lambda: None
+    taken = [pool.receive(None) for _ in range(4 if when == "it waits for a place" else 0)]
+    turns = [table.turn(table.first(1, 1 + at, 6 + at, 55 + at, with_state=True)) for at in range(2)]
+    assert fetched(*turns) == ([] if taken else [6])
+    if when == "it is here":
+        table.turn(table.received())
+    turns = [table.turn(table.abort(1))]
+    for one in taken:
+        pool.unhold(one)
+    del table.scheduler.check
+    turns.append(table.turn())
+    # of the one that is left
+    assert fetched(*turns) == ([7] if taken else [])
+    turns.append(table.turn(table.first(1, 3, 8, 57, with_state=True)))
+    while table.receives or table.copies:
+        turns.append(
+            table.turn(*[table.received() for _ in list(table.receives)], *[table.copied() for _ in list(table.copies)])
+        )
+    table.run()
+    assert [table.finished[key].reason for key in (2, 3)] == ["length"] * 2
+    assert holds(table) == 0
+    assert states(table).num_host_free == 4
+    assert table.is_empty()
+
+
+def test_a_lease_that_ends_gives_a_shared_state_back_once():
+    table = group_at(num_host_snapshots=2)
+    for at in range(3):
+        table.turn(table.first(1, 1 + at, 6 + at, 55 + at, with_state=True))
+    table.turn(table.received())
+    assert holds(table) == 3
+    table.turn(table.gives_up(1))
+    table.turn(*[table.copied() for _ in list(table.copies)])
+    assert holds(table) == 0
+    # the instance's share of the places is whole
+    table.turn(table.lease(11, range(100, 104)))
+    table.turn(table.offered(11, 15, 0))
+    table.turn(table.received())
+    table.turn(table.copied())
+    assert fetched(table.turn(table.first(11, 11, 16, 55, with_state=True))) == [16]
+    table.turn(table.received())
+    table.turn(*[table.copied() for _ in list(table.copies)])
+    table.run()
+    assert table.is_empty()
+
+
 def test_a_model_without_recurrent_layers_sends_none():
     table = PdTable()
     begin(table, 1, range(10))
