@@ -1,12 +1,13 @@
 """Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts/tiles.py`.
 
-    python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--stored fp8|mxfp4] [--json FILE]
+    python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--stored fp8|mxfp4] [--table]
+                                      [--json FILE]
 
 For each number of tokens every candidate of both products runs in a CUDA graph that rotates over eight layers' weights,
 so that no cache flatters it; medians. Every candidate must give the very bits of the first one: a difference is an
 error. With `--stored` weights stay in that form, the bits are those of the plain weights that they say, and `plain_us`
-is the time of the table's tiles for these. Candidates are compiled by several processes first. Needs a CUDA GPU with
-40 GiB.
+is the time of the table's tiles for these. Candidates are compiled by several processes first. `--table` tries none: it
+times the tables' tiles alone, over four layers, in half a minute. Needs a CUDA GPU with 40 GiB.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LAYERS = 8
+# of `--table` as many as no cache holds the experts of, of one token
+_LAYERS, _FEW_LAYERS = 8, 4
 _DTYPE = torch.bfloat16
 # multiplications and additions of bfloat16 of an H200
 _PRODUCTS_PER_S = 790e12
@@ -69,6 +71,9 @@ _STORED_UP: tuple[_Cut, ...] = (
 _STORED_DOWN: tuple[_Cut, ...] = (
     (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4),
 )  # fmt: skip
+# of FP8 by the bulk copy engine
+_BULK_UP: tuple[_Cut, ...] = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4))
+_BULK_DOWN: tuple[_Cut, ...] = ((128, 128, 4, 3), (128, 128, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (256, 64, 8, 3))
 
 
 def shape_of(name: str) -> tuple[int, int, int, int]:
@@ -113,14 +118,18 @@ def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, boo
     return found
 
 
-def stored_candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
-    """As `candidates`, of weights that stay as they were stored; paired ones are of the first product."""
+def stored_candidates(form: str, tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
+    """As `candidates`, of weights that stay in a form; paired ones are of the first product."""
     each = tokens * top_k / num_experts
     tiles = [Tile(*cut, swap=True, paired=True) for cut in _STORED_UP]
     tiles += [Tile(*cut, swap=True) for cut in _STORED_DOWN]
+    if form == "fp8":
+        ups = itertools.product(_BULK_UP, (False, True))
+        tiles += [Tile(*cut, swap=True, tma=True, paired=True, ready=ready) for cut, ready in ups]
+        tiles += [Tile(*cut, swap=True, tma=True) for cut in _BULK_DOWN]
     rows = [(16, True)] if tokens * top_k <= 64 else []
     if tokens * top_k > 32:
-        found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64)
+        found = (16,) if each <= 8 else (16, 32) if each <= 24 else (32, 64) if each <= 56 else (64, 128)
         rows += [(row, False) for row in found]
     return [(row, single, tile) for row, single in rows for tile in tiles]
 
@@ -247,7 +256,8 @@ def tune(layers: Layers, tokens: int, form: str | None = None) -> dict[str, Any]
     fixed = _fixed(form)
     # by (rows, single): microseconds and tile of either product
     took: dict[tuple[int, bool], tuple[list[tuple[float, Tile]], list[tuple[float, Tile]]]] = {}
-    for rows, single, tile in (stored_candidates if form else candidates)(tokens, top_k, num_experts):
+    listed = partial(stored_candidates, form) if form else candidates
+    for rows, single, tile in listed(tokens, top_k, num_experts):
         sides = took.setdefault((rows, single), ([], []))
         for pair in _pairs(tile, fixed, form):
             side = 0 if pair[0] is tile else 1
@@ -269,16 +279,16 @@ def tune(layers: Layers, tokens: int, form: str | None = None) -> dict[str, Any]
         tiles = _tiles(rows, single, sides[0][0][1], sides[1][0][1], tokens)
         best.append((graph_us(partial(layers.run, tiles=tiles), len(layers.up)), tiles))
     best_us, tiles = min(best, key=lambda one: one[0])
+    return {**table(layers, tokens), "best_us": best_us, "tiles": repr(tiles), "tops": tops}
+
+
+def table(layers: Layers, tokens: int) -> dict[str, Any]:
+    """Times the tables' tiles, of these weights and of plain ones."""
+    layers.route(tokens)
+    if not torch.equal(layers.run(0, None), layers.run_plain(0)):
+        raise SystemExit(f"the table's tiles give other bits at {tokens} tokens")
     table_us = graph_us(partial(layers.run, tiles=None), len(layers.up))
-    plain_us = graph_us(layers.run_plain, len(layers.up))
-    return {
-        "tokens": tokens,
-        "plain_us": plain_us,
-        "best_us": best_us,
-        "tiles": repr(tiles),
-        "table_us": table_us,
-        "tops": tops,
-    }
+    return {"tokens": tokens, "plain_us": graph_us(layers.run_plain, len(layers.up)), "table_us": table_us}
 
 
 def compile_all(shape: str, jobs: list[tuple[int, int, bool, Tile]], form: str | None = None) -> None:
@@ -303,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(EXPERTS), default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,4,8,32,64,128,256,512,1024,2048,8192")
+    parser.add_argument("--table", action="store_true", help="time the tables' tiles alone")
     parser.add_argument("--stored", choices=("fp8", "mxfp4"), help="weights stay in this form")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(arguments)
@@ -310,22 +321,25 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("experts_tiles needs a CUDA GPU, and torch sees none")
     counts = [int(count) for count in args.tokens.split(",")]
     num_experts, top_k, width, inner = shape_of(args.shape)
-    listed = stored_candidates if args.stored else candidates
-    jobs = [(tokens, *each) for tokens in counts for each in listed(tokens, top_k, num_experts)]
-    compile_all(args.shape, jobs, args.stored)
+    if not args.table:
+        listed = partial(stored_candidates, args.stored) if args.stored else candidates
+        jobs = [(tokens, *each) for tokens in counts for each in listed(tokens, top_k, num_experts)]
+        compile_all(args.shape, jobs, args.stored)
     rate = copy_bytes_per_s(torch.device("cuda"), 4 << 30)
     print(f"{args.shape}: copy {rate / 1e9:.0f} GB/s", flush=True)
-    layers = Layers(args.shape, counts[0], form=args.stored)
+    layers = Layers(args.shape, counts[0], _FEW_LAYERS if args.table else _LAYERS, args.stored)
     nbytes_each = sum(weights[0].nbytes for weights in (layers.up, layers.down)) / num_experts
     results = []
     for tokens in counts:
-        found = tune(layers, tokens, args.stored)
+        found = table(layers, tokens) if args.table else tune(layers, tokens, args.stored)
         nbytes = layers.distinct * nbytes_each
         floor_us = max(nbytes / rate, tokens * top_k * 6 * width * inner / _PRODUCTS_PER_S) * 1e6
         results.append({**found, "distinct": layers.distinct, "floor_us": floor_us})
-        share = floor_us / found["best_us"]
-        print(f"{tokens} tokens, {layers.distinct:.1f} experts: floor {floor_us:.1f} us, best {found['best_us']:.1f}")
-        print(f"  ({share:.2f}), plain {found['plain_us']:.1f}, table {found['table_us']:.1f}: {found['tiles']}")
+        print(f"{tokens} tokens, {layers.distinct:.1f} experts: floor {floor_us:.1f} us, table {found['table_us']:.1f}")
+        print(f"  ({floor_us / found['table_us']:.2f}), plain {found['plain_us']:.1f}", flush=True)
+        if args.table:
+            continue
+        print(f"  best {found['best_us']:.1f} ({floor_us / found['best_us']:.2f}): {found['tiles']}")
         for name, tops in found["tops"].items():
             print(f"  {name}: {tops}", flush=True)
     if args.json:

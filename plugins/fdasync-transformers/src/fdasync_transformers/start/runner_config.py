@@ -53,7 +53,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         quantised_weights: of a quantised checkpoint. "dequantised": weights become plain ones while they are read.
             "stored": the experts' weights stay on the GPU as they are, FP8 in blocks of 128 x 128 or MXFP4, and the
             fused experts read them so and compute in bfloat16. "stored_linears": and so do the linear layers of FP8
-            checkpoints, but for those that a rank would cut within a block. Where that cannot be the start is refused.
+            checkpoints, but for those that a rank would cut within a block: less memory, and steps of more than 16 rows
+            take longer. Where that cannot be the start is refused.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
