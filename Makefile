@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-ray test-all lint types bench bench-pd bench-gpu clean venv help
+.PHONY: demo test warm test-ray test-all lint types bench bench-pd bench-gpu clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
@@ -58,9 +58,14 @@ demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
+# the type checker has one core while the first import of all tests has another: both take more than a minute
 test: $(STAMP)
+	$(MAKE) --no-print-directory -j 2 warm types lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-	$(MAKE) --no-print-directory lint types
+
+# each process of the tests imports all of them: bytecode that one has made serves the others
+warm: $(STAMP)
+	@$(BIN)/python -m pytest --collect-only -q -m "not slow" > /dev/null || true  # the tests' own run tells errors
 
 # one after the other, with what they measure: each module has a cluster, and clusters are many processes
 test-ray: $(RAY)

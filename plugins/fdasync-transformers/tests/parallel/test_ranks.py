@@ -197,7 +197,14 @@ def test_a_runner_that_did_not_join_its_group_does_not_open(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("family", "out_ranks", "in_ranks"),
-    [("qwen3_moe", 2, 1), ("qwen3_moe", 4, 2), ("deepseek_v2", 1, 2), ("deepseek_v2", 2, 1), ("minimax_m2", 2, 1)],
+    [
+        # heads in parts by four and by two; what one rank reads the others show
+        ("qwen3_moe", 4, 2),
+        pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.slow),
+        ("deepseek_v2", 1, 2),
+        ("deepseek_v2", 2, 1),
+        ("minimax_m2", 2, 1),
+    ],
 )
 def test_blocks_written_by_some_ranks_are_read_by_others(
     tmp_path: Path, family: str, out_ranks: int, in_ranks: int
