@@ -41,7 +41,8 @@ class Lease:
         arriving: copies to the device that the lease waits for.
         hands: by sample, the offer with its first token.
         states: by sample, the recurrent state behind its prompt, once it is on the host, which the lease holds there
-            once for each: samples that wait at the same time share one. None: it has not arrived. A sample has it on the device, or on the way there, once it has a `resume`.
+            once for each: samples that wait at the same time share one. None: it has not arrived. A sample has it on
+            the device, or on the way there, once it has a `resume`.
         tails: samples whose open block has not arrived yet.
         ttl_s: the lease ends if it is not renewed for so long.
         renew_by, over_by: engine times of its end without a renewal, and with one; this instance's own rules bound
