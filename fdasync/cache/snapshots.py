@@ -3,7 +3,7 @@
 A recurrent layer keeps one state for each sequence, which every token changes. A *snapshot* is a copy of a sequence's
 state as it was behind the last token of a block: an optional attachment of that block, which goes when the block goes.
 A sequence can go on from a block only if that block has a snapshot. Snapshots sit in places of their own on the device
-and on the host, with budgets and an order of eviction of their own (docs/design.md, section 11).
+and on the host, with budgets and an order of eviction of their own (docs/design.md, rule 45).
 
 A place on the device has one writer at a time. The pool gives a place to another snapshot only when every step that
 names it is done.
