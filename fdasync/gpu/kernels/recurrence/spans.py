@@ -83,7 +83,7 @@ def plan_spans(
     sources: NDArray[np.integer],
     counts: NDArray[np.integer],
     targets: NDArray[np.integer],
-    takes: Sequence[tuple[int, int, int]] = (),
+    takes: Sequence[tuple[int, int, int]] | NDArray[np.int64] = (),
 ) -> NDArray[np.int32]:
     """The numbers of a plan.
 
@@ -91,7 +91,7 @@ def plan_spans(
         sources: [S], as in `Spans`.
         counts: [S], rows of each sequence, 1 or more.
         targets: [S], the memory's row that each sequence's state behind its last row goes to.
-        takes: further stops: sequence, how many of its rows count, and the memory's row.
+        takes: [n, 3], further stops: sequence, how many of its rows count, and the memory's row.
 
     Raises:
         InvariantBroken: more than the plan's size; a stop outside of its sequence; two stops in one row of the memory,
@@ -100,30 +100,35 @@ def plan_spans(
     sequences = len(sources)
     if sequences > size.sequences or sequences + len(takes) > size.stops:
         raise InvariantBroken(f"{sequences} sequences with {len(takes)} snapshots, for {size}")
-    first_rows = np.concatenate([[0], np.cumsum(counts)])
-    # of one position, the state that goes on is written last: it may lie where the sequence began from
-    stops = [(number, int(counts[number]), 1, int(targets[number])) for number in range(sequences)]
-    for number, count, row in takes:
-        if not 0 <= number < sequences or not 0 < count <= counts[number]:
+    first_rows = np.zeros(sequences + 1, np.int64)
+    np.cumsum(counts, out=first_rows[1:])
+    numbers, behind, rows = np.arange(sequences), counts, targets
+    if len(takes):
+        more = np.asarray(takes, np.int64)
+        inside = (more[:, 0] >= 0) & (more[:, 0] < sequences) & (more[:, 1] >= 1)
+        inside[inside] = more[inside, 1] <= counts[more[inside, 0]]
+        if not inside.all():
+            number, count, _ = more[int(inside.argmin())].tolist()
             raise InvariantBroken(f"a snapshot behind row {count} of sequence {number}, which the step does not have")
-        stops.append((number, count, 0, row))
-    stops.sort()
-    rows = [row for _, _, _, row in stops]
-    if len(set(rows)) != len(rows):
+        numbers = np.concatenate([numbers, more[:, 0]])
+        behind, rows = np.concatenate([behind, more[:, 1]]), np.concatenate([rows, more[:, 2]])
+    written = set(rows.tolist())
+    if len(written) != len(rows):
         raise InvariantBroken("a step leaves two states in one place")
-    read = {int(source) for number, source in enumerate(sources) if source >= 0 and source != targets[number]}
-    if read & set(rows):
+    if not written.isdisjoint(sources[(sources >= 0) & (sources != targets)].tolist()):
         # programs of one launch do both, in any order
         raise InvariantBroken("a step writes a state that another sequence of it begins from")
+    # of one position, the state that goes on is written last: it may lie where the sequence began from
+    if len(takes):
+        order = np.lexsort((np.arange(len(rows)) < sequences, behind, numbers))
+        numbers, behind, rows = numbers[order], behind[order], rows[order]
     plan = np.zeros(size.numbers, np.int32)
     plan[: size.sequences] = ABSENT
     plan[:sequences] = sources
     at = size.sequences
     plan[at : at + sequences + 1] = first_rows
     at += size.sequences + 1
-    of_sequence = np.array([number for number, _, _, _ in stops], np.int64)
-    plan[at : at + sequences + 1] = np.searchsorted(of_sequence, np.arange(sequences + 1))
+    plan[at : at + sequences + 1] = np.searchsorted(numbers, np.arange(sequences + 1))
     at += size.sequences + 1
-    pairs = [(first_rows[number] + count, row) for number, count, _, row in stops]
-    plan[at : at + 2 * len(pairs)] = np.array(pairs, np.int32).ravel()
+    plan[at : at + 2 * len(rows)] = np.stack([first_rows[numbers] + behind, rows], 1).ravel()
     return plan

@@ -86,12 +86,15 @@ def plan_states(
         if number is None:
             raise InvariantBroken(f"a step takes a snapshot of lane {take.lane}, and computes none of it")
         kept.append((number, take.position - int(step.starts[number]), first_place + take.place))
+    stops = np.array(kept, np.int64).reshape(-1, 3)
     if versions > 1:
-        decodes = step.decodes
-        for number, (row, count) in enumerate(zip(targets[:decodes].tolist(), step.counts.tolist(), strict=False)):
-            kept += [(number, behind, row + behind) for behind in range(1, count)]
-        targets[:decodes] += step.counts[:decodes]
-    arrays = {"spans": plan_spans(size, sources, step.counts, targets, kept)}
+        # a version behind each row but the last, whose is the state that goes on if all stand
+        widths = step.counts[: step.decodes] - 1
+        numbers = np.repeat(np.arange(step.decodes), widths)
+        behind = np.arange(len(numbers)) - np.repeat(np.cumsum(widths) - widths, widths) + 1
+        stops = np.concatenate([stops, np.stack([numbers, behind, targets[numbers] + behind], 1)])
+        targets[: step.decodes] += widths + 1
+    arrays = {"spans": plan_spans(size, sources, step.counts, targets, stops)}
     if versions > 1 or len(step.lanes) != step.decodes:
         arrays["owners"] = np.repeat(np.arange(len(step.lanes), dtype=np.int32), step.counts)
     return arrays
