@@ -73,7 +73,7 @@ async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, mon
     make_tiny_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=both)
     asked, brief = prompts(3), msgspec.structs.replace(GREEDY, max_tokens=3)
     kernels = {"kernels": "triton", "self_check": False}
-    sizes = {"num_blocks": 10, "host_blocks": 32, "num_snapshots": 4}
+    sizes = {"num_blocks": 9, "host_blocks": 32, "num_snapshots": 6}
     async with Engine(config(tmp_path, runner_config=kernels, **sizes)) as engine:
         results = [await engine.complete(prompt, brief) for prompt in (*asked[1:], *asked)]
         engine.check()
