@@ -126,7 +126,6 @@ async def test_what_is_damaged_is_told_and_the_weights_in_use_stay(tmp_path):
         ({"local_checkpoint_dir": "{home}/pulls/../mine"}, {}, "folder of pulled checkpoints"),
         ({"source_dir": "{home}"}, {}, "outside of the folder"),
         ({"source_dir": "{home}/published/no"}, {}, "no folder"),
-        ({"source_dir": "{home}/published/no", "target_version": 0}, {}, "published/no is no folder"),
         ({}, {"pulls_root": ""}, "--pulls-root"), ({}, {}, "no checkpoint folder"),
     ],
 )  # fmt: skip
@@ -136,14 +135,11 @@ async def test_only_folders_that_were_opened_are_written_and_read(tmp_path, chan
     (tmp_path / "pulls" / "link").symlink_to(tmp_path)
     settings = {"weights_root": str(tmp_path / "published"), "pulls_root": str(tmp_path / "pulls"), **config}
     body = {"local_checkpoint_dir": str(tmp_path / "pulls" / "local"), "source_dir": str(tmp_path / "published")}
-    body |= {
-        name: value.replace("{home}", str(tmp_path)) for name, value in changes.items() if name != "target_version"
-    }
-    body["target_version"] = changes.get("target_version", 1)
+    body |= {name: value.replace("{home}", str(tmp_path)) for name, value in changes.items()}
     async with synthetic_engine(synthetic_config()) as engine:
         transport = httpx2.ASGITransport(app(engine, HttpConfig(**settings)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://front") as client:
-            answer = await client.post("/pull_weights", json=body)
+            answer = await client.post("/pull_weights", json={**body, "target_version": 1})
             assert answer.status_code == 400
             assert told in answer.json()["message"]
             for uri in ("gs://bucket/delta-00000001", "s3://bucket"):

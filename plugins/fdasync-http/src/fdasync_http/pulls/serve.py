@@ -19,7 +19,7 @@ from fdasync_http.failures import Refused, refused_of
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
 from fdasync_http.sglang.control import SGLangBody, Updated, reply
-from fdasync_http.weights import folder_within, local_within
+from fdasync_http.weights import folder_within, local_within, resolved
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -38,7 +38,7 @@ class PullBody(SGLangBody):
 
     Attributes:
         local_checkpoint_dir: folder in `pulls_root` of the checkpoint that follows; made where it is not there.
-        source_dir: folder in `weights_root` in which versions are published; it is there, also for version 0.
+        source_dir: folder in `weights_root` in which versions are published.
         target_version: the version to bring it to; 0: the engine's own checkpoint.
     """
 
@@ -61,11 +61,11 @@ async def pull_weights(request: Request, front: Front) -> Response:
 
 
 def _slime_pull(front: Front, body: PullBody) -> Pull:
-    config = front.config
+    config, version, named = front.config, body.target_version, body.source_dir
     local = local_within(config, body.local_checkpoint_dir, "local_checkpoint_dir")
-    # of version 0 nothing is read there, but a folder that is not there would be missed at the first version only
-    source = folder_within(config, body.source_dir, "source_dir")
-    return _checked(Pull("slime", local, _base(front), source, body.target_version))
+    # version 0 is the engine's own checkpoint, and nothing is read of what is published, which need not be there yet
+    source = folder_within(config, named, "source_dir") if version else resolved(named, "source_dir")
+    return _checked(Pull("slime", local, _base(front), source, version))
 
 
 class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
