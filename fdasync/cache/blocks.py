@@ -48,7 +48,8 @@ class Block:
         absent: the store does not have it, as far as known. Neither of the two: nothing is known.
         uses: admissions that matched it since the store's last word about it.
         branches: how often a sequence wanted a snapshot here, since it left what others had computed.
-        last_use: when it was used last, in the index's own count; leaves of a chain before their parents.
+        last_use: when it was used last, in the index's own count; leaves of a chain before their parents. Below 0:
+            no later sequence can make use of it.
         device_list, host_list: the lists of `prefix.py` that it is in; None: none.
         snapshot: the recurrent state at its end (`snapshots.py`); None: there is none.
         with_state: a store's object of it has that state, too.

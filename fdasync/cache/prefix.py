@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class PrefixIndex:
     """Identities of blocks over all tiers, and what may be evicted, in order of last use.
 
-    An unused block on the device is *clean* if its KV is on the host too: it can go at once. Else it is *dirty*: it is
-    copied out first if the host has room, and goes at once if not (docs/design.md, rule 8).
+    An unused block on the device is *clean* if its KV is on the host too, or if no later sequence can make use of it:
+    it can go at once. Else it is *dirty*: it is copied out first if the host has room, and goes at once if not
+    (docs/design.md, rule 8).
 
     Args:
         pool: the blocks.
@@ -52,6 +53,8 @@ class PrefixIndex:
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
         self._clock = 0
+        # as the clock, of blocks that nothing can make use of: before all others
+        self._useless_clock = -(1 << 62)
         self._clean = Lru()
         self._dirty = Lru()
         # blocks on the host: on the host only; on the device too and used there; on the device too and unused
@@ -186,15 +189,36 @@ class PrefixIndex:
             if block.ref_count == 1:
                 self.settle(block)
 
-    def release(self, blocks: Sequence[Block]) -> None:
-        """Take one pin off each block of a chain; the last block goes idle first, so leaves go before parents."""
-        for block in reversed(blocks):
+    def release(self, blocks: Sequence[Block], useful: int | None = None) -> None:
+        """Take one pin off each block of a chain; the last block goes idle first, so leaves go before parents.
+
+        `useful`: of so many leading blocks a later sequence can make use; those behind them go before all others. None:
+        of all.
+        """
+        end = len(blocks) if useful is None else useful
+        for number in range(len(blocks) - 1, -1, -1):
+            block = blocks[number]
             block.ref_count -= 1
             if not block.ref_count:
                 if block.key is not None and not block.sealed:
                     raise InvariantBroken(f"{block} lost its last pin while pending")
-                self._use(block)
+                if number < end or block.wanted:
+                    self._use(block)
+                else:
+                    self._useless_clock += 1
+                    block.last_use = self._useless_clock
                 self.settle(block)
+
+    def useful(self, blocks: Sequence[Block], keys: Sequence[bytes]) -> int | None:
+        """Of how many leading blocks of a chain a later sequence can make use: a recurrent model goes on from snapshots
+        alone. `keys`: identities of the chain, as far as they are known."""
+        if self.pool.snapshots is None:
+            return None
+        for number in range(min(len(blocks), len(keys)) - 1, -1, -1):
+            block = self._by_key.get(keys[number])
+            if block is not None and block.snapshot is not None:
+                return number + 1
+        return 0
 
     # -- identities -----------------------------------------------------------------------------------
 
@@ -306,7 +330,7 @@ class PrefixIndex:
             return
         whole = block.on_host
         if unused:
-            block.device_list = self._clean if whole else self._dirty
+            block.device_list = self._clean if whole or block.last_use < 0 else self._dirty
             block.device_list.add(block)
         if whole and not block.host_holds:
             if block.id < 0:
@@ -364,7 +388,7 @@ class PrefixIndex:
             unused = block.id >= 0 and not block.ref_count and not block.device_moves
             want = None
             if unused and block.key is not None:
-                want = self._clean if block.on_host else self._dirty
+                want = self._clean if block.on_host or block.last_use < 0 else self._dirty
             if block.ref_count < 0 or block.device_list is not want:
                 raise InvariantBroken(f"{block} is in the wrong list of the device")
             if block.key is None and not (block.ref_count or block.device_moves or block.host_holds):

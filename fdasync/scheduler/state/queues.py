@@ -277,7 +277,7 @@ class SequenceQueues:
             seq.take_rows(seq.computed, self._block_tokens, self._spans)
         if preempted:
             self._on_preempted(seq)
-        self._index.release(seq.blocks)
+        self._index.release(seq.blocks, self._index.useful(seq.blocks, seq.keys))
         seq.blocks = []
         if seq.resume is not None:
             self._index.unpin(seq.resume)

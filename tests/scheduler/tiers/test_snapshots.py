@@ -308,3 +308,21 @@ def test_what_a_sequence_has_passed_is_lost_and_not_copied_to_the_host():
     # those at 8, 16, 24 and 32 gave way to the next ones; the last one may go out, since it would else be lost
     assert (table.stats.lost_snapshots, len(places) <= 1) == (4, True)
     assert table.is_empty()
+
+
+@pytest.mark.parametrize("host", [0, 16])
+def test_kv_behind_the_last_snapshot_goes_before_all_other(host: int):
+    """No sequence can go on from there, so it is not copied out either."""
+    table = recurrent(num_blocks=8, num_host_blocks=host, num_host_snapshots=4 * bool(host), max_step_tokens=8)
+    table.run(table.request(1, range(9), 1))
+    table.turn(table.request(2, range(100, 117), 1))
+    # two of its blocks are computed, and its one snapshot would lie behind the fourth
+    table.run(table.abort(2))
+    assert table.places(range(100, 108)) == ["device"] * 2
+    kept = table.places(range(8))
+    table.turn(table.request(3, range(200, 217), 1))
+    # it has 5 of 8 blocks: the last one of what nobody can use made room, though it was used last
+    assert table.places(range(100, 108)) == ["device", ""]
+    assert table.places(range(8)) == kept
+    table.run()
+    assert table.is_empty()
