@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -216,6 +218,12 @@ class Frontend:
             self._runtime.bus.publish(event)
         return request
 
+    def _chosen_freed(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
+        """Their last reference may go in any thread, and in the midst of anything: they are given back in a turn."""
+        # a loop that is closed has nobody that waits for them
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._chosen.leave, nbytes)
+
     async def _lend(self, request: RequestState, keys: list[int], prompt_tokens: int, candidate: Candidate) -> None:
         """Make the memory of its chosen positions, where it wants some, and lend it to the runner. It has its places
         and waits for bytes: who has bytes waits for nothing but its reader. Raises BuffersOut where the machine, or
@@ -226,7 +234,8 @@ class Frontend:
             return
         await self._chosen.enter(nbytes, candidate)
         try:
-            request.chosen = make_chosen(shape, params, prompt_tokens, self._chosen.leave)
+            freed = partial(self._chosen_freed, asyncio.get_running_loop())
+            request.chosen = make_chosen(shape, params, prompt_tokens, freed)
         except OSError as error:
             raise BuffersOut(f"chosen positions ({error})", nbytes, self._chosen.limit, {}) from error
         # if this is cut short, nobody knows which the runner has

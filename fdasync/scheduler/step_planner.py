@@ -204,7 +204,8 @@ class StepPlanner:
             if seq.state is not State.DECODE:
                 continue
             # the first position of the next step is `first` at least and `reach` at most: each step in flight yields
-            # one token at least, where its table had room, and the last chunk of a prefill yields one token
+            # one token at least, where its table had room, and the last chunk of a prefill yields one token. With more
+            # than one step in flight beside this one (the configuration has two at most), one might have skipped it
             known = len(seq.tokens) - 1
             flying = last_step - (done_step if done_step > seq.idle_step else seq.idle_step)
             room = len(seq.blocks) * self._size
@@ -377,6 +378,10 @@ class StepPlanner:
             found = None if waits else self._match(seq, plan.step_id)
             hits = found if found is None or self._snapshots is None else self._snapshots.usable(found, plan.step_id)
             if found is None or hits is None:
+                position += 1
+                continue
+            if self._snapshots is not None and not self._snapshots.could_bring(hits):
+                # steps and copies that end soon have all places: others go on without one
                 position += 1
                 continue
             if reserve is None:

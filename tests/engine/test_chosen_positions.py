@@ -252,6 +252,7 @@ async def test_memory_that_the_machine_does_not_have_ends_one_request(monkeypatc
     async with synthetic_engine(config()) as engine:
         with pytest.raises(BuffersOut, match="Too many open files"):
             await engine.complete(PROMPT, choosing(0, n=2))
+        await asyncio.sleep(0)
         assert engine._frontend._chosen.used == 0
         await ask(engine, choosing(0))
 
@@ -276,7 +277,8 @@ async def test_rows_that_a_runner_does_not_take_end_one_request(process, monkeyp
                 await engine.complete(PROMPT, choosing(0, n=2))
             assert caught.value.wanted_nbytes == 57 * TOKEN_NBYTES
             del caught
-        # the bytes came back, and the sample that was lent some is as if it had never been
+        # the bytes came back in a turn, and the sample that was lent some is as if it had never been
+        await asyncio.sleep(0)
         assert engine._frontend._chosen.used == 0
         await ask(engine, choosing(0))
         if process == "inline":

@@ -68,6 +68,11 @@ class SnapshotPlanner:
                 return hits[:number] if snapshot.can_start(step_id) else None
         return []
 
+    def could_bring(self, hits: list[Block]) -> bool:
+        """Whether `bring` would do now."""
+        snapshot = hits[-1].snapshot if hits else None
+        return snapshot is None or snapshot.place >= 0 or self.pool.has_room()
+
     def bring(self, hits: list[Block]) -> bool:
         """See that the snapshot at the end of these has a place on the device; False: there is none now."""
         snapshot = hits[-1].snapshot if hits else None
@@ -187,6 +192,10 @@ class SnapshotPlanner:
         if block.snapshot is not None:
             return None
         block.branches += position == seq.branch_at
+        if awaited and not self.pool.has_room(2):
+            # it may be awaited for many steps: the last place is for those who come from the host meanwhile
+            self.pool.refused += 1
+            return None
         if not awaited:
             self._pass_by(seq)
         snapshot = self.pool.take(block, step_id, awaited=awaited)

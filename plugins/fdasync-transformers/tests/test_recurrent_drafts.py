@@ -102,7 +102,7 @@ async def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
 async def test_kernels_give_the_results_of_the_host(tmp_path: Path, family: str) -> None:
     """Two steps in flight, so the device alone knows which state goes on: graphs on a GPU, else the interpreter."""
     make_tiny_checkpoint(tmp_path, family)
-    talk = Talk(4, 17) if ON_GPU else Talk(1, 6)
+    talk = Talk(4, 17) if ON_GPU else Talk(1, 8)
     async with Engine(config(tmp_path, num_snapshots=40, host_blocks=0)) as engine:
         wanted = await talk.play(engine)
     own = {**DEVICE, "self_check": ON_GPU, "cuda_graphs": ON_GPU}

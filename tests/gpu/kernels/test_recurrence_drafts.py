@@ -37,7 +37,7 @@ def steps(draw: st.DrawFn) -> list[list[tuple[int, int, int, int]]]:
         decodes = []
         for lane in draw(st.permutations(range(LANES)))[: draw(st.integers(1, LANES))]:
             width = draw(st.integers(1, MOST))
-            decodes.append((lane, width, draw(st.integers(1, width)), draw(st.integers(-1, MOST + 1))))
+            decodes.append((lane, width, draw(st.integers(0, width)), draw(st.integers(-1, MOST + 1))))
         made.append(decodes)
     return made
 
@@ -93,7 +93,9 @@ def test_a_state_goes_on_from_the_last_row_that_stands(
                 behind = position - lengths[lane]
                 if taker == number and 0 < behind <= count:
                     kept[row - FIRST_PLACE] = memory[ways[behind - 1]].cpu().clone()
-            states[lane] = memory[ways[count - 1]].cpu().clone()
+            # where no row had room it goes on from where the step began
+            goes_on = ways[count - 1] if count else int(spans.sources[number])
+            states[lane] = memory[goes_on].cpu().clone()
             lengths[lane] += count
         for place, held in enumerate(kept):
             assert torch.equal(memory[FIRST_PLACE + place].cpu().clone(), held)

@@ -181,8 +181,8 @@ def _chosen(
     tokens, num_experts = len(hidden), down.shape[0]
     large = chip_of(hidden.device).large
     if isinstance(up, StoredWeights) or isinstance(down, StoredWeights):
-        assert isinstance(up, StoredWeights)
-        assert isinstance(down, StoredWeights)
+        if not isinstance(up, StoredWeights) or not isinstance(down, StoredWeights):
+            raise BadInput("down", "one of both products has stored weights, and the other has plain ones")
         depth = inner // slices if slices > 1 else 0
         bulk = large and not interleaved and up.fits_bulk and down.fits_bulk
         return choose_stored_tiles(tokens, top_k, num_experts, depth, gated=gated, bulk=bulk)

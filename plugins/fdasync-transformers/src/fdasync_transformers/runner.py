@@ -320,8 +320,10 @@ class TransformersRunner(Runner):
                 versions_of(limits.speculation),
             )
         except (RuntimeError, MemoryError, RunnerError) as error:
-            problem = f"{capacity.num_snapshots} snapshots cannot be allocated: {error}"
-            raise ConfigError("num_snapshots", problem) from error
+            live = limits.max_running * versions_of(limits.speculation)
+            problem = f"{capacity.num_snapshots} snapshots beside {live} live states cannot be allocated: {error}"
+            hint = "ask for fewer, for fewer running sequences, or for fewer drafts"
+            raise ConfigError("num_snapshots", problem, hint=hint) from error
         if isinstance(step_model, DeviceStepModel) and step_model.states is not None:
             rows = decode_rows(limits)
             sizes = self.config.graph_sizes or ladder(rows)

@@ -77,9 +77,13 @@ def choose_num_blocks(
         kept = max(int((nbytes - beside) * _SNAPSHOT_SHARE), _LEAST_SNAPSHOTS * state)
         beside += kept if limits.num_snapshots is None else limits.num_snapshots * state
     if nbytes - beside < block_nbytes:
-        states = f" beside {beside} bytes of recurrent state" if beside else ""
+        states, hint = "", "give more, or a smaller model"
+        if beside:
+            live = limits.max_running * versions_of(limits.speculation)
+            states = f" beside {beside} bytes of recurrent state, of which {live} are live"
+            hint = "give more, or fewer running sequences, drafts or snapshots"
         problem = f"{nbytes} bytes hold no block of {block_nbytes}{states}"
-        raise ConfigError("kv_cache_nbytes", problem, hint="give more, or a smaller model")
+        raise ConfigError("kv_cache_nbytes", problem, hint=hint)
     return min(useful, (nbytes - beside) // block_nbytes)
 
 

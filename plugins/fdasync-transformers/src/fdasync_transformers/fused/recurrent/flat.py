@@ -70,6 +70,11 @@ class FlatSteps:
         forwards: of all mixers of a model for which `find_missing` finds nothing.
         agree: what the ranks of a group make of a reason to keep the library's code.
         """
+        for name, parts in layout.parts.items():
+            dtypes = {layout.specs[part.spec].dtype for part in parts if part.kind == "recurrent"}
+            if dtypes - {"float32"}:
+                # kernels keep it in float32 within a chunk: its bits would depend on how tokens come
+                raise UnsupportedModel(name, f"a recurrent state in {', '.join(sorted(dtypes))} has no kernel")
         self._forwards = tuple(forwards)
         proofs: dict[type, str] = {}
         self._flat = tuple(_forward_of(one.mixer, layout, proofs, agree) for one in forwards)
