@@ -101,7 +101,7 @@ class PositionTests(RunnerSuite):
 
 async def lent(on: Bench, key: int, start: int, most: int) -> ChosenRows:
     """Rows of a sequence, which the runner has. The caller keeps no descriptor, since there may be many sequences."""
-    assert on.capacity.chosen is not None
+    assert on.capacity.chosen is not None, "capacity.chosen is None for a runner that tells what indexers choose"
     rows = ChosenRows.create(on.capacity.chosen, start, most)
     rows.rows[:] = _MARK
     try:
