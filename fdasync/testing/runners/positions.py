@@ -101,8 +101,9 @@ class PositionTests(RunnerSuite):
 
 async def lent(on: Bench, key: int, start: int, most: int) -> ChosenRows:
     """Rows of a sequence, which the runner has. The caller keeps no descriptor, since there may be many sequences."""
-    assert on.capacity.chosen is not None, "capacity.chosen is None for a runner that tells what indexers choose"
-    rows = ChosenRows.create(on.capacity.chosen, start, most)
+    shape = on.capacity.chosen
+    assert shape is not None, f"capacity.chosen of {on.capacity.model} is {shape}: no request can ask for positions"
+    rows = ChosenRows.create(shape, start, most)
     rows.rows[:] = _MARK
     try:
         await on.runner.lend(key, rows)
