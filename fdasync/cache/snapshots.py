@@ -94,7 +94,7 @@ class Snapshot:
         host: on the host; -1 while it has no place there.
         on_host: its bytes on the host are whole.
         step: the step that takes it, until that step is done; else -1.
-        awaited: one of several steps takes it, and it is not known yet which: nobody may read it.
+        awaited: one of several steps takes it, and it is not known yet which: no sequence may start from it.
         busy: the last step that reads or writes its place on the device; -1: none.
         pins: sequences that are about to start from it.
         moves: copies in flight that read or write it.
@@ -102,7 +102,7 @@ class Snapshot:
             to start from it, or to be handed over with it. What is held is not lost.
         arriving: the copy that brings it to the device, while under way; else -1.
         uses: how often a sequence started from it.
-        passed: the sequence that took it has a later one, and nobody started from it since.
+        passed: the sequence that took it has a later one, and no sequence started from it since.
     """
 
     __slots__ = (

@@ -219,8 +219,9 @@ class Frontend:
         return request
 
     def _chosen_freed(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
-        """Their last reference may go in any thread, and in the midst of anything: they are given back in a turn."""
-        # a loop that is closed has nobody that waits for them
+        """The memory of a sample's chosen positions is no more. Its last reference may go in any thread, and in the
+        midst of anything, so the bytes are given back in a turn of the loop."""
+        # once the loop is closed no request waits for bytes
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(self._chosen.leave, nbytes)
 
@@ -238,7 +239,7 @@ class Frontend:
             request.chosen = make_chosen(shape, params, prompt_tokens, freed)
         except OSError as error:
             raise BuffersOut(f"chosen positions ({error})", nbytes, self._chosen.limit, {}) from error
-        # if this is cut short, nobody knows which the runner has
+        # if this is cut short, it is not known which of them the runner has
         request.lent = list(keys)
         runner = self._runtime.runner
         calls = [runner.lend(key, chosen.rows) for key, chosen in zip(keys, request.chosen, strict=True)]

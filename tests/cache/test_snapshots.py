@@ -23,6 +23,17 @@ def taken(pool: SnapshotPool, step: int):
     return snapshot
 
 
+def one_demoted_beside_a_copy():
+    """A pool of two places, a snapshot that is on the host, too, and one that a sequence passed."""
+    pool = SnapshotPool(2, 1)
+    kept, passed = taken(pool, 0), taken(pool, 0)
+    pool.step_done(0)
+    assert pool.add_host(kept)
+    kept.on_host = True
+    pool.demote(passed)
+    return pool, kept, passed
+
+
 def test_what_is_held_stays_until_it_is_on_the_host():
     pool = SnapshotPool(1, 1)
     held = taken(pool, 0)
@@ -147,12 +158,7 @@ def test_one_that_was_demoted_is_lost_before_one_with_a_copy_goes_and_is_not_cop
 
 
 def test_one_that_was_demoted_and_used_since_is_as_any_other():
-    pool = SnapshotPool(2, 1)
-    kept, passed = taken(pool, 0), taken(pool, 0)
-    pool.step_done(0)
-    assert pool.add_host(kept)
-    kept.on_host = True
-    pool.demote(passed)
+    pool, kept, passed = one_demoted_beside_a_copy()
     pool.pin(passed)
     pool.unpin(passed)
     assert pool.next_dirty(2) == [passed]
@@ -161,12 +167,7 @@ def test_one_that_was_demoted_and_used_since_is_as_any_other():
 
 
 def test_one_that_was_demoted_is_kept_while_a_store_waits_for_it():
-    pool = SnapshotPool(2, 1)
-    kept, passed = taken(pool, 0), taken(pool, 0)
-    pool.step_done(0)
-    assert pool.add_host(kept)
-    kept.on_host = True
-    pool.demote(passed)
+    pool, kept, passed = one_demoted_beside_a_copy()
     passed.block.wanted = passed.block.with_state = True
     assert pool.next_dirty(2) == [passed]
     taken(pool, 1)

@@ -209,7 +209,7 @@ class WorkerRunner(Runner):
         told = self._send(message, _NOTHING, fds)
         self._told.add(told)
         told.add_done_callback(self._told.discard)
-        # of a call that was cancelled, and of rows that were not lent then, nobody asks for the error
+        # a call that was cancelled leaves an error that no caller asks for; so do rows that were not lent then
         told.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return told
 

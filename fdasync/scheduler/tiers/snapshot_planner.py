@@ -15,7 +15,7 @@ likely to start:
 
 Where a step may yield several tokens of a sequence, it is not known before which step comes to the end of a block. Then
 each step that may is told of the snapshot, under the same place; the one that does takes it. It is *awaited* until the
-block is sealed: nobody starts from it, and it stays where it is.
+block is sealed: no sequence starts from it, and it keeps its place.
 
 Places are had from the snapshots that were used longest ago, but first from those that a sequence has passed: it has a
 later one now, from which a next turn starts. Those are not copied to the host to make room.

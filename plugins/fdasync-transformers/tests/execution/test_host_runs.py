@@ -26,17 +26,10 @@ if TYPE_CHECKING:
 TABLES = ([0, 5, 2, 7], [1, 8, 3, 9])
 
 
-class TestHostRuns(DraftTests):
-    """Drafts of a host on a mixture of experts, whose rows are its routing."""
+class OnTheHost(DraftTests):
+    """On a folder's checkpoint."""
 
     logprob_error = 1e-4
-
-    @pytest.fixture(autouse=True)
-    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self.folder = tmp_path_factory.getbasetemp() / "host-runs"
-        if not self.folder.exists():
-            # a dense layer and one of experts
-            make_tiny_checkpoint(self.folder, "qwen3_moe", num_hidden_layers=2)
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop()
@@ -44,6 +37,17 @@ class TestHostRuns(DraftTests):
     def make(self, limits: RunnerLimits) -> Runner:
         config = TransformersConfig(dtype="float32", device="cpu", num_threads=1, self_check=False)
         return TransformersRunner(config, msgspec.structs.replace(limits, model=str(self.folder)))
+
+
+class TestHostRuns(OnTheHost):
+    """Drafts of a host on a mixture of experts, whose rows are its routing."""
+
+    @pytest.fixture(autouse=True)
+    def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self.folder = tmp_path_factory.getbasetemp() / "host-runs"
+        if not self.folder.exists():
+            # a dense layer and one of experts
+            make_tiny_checkpoint(self.folder, "qwen3_moe", num_hidden_layers=2)
 
     @pytest.mark.parametrize(
         "changes",
@@ -114,20 +118,11 @@ class TestHostRuns(DraftTests):
 
 
 @pytest.mark.slow
-class TestHostStates(DraftTests):
+class TestHostStates(OnTheHost):
     """The same suite on recurrent layers, whose state must go on behind the last draft that was right."""
-
-    logprob_error = 1e-4
 
     @pytest.fixture(autouse=True)
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folder = tmp_path_factory.getbasetemp() / "host-states"
         if not self.folder.exists():
             make_tiny_checkpoint(self.folder, "qwen3_next")
-
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.SelectorEventLoop()
-
-    def make(self, limits: RunnerLimits) -> Runner:
-        config = TransformersConfig(dtype="float32", device="cpu", num_threads=1, self_check=False)
-        return TransformersRunner(config, msgspec.structs.replace(limits, model=str(self.folder)))

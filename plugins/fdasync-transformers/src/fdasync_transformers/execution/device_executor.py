@@ -392,7 +392,9 @@ class DeviceExecutor(Executor):
                         self._states.begin(states, sent)
                         sequences = states.sequences
                     if total:
-                        shape = self._shape(batch, sent, way, runs=runs, sequences=sequences)
+                        shape = device_batch(
+                            batch, sent, way, runs=runs, size=self.model.plan_size, sequences=sequences
+                        )
                         passed, results = self._compute(batch, scores, sent, way, shape)
         except Exception:
             self._abandon(holds, results)
@@ -534,11 +536,6 @@ class DeviceExecutor(Executor):
         if bound.aux is not None:
             results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return passed, results
-
-    def _shape(
-        self, batch: Batch, sent: dict[str, torch.Tensor], way: Way, *, runs: bool, sequences: int | None
-    ) -> DeviceBatch:
-        return device_batch(batch, sent, way, runs=runs, size=self.model.plan_size, sequences=sequences)
 
     def _plan_samples(self, batch: Batch, rows: NDArray[np.int64], drafted: StepRows | None) -> SamplePlan | None:
         """`rows`: of the step, whose logits are sampled from. Rows of one sequence are planned once."""

@@ -116,6 +116,7 @@ class TensorReceiver:
         if self._hash is not None:
             self._group.begin(torch.empty(CHECKSUM_NBYTES, dtype=torch.uint8, device=self._group.device))
             checksum = await self._group.next(until, "behind the tensors of this update, the checksum,")
+            # blocking: some bytes that have come, and nothing is queued behind them
             sent = bytes(checksum.tolist())
             if sent != self._hash.digest():
                 raise WeightsBroken(
