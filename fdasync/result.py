@@ -74,16 +74,18 @@ class ChosenPositions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSpan(msgspec.Struct, frozen=True):
-    """Output tokens that were sampled under one weight version.
+    """Output tokens that were sampled with one set of weights, under one label.
 
     Attributes:
         start, stop: the tokens [start, stop).
-        version: the caller's label of the weights.
+        version: the caller's label of the weights, which may have named other weights before, or name others later.
+        weights_id: what the weights are, whatever their label: 32 hex digits (docs/design.md, rule 1). "": not known.
     """
 
     start: int
     stop: int
     version: str
+    weights_id: str = ""
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -167,7 +169,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
         stop_token_id: the EOS or stop id that ended it, or None.
         cached: prompt tokens that were not computed for it, by the tier that had them.
-        weight_version: spans of output tokens by weight version.
+        weight_version: spans of output tokens by weight version and weights id.
         routing: expert routing; None: it was not captured, or not requested.
         aux: rows of every other aux spec that was requested, by name, [n, *shape] of the spec's dtype; as many as of
             `routing`, row i belongs to position `start + i`. Owned by the caller.

@@ -493,6 +493,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         leases=config.leases,
         kv_events=config.role != "alone",
         weight_version=str(config.weight_version),
+        weights_id=capacity.weights_id,
         namespace=namespace,
         num_host_blocks=host_blocks(config, capacity),
         block_nbytes=capacity.block_nbytes,

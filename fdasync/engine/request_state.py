@@ -212,7 +212,7 @@ class SampleOutput:
             self.end_text()
         rows = self.num_rows if finish is None else min(finish.num_rows, self.num_rows)
         versions = () if finish is None else finish.spans
-        stops = [start for start, _ in versions[1:]] + [count]
+        stops = [start for start, *_ in versions[1:]] + [count]
         aux = {name: array[:rows] for name, array in self.rows.items()}
         routing = aux.pop(ROUTING, None)
         return Sample(
@@ -225,10 +225,9 @@ class SampleOutput:
             finish_reason="failed" if finish is None else finish.reason,
             cached=CachedTokens() if finish is None else CachedTokens(*finish.cached_tokens),
             weight_version=tuple(
-                WeightSpan(start, stop, version) for (start, version), stop in zip(versions, stops, strict=True)
-            )
-            if versions
-            else (),
+                WeightSpan(start, stop, version, weights_id)
+                for (start, version, weights_id), stop in zip(versions, stops if versions else (), strict=True)
+            ),
             routing=None
             if routing is None
             else Routing(

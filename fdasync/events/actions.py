@@ -276,7 +276,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
         token_ids: the returned output tokens.
         num_rows: contiguous aux rows from the request's `start` that belong to them.
         cached_tokens: tokens that were not computed at first admission, found on the device, on the host, in the store.
-        spans: (first output token, weight version) for each change of the version, in order.
+        spans: (first output token, weight version, weights id) for each change of one of the two, in order.
         matched_stop: the stop id that ended it, else -1.
         note: why, with "no_lease", "never_lease" and "lease_lost".
         drafts: steps that decoded it, its drafts and those accepted (`fdasync.result.DraftCounts`); None: no drafter.
@@ -287,7 +287,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     token_ids: tuple[int, ...]
     num_rows: int
     cached_tokens: tuple[int, int, int]
-    spans: tuple[tuple[int, str], ...]
+    spans: tuple[tuple[int, str, str], ...]
     matched_stop: int = -1
     note: str = ""
     drafts: tuple[int, int, int] | None = None

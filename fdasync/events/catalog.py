@@ -416,10 +416,12 @@ class WeightsChanged(Event, frozen=True, kw_only=True):
     Attributes:
         version: the caller's label.
         namespace: the namespace of identities from now on.
+        weights_id: of the new weights.
     """
 
     version: str
     namespace: bytes
+    weights_id: str
 
 
 class WeightsRelabelled(Event, frozen=True, kw_only=True):

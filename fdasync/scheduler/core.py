@@ -106,7 +106,7 @@ class Scheduler:
             None if snapshots is None else SnapshotPlanner(config, snapshots, self.index, self.swap_planner)
         )
         self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep, self.swap_planner.keep_snapshot)
-        self.weights = Weights(config.namespace, config.weight_version)
+        self.weights = Weights(config.namespace, config.weight_version, config.weights_id)
         self.pausing = Pausing()
         self._writes = WritePolicy(config, self.swap_planner, self.store_planner)
         self.queues = SequenceQueues(
@@ -283,7 +283,7 @@ class Scheduler:
                 group=event.group,
             )
         )
-        seq = Sequence(event, order, self.weights.version)
+        seq = Sequence(event, order, self.weights)
         self._arrivals += 1
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
@@ -625,7 +625,8 @@ class Scheduler:
     def _on_weights(self, event: WeightsChanged) -> None:
         if self._inflight:
             raise InvariantBroken("the weights changed while a step was in flight")
-        self.weights.namespace, self.weights.version = event.namespace, event.version
+        weights = self.weights
+        weights.namespace, weights.version, weights.weights_id = event.namespace, event.version, event.weights_id
         for seq in self.prefill_side.start_anew(event.at, "the weights changed during its hand-over"):
             self.queues.leave(seq)
         self.decode_side.drop_all("the weights changed")
@@ -634,7 +635,7 @@ class Scheduler:
     def _on_label(self, event: WeightsRelabelled) -> None:
         self.weights.version = event.version
         for seq in self._sequences.values():
-            seq.new_weights(event.version)
+            seq.new_weights(self.weights)
 
     def _on_reset(self, _event: CacheResetRequested) -> None:
         self.resets += 1

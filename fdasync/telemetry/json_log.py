@@ -285,6 +285,8 @@ def summary(event: Event) -> dict[str, Any]:
             found["salted"] = bool(value)
         elif isinstance(value, bytes):
             found[name] = value.hex()[:_HEX_CHARS]
+        elif name == "weights_id":
+            found[name] = value[:_HEX_CHARS]
         elif isinstance(value, str):
             # a stored object's key is made of hashes
             found[name] = (

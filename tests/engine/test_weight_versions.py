@@ -41,17 +41,17 @@ async def test_versions_are_text_and_none_counts_up():
     async with Engine(synthetic_config(weight_version="step-9")) as engine:
         assert spans(await ask(engine, 1)) == [(0, 16, "step-9")]
         await engine.update_weights("step-11", weights(5))
-        await engine.update_weights("step-10", weights(6))
-        # what was used is passed over
+        await engine.update_weights("step-9", weights(6))
+        # a label may have been used before
         await engine.update_weights(None, weights(7))
-        assert spans(await ask(engine, 7)) == [(0, 16, "step-12")]
+        assert spans(await ask(engine, 7)) == [(0, 16, "step-10")]
         await engine.update_weights("named", weights(8))
         await engine.update_weights(None, weights(9))
         assert spans(await ask(engine, 9)) == [(0, 16, "named-1")]
 
 
 @pytest.mark.parametrize("process", ["inline", "worker"])
-async def test_the_version_in_use_may_be_given_again_with_the_same_weights_only(process, folder):
+async def test_the_version_in_use_may_be_given_again_and_the_same_folder_changes_nothing(process, folder):
     async with Engine(synthetic_config({"step_s": 0.002}, process=process)) as engine:
         await engine.update_weights("0", folder(1))
         await engine.update_weights("a", folder(70))
@@ -60,8 +60,6 @@ async def test_the_version_in_use_may_be_given_again_with_the_same_weights_only(
         await until(lambda: engine.stats().scheduler.running > 0)
         async with engine.bus.subscribe(WeightsChanged) as changes:
             await engine.update_weights("a", folder(70), "abort")
-            with pytest.raises(BadInput, match=r"'a' is in use, and .*71 holds other weights"):
-                await engine.update_weights("a", folder(71))
             with pytest.raises(WeightsRejected):
                 await engine.update_weights("a", folder(72))
             assert not changes.pending
@@ -69,17 +67,55 @@ async def test_the_version_in_use_may_be_given_again_with_the_same_weights_only(
         again = await ask(engine, 70)
         assert again.cached.device == 16
         assert spans(again) == [(0, 16, "a")]
-        await engine.update_weights("b", folder(71))
-        with pytest.raises(BadInput, match="'a' was used before"):
-            await engine.update_weights("a", folder(70))
+        # other weights under the label in use, and under one that was used before
+        await engine.update_weights("a", folder(71))
+        changed = await ask(engine, 71)
+        assert changed.cached.total == 0
+        await engine.update_weights("b", folder(70))
+        await ask(engine, 70)
+        await engine.update_weights("a", folder(70))
+        back = await ask(engine, 70)
+        assert [span.version for result in (again, changed, back) for span in result.weight_version] == ["a"] * 3
+        assert ids(again, changed, back) == [f"{number:032x}" for number in (70, 71, 70)]
     check_idle(engine)
 
 
-async def test_weights_from_memory_are_never_the_same(folder):
+def ids(*results):
+    return [span.weights_id for result in results for span in result.weight_version]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_tensors_are_carried_out_under_any_label(folder, mode):
     async with Engine(synthetic_config()) as engine:
-        await engine.update_weights("a", weights(70))
-        with pytest.raises(BadInput, match="holds other weights"):
-            await engine.update_weights("a", folder(70))
+        results = []
+        for number in (70, 71, 71):
+            await engine.update_weights("a", weights(number), mode)
+            results.append(await ask(engine, number))
+            assert results[-1].cached.total == 0, "nobody knows that they are the same"
+        await engine.update_weights("a", folder(71), mode)
+        results.append(await ask(engine, 71))
+        await engine.update_weights("a", weights(71), mode, expected=f"{71:032x}")
+        results.append(await ask(engine, 71))
+        told = ids(*results)
+        assert len(set(told)) == 4
+        assert told[3:] == [f"{71:032x}"] * 2
+        assert {span.version for result in results for span in result.weight_version} == {"a"}
+    check_idle(engine)
+
+
+def test_a_request_that_is_kept_tells_of_both_weights_of_one_label():
+    async def work():
+        async with Engine(synthetic_config(COSTS)) as engine:
+            running = asyncio.create_task(engine.complete(PROMPT, PARAMS))
+            await asyncio.sleep(0.1)
+            await engine.update_weights("0", weights(5), "keep")
+            first, second = (await running).weight_version
+            assert (first.version, second.version) == ("0", "0")
+            assert first.weights_id != second.weights_id
+            assert (first.start, first.stop, second.stop) == (0, second.start, 16)
+            check_idle(engine)
+
+    play(work)
 
 
 async def test_a_pause_outlives_a_comparison(folder):
@@ -108,8 +144,6 @@ async def test_broken_weights_are_loaded_again_under_their_version(folder):
             await engine.update_weights("a", weights(5))
         with pytest.raises(WeightsBroken):
             await engine.set_weight_version("b")
-        with pytest.raises(BadInput):
-            await engine.update_weights("0", folder(70))
         with pytest.raises(WeightsBroken):
             await engine.complete(PROMPT, PARAMS)
         await engine.update_weights("0", folder(1))
@@ -135,14 +169,13 @@ def test_a_new_label_counts_from_the_next_token_on_and_keeps_the_cache():
     play(work)
 
 
-async def test_a_label_names_one_set_of_weights(folder):
+async def test_a_label_may_have_named_other_weights(folder):
     async with Engine(synthetic_config()) as engine:
         await engine.set_weight_version("first")
         await engine.set_weight_version(0)
         await engine.update_weights("second", folder(70))
-        for label in ("first", 0):
-            with pytest.raises(BadInput, match="for other weights"):
-                await engine.set_weight_version(label)
+        for label in (0, "first", "second"):
+            await engine.set_weight_version(label)
         for label in (None, "", True):
             with pytest.raises(BadInput, match="version"):
                 await engine.set_weight_version(label)

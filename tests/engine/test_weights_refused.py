@@ -103,7 +103,6 @@ async def test_an_engine_whose_weights_are_broken_can_be_closed():
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ((0, weights(1)), "version"),
         ((-1, weights(1)), "version"),
         ((True, weights(1)), "version"),
         ((1 << 63, weights(1)), "version"),
@@ -207,15 +206,6 @@ async def test_buffers_of_a_dtypes_own_format_and_raw_bytes_are_taken():
     ]
     for (meta, came), (*_, data) in zip(runner.came, source, strict=True):
         assert came == memoryview(data).tobytes(), meta
-
-
-async def test_a_version_is_never_used_twice():
-    async with Engine(synthetic_config(weight_version=3)) as engine:
-        assert spans(await ask(engine, 1)) == [(0, 16, "3")]
-        await engine.update_weights(9, weights(5))
-        for version, why in ((3, "'3' was used before"), ("3", "'3' was used before"), (9, "cannot be compared")):
-            with pytest.raises(BadInput, match=why):
-                await engine.update_weights(version, weights(6))
 
 
 async def test_one_update_at_a_time():

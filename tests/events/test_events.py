@@ -416,6 +416,6 @@ def test_events_and_actions_survive_json():
     event = make_request(1, range(9), 3, 4, stop_ids=frozenset({1, 2}))
     text = msgspec.json.encode(event)
     assert msgspec.json.decode(text, type=AnyEvent) == event
-    action = FinishRequest(1, "stop", (1, 2), 3, (4, 0, 8), ((0, "0"),), 2)
+    action = FinishRequest(1, "stop", (1, 2), 3, (4, 0, 8), ((0, "0", "a" * 32),), 2)
     assert msgspec.json.decode(msgspec.json.encode(action), type=FinishRequest) == action
     assert issubclass(type(event), Event)

@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 from tests.support.helpers import ROOT, make_request
 
 
+def span(start: int, version: str) -> tuple[int, str, str]:
+    """Of a result: tokens of the weights that first had this label."""
+    return start, version, "" if version == "0" else f"of {version}"
+
+
 class Table:
     """A scheduler and short words for the events that tests put on the table; every turn ends in `check()`.
 
@@ -148,10 +153,12 @@ class Table:
     def reset(self) -> CacheResetRequested:
         return CacheResetRequested(at=self.now)
 
-    def weights(self, version: int) -> WeightsChanged:
+    def weights(self, version: int, weights_id: str = "") -> WeightsChanged:
         """New weights, and a namespace that belongs to them."""
         self.namespace = b"weights %d" % version
-        return WeightsChanged(version=str(version), namespace=self.namespace, at=self.now)
+        return WeightsChanged(
+            version=str(version), namespace=self.namespace, weights_id=weights_id or f"of {version}", at=self.now
+        )
 
     # -- answers
 

@@ -52,6 +52,7 @@ from fdasync.events.trace import TraceRing
 from fdasync.request import PauseMode
 from fdasync.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler.machine_end import EndOfPlay
+from tests.scheduler.table import span
 from tests.support.helpers import POLICIES, machine_settings, make_request
 from tests.support.paged_runner import VOCAB, PagedRunner, namespace_of_version, whole_output
 
@@ -310,7 +311,7 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
             self.turn(False)
         self.version += 1
         self.runner.load(self.version)
-        self.queue.append(WeightsChanged(version=str(self.version), namespace=namespace_of_version(self.version)))
+        self.queue.append(WeightsChanged(version=str(self.version), namespace=namespace_of_version(self.version), weights_id=f"of {self.version}"))
         if resume:
             self.queue.append(ResumeRequested())
         self.turn(False)
@@ -481,7 +482,7 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
     def check_spans(self, end):
         """Where the weights changed under the returned tokens."""
         versions = self.runner.sampled.get(end.key, [])[: len(end.token_ids)]
-        spans = [(at, str(version)) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+        spans = [span(at, str(version)) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
         assert list(end.spans) == spans
 
     @invariant()

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from fdasync.errors import InvariantBroken
-from tests.scheduler.table import Table
+from tests.scheduler.table import Table, span
 from tests.scheduler.tiers.scenes import leave_on_host, make_table
 from tests.scheduler.updates import stop_steps, update
 
@@ -38,7 +38,7 @@ def test_no_old_block_is_matched_and_those_without_a_user_are_free_at_once():
     assert not set(lookup.keys) & {key for _, key in kept}
     assert table.turn(table.looked_up()).cached == {2: 0}
     table.run()
-    assert table.finished[2].spans == ((0, "2"),)
+    assert table.finished[2].spans == (span(0, "2"),)
 
 
 def test_the_same_tokens_are_indexed_again_under_the_new_weights():
@@ -65,7 +65,7 @@ def test_the_waiting_are_hashed_again_and_planned_under_the_new_weights():
     turned = table.turn(table.hashed())
     assert turned.cached == {2: 0}
     table.run()
-    assert table.finished[2].spans == ((0, "3"),)
+    assert table.finished[2].spans == (span(0, "3"),)
     index = table.scheduler.index
     assert all(index.get(key) is None for key in table.keys(A))
     assert table.turn(table.request(4, A, 1, salt="s")).cached == {4: 8}
@@ -97,7 +97,7 @@ def test_what_was_prepared_under_old_weights_is_hashed_again():
     table.run()
     assert table.places(A) == ["device", "device"]
     assert set(table.places(A, b"")) == {""}
-    assert table.finished[1].spans == ((0, "3"),)
+    assert table.finished[1].spans == (span(0, "3"),)
 
 
 @pytest.mark.parametrize("second", ["before the hash", "with the hash"])
@@ -138,7 +138,7 @@ def test_without_prefix_cache_nothing_is_hashed():
     assert turned.hashes == []
     assert table.turn(stale).hashes == []
     table.run()
-    assert [table.finished[key].spans for key in (2, 3, 1)] == [((0, "0"), (1, "3")), ((0, "3"),), ((0, "3"),)]
+    assert [table.finished[key].spans for key in (2, 3, 1)] == [(span(0, "0"), span(1, "3")), (span(0, "3"),), (span(0, "3"),)]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -164,7 +164,7 @@ def test_a_sequence_that_was_loading_starts_again_under_the_new_weights(arrived,
     assert turned.ins == []
     table.run()
     end = table.finished[1]
-    assert (end.spans, end.cached_tokens, end.num_rows) == (((0, "3"),), (0, 0, 0), 10)
+    assert (end.spans, end.cached_tokens, end.num_rows) == ((span(0, "3"),), (0, 0, 0), 10)
     assert table.places(A) == ["device", "device"]
     assert table.is_empty()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.table import Table
+from tests.scheduler.table import Table, span
 from tests.scheduler.tiers.scenes import leave_on_host
 from tests.scheduler.updates import update
 
@@ -81,7 +81,7 @@ def test_what_was_retracted_starts_anew_under_new_weights():
     update(table, 3)
     assert table.turn(table.hashed()).cached == {1: 0}
     table.run()
-    assert table.finished[1].spans == ((0, "0"), (2, "3"))
+    assert table.finished[1].spans == (span(0, "0"), span(2, "3"))
     assert table.num_rows(1) == 14
     assert table.places([*A, *table.finished[1].token_ids])[:3] == ["device"] * 3
 

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from tests.scheduler.table import Table
+from tests.scheduler.table import Table, span
 from tests.scheduler.tiers.scenes import hang, leave_on_host
 from tests.scheduler.updates import stop_steps, update
 
@@ -34,7 +34,7 @@ def test_a_pause_plans_nothing_and_resume_goes_on_where_it_was(depth):
     table.run()
     assert [table.finished[key].num_rows for key in (1, 2, 3)] == [14, 14, 2]
     assert table.num_rows(1) == 14 > before
-    assert [table.finished[key].spans for key in (1, 2, 3)] == [((0, "0"),)] * 3
+    assert [table.finished[key].spans for key in (1, 2, 3)] == [(span(0, "0"),)] * 3
 
 
 def test_a_request_that_ends_with_a_step_in_flight_ends_while_paused():
@@ -97,7 +97,7 @@ def test_a_running_sequence_goes_on_with_its_blocks_and_shares_none_of_them(dept
     assert table.places(A, b"") == ["", ""]
     table.run()
     end = table.finished[1]
-    assert end.spans == ((0, "0"), (tokens_then, "7"))
+    assert end.spans == (span(0, "0"), span(tokens_then, "7"))
     assert (len(end.token_ids), end.num_rows) == (20, 28)
     # nothing that it computed is found by anybody
     whole = [*A, *end.token_ids]
@@ -110,6 +110,21 @@ def test_a_running_sequence_goes_on_with_its_blocks_and_shares_none_of_them(dept
     table.run()
 
 
+def test_a_label_that_returns_with_other_weights_begins_a_span_of_its_own():
+    table = Table(max_step_tokens=64)
+    table.turn(table.request(1, A, 20))
+    table.turn(table.done())
+    # the same label for other weights, another label for the same, and the first one again
+    for version, weights_id in ((3, "x"), (3, "y"), (4, "y"), (3, "x")):
+        stop_steps(table)
+        table.turn(table.weights(version, weights_id), table.resume())
+        table.turn(table.done())
+    table.run()
+    spans = table.finished[1].spans
+    assert [named for _, *named in spans] == [["0", ""], ["3", "x"], ["3", "y"], ["4", "y"], ["3", "x"]]
+    assert len({first for first, *_ in spans}) == 5
+
+
 def test_a_prefill_under_way_goes_on_too():
     table = Table(max_step_tokens=8)
     table.turn(table.request(1, range(40), 3))
@@ -119,7 +134,7 @@ def test_a_prefill_under_way_goes_on_too():
     assert turned.chunks == [(1, 8, False)]
     assert turned.starts == []
     table.run()
-    assert table.finished[1].spans == ((0, "2"),)
+    assert table.finished[1].spans == (span(0, "2"),)
     assert set(table.places(range(40))) | set(table.places(range(40), b"")) == {""}
     assert table.finished[1].num_rows == 42
 
@@ -137,8 +152,8 @@ def test_a_chain_of_updates_is_told_where_each_began():
         update(table, version)
     table.run()
     spans = table.finished[1].spans
-    assert [version for _, version in spans] == ["0", "3", "4", "9"]
-    assert [first for first, _ in spans] == [0, 4, 8, 12]
+    assert [version for _, version, _ in spans] == ["0", "3", "4", "9"]
+    assert [first for first, *_ in spans] == [0, 4, 8, 12]
 
 
 def test_a_span_that_no_returned_token_belongs_to_is_not_told():
@@ -149,7 +164,7 @@ def test_a_span_that_no_returned_token_belongs_to_is_not_told():
     update(table, 5)
     table.turn(table.done())
     end = table.turn(table.matched(1, 2)).finish
-    assert (len(end.token_ids), end.spans) == (2, ((0, "0"),))
+    assert (len(end.token_ids), end.spans) == (2, (span(0, "0"),))
     table.run()
 
 
@@ -201,7 +216,7 @@ def test_a_kept_one_that_is_preempted_recomputes_everything_and_is_indexed_again
     assert list(known) == [50, 51, *end.token_ids][: len(known)]
     assert start.tokens == again.tokens
     assert (end.num_rows, table.num_rows(2)) == (23, 23)
-    assert [version for _, version in end.spans] == ["0", "6"]
+    assert [version for _, version, _ in end.spans] == ["0", "6"]
     assert end.spans[1][0] == before + depth
     # its blocks are found under the new weights, those that it decoded later too
     whole = [50, 51, *end.token_ids][:23]

@@ -165,7 +165,7 @@ def test_levels():
         "info": [
             RequestEnded(reasons=("abort",), **ended),
             BreakerChanged(store="s", state="closed", problem=""),
-            catalog.WeightsChanged(version="1", namespace=b""),
+            catalog.WeightsChanged(version="1", namespace=b"", weights_id="a" * 32),
             catalog.WeightsRelabelled(version="best"),
             catalog.LateTransferEnded(transfer_id=1, arrived=()),
         ],
@@ -194,7 +194,7 @@ def test_words_that_are_no_text():
     assert found["key"] == "???/abababababababab"
     long = summary(BreakerChanged(store="s", state="open", problem="x\n" * 5000))
     assert len(long["problem"]) == 500
-    assert summary(catalog.WeightsChanged(version="1", namespace=b"\xff" * 16))["namespace"] == "f" * 16
+    assert summary(catalog.WeightsChanged(version="1", namespace=b"\xff" * 16, weights_id="a" * 32))["namespace"] == "f" * 16
     assert summary(catalog.LoopHeldUp(seconds=float("inf")))["seconds"] is None
     assert summary(catalog.AbortRequested(keys=tuple(range(100)))) == {"num_keys": 100, "begun_only": False}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fdasync.engine.weights.update import Asked, check_mode
 from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import DeadlineTimer
-from fdasync.request import checked_fingerprint
+from fdasync.request import checked_fingerprint, checked_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,7 @@ class PartUpdates:
         if expected is not None:
             raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
         if version is not None:
-            update.label = self._state.unused_label(version)
+            update.label = checked_version(version)
         self._stop_waiting(update)
         await self._task.run(self._receive(update, part))
 
@@ -141,8 +141,8 @@ class PartUpdates:
         if self._is_busy(update):
             raise self._state.under_way()
         if version is not None:
-            update.label = self._state.unused_label(version)
-        label = update.label or self._state.next_label()
+            update.label = checked_version(version)
+        label = update.label or self._state.new_label(None)
         self._stop_waiting(update)
         if not update.parts:
             # nothing came, so nothing is new

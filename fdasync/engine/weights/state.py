@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from fdasync.errors import Asleep, BadInput, UpdateUnderWay
+from fdasync.errors import Asleep, UpdateUnderWay
 from fdasync.request import checked_version, next_order, next_version
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class WeightsState:
 
     Args:
         version: the label that the engine starts with.
-        weights_id: of the weights that it starts with.
         folder: that they came from; "": the runner needs none, and they cannot be loaded again.
         changed: called when the weights or their label have changed; None: nothing is.
 
@@ -75,7 +74,7 @@ class WeightsState:
         closing: the engine ends: nothing goes on any more.
     """
 
-    def __init__(self, version: str, weights_id: str, folder: str, changed: Callable[[], None] | None = None) -> None:
+    def __init__(self, version: str, folder: str, changed: Callable[[], None] | None = None) -> None:
         self.version = version
         self.order = next_order(-1, version)
         self.goes_on: str | None = None
@@ -87,8 +86,6 @@ class WeightsState:
         self.released: tuple[MemoryPart, ...] = ()
         self.joining: Joining | None = None
         self._changed = changed
-        # the weights id that each label named
-        self._used = {version: weights_id}
 
     @property
     def doing(self) -> Doing:
@@ -145,44 +142,17 @@ class WeightsState:
     # -- labels ---------------------------------------------------------------------------------------
 
     def new_label(self, version: str | int | None, *, goes_on: bool = False) -> str:
-        """The label of new weights. Raises BadInput for one that was used.
+        """The label of new weights; None: the one that follows on the label in use. Raises BadInput for what is none.
 
         Args:
             goes_on: without a version, these tensors may be more of those that came before them.
         """
-        if version is None:
-            return self.goes_on if goes_on and self.goes_on is not None else self.next_label()
-        label = checked_version(version)
-        if label in self._used and label != self.version:
-            raise BadInput(
-                "version", f"{label!r} was used before", hint="a version is used again only while it is in use"
-            )
-        return label
+        if version is not None:
+            return checked_version(version)
+        return self.goes_on if goes_on and self.goes_on is not None else next_version(self.version)
 
-    def unused_label(self, version: str | int) -> str:
-        """A label that no weights had. Raises BadInput for another one."""
-        label = self.new_label(version)
-        if label == self.version:
-            raise BadInput("version", f"{label!r} is in use", hint="give new weights a version of their own")
-        return label
-
-    def other_label(self, version: str | int, weights_id: str) -> str:
-        """Another label of the weights in use. Raises BadInput for one that other weights had."""
-        label = checked_version(version)
-        if self._used.get(label, weights_id) != weights_id:
-            raise BadInput("version", f"{label!r} was used before, for other weights")
-        return label
-
-    def next_label(self) -> str:
-        """The one that follows on the label in use."""
-        label = next_version(self.version)
-        while label in self._used:
-            label = next_version(label)
-        return label
-
-    def take_label(self, label: str, order: int, weights_id: str) -> None:
+    def take_label(self, label: str, order: int) -> None:
         """The weights in use have this label from now on; an order of 0 is the one that they have."""
         self.version, self.order = label, order or self.order
-        self._used[label] = weights_id
         if self._changed is not None:
             self._changed()

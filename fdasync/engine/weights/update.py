@@ -18,7 +18,7 @@ from fdasync.events.catalog import AbortRequested, WeightsChanged
 from fdasync.request import WeightsFingerprint, first_difference, next_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
@@ -73,41 +73,30 @@ class Updater:
         self._preparer = preparer
         self._check = check
 
-    async def update(self, asked: Asked, load: Loader, folder: str | None, *, again: bool = False) -> None:
+    async def update(self, asked: Asked, load: Loader, folder: str | None) -> None:
         """All of an update.
 
         Args:
             folder: that is loaded; None: tensors are.
-            again: the label is in use already.
         """
         state = self._state
         try:
             await self._pausing.quiet()
-            if again and folder is not None:
-                weights_id = self._runtime.capacity.weights_id
-                if state.dropped:
-                    # there is nothing to compare with: the same weights are brought again
-                    self._check_expected(asked, weights_id)
-                    await self.reload(folder)
-                else:
-                    is_delta = bool(await self._compare(asked.label, folder))
-                    self._check_expected(asked, weights_id)
-                    if not is_delta and state.broken is None:
-                        state.came_from(folder, is_delta=False)
-                if state.broken is None:
-                    state.take_label(asked.label, asked.order, weights_id)
-                    state.goes_on = None
-                    self._pausing.go_on()
-                    return
-            await self._load(asked, load, folder)
+            comparable = asked.label == state.version and state.broken is None and not state.dropped
+            if folder is None or not comparable or not await self._is_in_use(asked, folder):
+                await self._load(asked, load, folder)
             self._pausing.go_on()
         finally:
             self._task.finish()
 
-    async def _compare(self, label: str, folder: str) -> str:
-        """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
-        WeightsRejected if it cannot be read; both change nothing. Returns what it is a delta to; ""."""
-        runner = self._runtime.runner
+    async def _is_in_use(self, asked: Asked, folder: str) -> bool:
+        """Whether a folder that comes under the label in use holds the weights in use; then nothing is loaded, and no
+        request ends or starts again.
+
+        Raises WeightsRejected if it cannot be read, and BadInput if it holds them and others are expected; both change
+        nothing.
+        """
+        state, runner, held = self._state, self._runtime.runner, self._runtime.capacity.weights_id
         try:
             base = await self._task.in_time("comparing weights", runner.delta_base(folder))
             weights_id = await self._task.in_time("comparing weights", runner.read_weights_id(folder))
@@ -119,22 +108,17 @@ class Updater:
                 raise
             raise WeightsRejected(f"{type(error).__name__}: {error}") from error
         self._check()
-        if weights_id != self._runtime.capacity.weights_id:
-            self._pausing.go_on()
-            problem = f"{label!r} is in use, and {folder} holds other weights"
-            raise BadInput("version", problem, hint="give them a version of their own")
-        return base
-
-    def _check_expected(self, asked: Asked, held: str) -> None:
-        """Raise BadInput where a version in use is given again and expected to be other weights; changes nothing.
-
-        Args:
-            held: weights id that the label names.
-        """
+        if weights_id != held:
+            return False
         if asked.expected is not None and asked.expected.weights_id != held:
             self._pausing.go_on()
             problem = f"{asked.label!r} is in use, and its weights are {held}, not {asked.expected.weights_id}"
-            raise BadInput("expected", problem, hint="nothing was changed; give other weights a version of their own")
+            raise BadInput("expected", problem, hint="nothing was changed")
+        if not base:
+            state.came_from(folder, is_delta=False)
+        state.take_label(asked.label, asked.order)
+        state.goes_on = None
+        return True
 
     async def _match(self, expected: WeightsFingerprint, held: str) -> None:
         """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.
@@ -156,11 +140,13 @@ class Updater:
 
     async def _load(self, asked: Asked, load: Loader, folder: str | None) -> None:
         runtime, state, task = self._runtime, self._state, self._task
+        # a delta to weights that a sleep dropped: those come first, where it is the last of what they came from
+        again = state.sources if state.dropped and folder is not None and folder in state.sources[-1:] else ()
         base = ""
         try:
             if folder is not None:
                 base = await task.in_time("loading weights", runtime.runner.delta_base(folder))
-            weights_id = await task.in_time("loading weights", load())
+            weights_id = await (self._load_folders(again) if again else task.in_time("loading weights", load()))
         except WeightsRejected:
             self._pausing.go_on()
             raise
@@ -176,19 +162,43 @@ class Updater:
                 weights_id = told.weights_id
             await self._match(asked.expected, weights_id)
             self._check()
+        # dropped weights that came back: what was computed with them is still of use
+        is_back = state.dropped and weights_id == runtime.capacity.weights_id and asked.label == state.version
         state.dropped = False
-        state.came_from(folder or "", is_delta=bool(base))
-        if asked.mode == "abort":
-            # only now: where weights are refused, no request is aborted
-            self._abort()
+        if again:
+            state.sources, state.is_delta = again, bool(base)
+        else:
+            state.came_from(folder or "", is_delta=bool(base))
         state.broken, state.differs = None, False
-        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
-        weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
-        runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
-        runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
-        runtime.bus.publish(WeightsChanged(version=asked.label, namespace=runtime.namespace))
-        state.take_label(asked.label, asked.order or next_order(state.order, asked.label), weights_id)
+        if not is_back:
+            if asked.mode == "abort":
+                # only now: where weights are refused, no request is aborted
+                self._abort()
+            # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same
+            # store
+            weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
+            runtime.capacity = self._preparer.capacity = msgspec.structs.replace(
+                runtime.capacity, weights_id=weights_id
+            )
+            namespace = runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
+            runtime.bus.publish(WeightsChanged(version=asked.label, namespace=namespace, weights_id=weights_id))
+        state.take_label(asked.label, asked.order or next_order(state.order, asked.label))
         state.goes_on = asked.label if asked.by_group and state.held else None
+
+    async def _load_folders(self, folders: Sequence[str]) -> str:
+        """Load a checkpoint and deltas to it, in their order; returns the weights id. Raises as the runner does:
+        WeightsRejected, and then the runner has what it had, or nothing."""
+        runner = self._runtime.runner
+        weights_id = ""
+        for number, path in enumerate(folders):
+            try:
+                weights_id = await self._task.in_time("loading weights", runner.load_folder(path))
+            except WeightsRejected:
+                if number:
+                    # the folders before it were loaded, and are not all
+                    await self._task.in_time("forgetting weights", runner.forget_weights())
+                raise
+        return weights_id
 
     def broke(self, error: Exception, *, differs: bool = False) -> NoReturn:
         """Weights are in part replaced: stay paused, and raise why, or the engine's failure where the worker died."""
@@ -196,27 +206,17 @@ class Updater:
         broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
         raise self._state.breaks(broken, differs=differs) from error
 
-    async def reload(self, folder: str = "") -> None:
-        """Bring weights that a sleep dropped again, from a folder; "", or the last one that they came from: from all
-        that they came from. No step is in flight. The identities of blocks stay: it must be the same weights.
+    async def reload(self) -> None:
+        """Bring weights that a sleep dropped again, from all folders that they came from. No step is in flight. The
+        identities of blocks stay: it must be the same weights.
 
-        Raises WeightsRejected where a folder cannot be read any more (they stay dropped), WeightsDiffer where it holds
+        Raises WeightsRejected where a folder cannot be read any more (they stay dropped), WeightsDiffer where one holds
         others now, WeightsBroken.
         """
-        state, runner = self._state, self._runtime.runner
-        again = state.sources if folder in ("", *state.sources[-1:]) else ()
-        weights_id = base = ""
+        state = self._state
+        weights_id = ""
         try:
-            if not again:
-                base = await self._task.in_time("loading weights", runner.delta_base(folder))
-            for number, path in enumerate(again or (folder,)):
-                try:
-                    weights_id = await self._task.in_time("loading weights", runner.load_folder(path))
-                except WeightsRejected:
-                    if number:
-                        # the folders before it were loaded, and are not all
-                        await self._task.in_time("forgetting weights", runner.forget_weights())
-                    raise
+            weights_id = await self._load_folders(state.sources)
         except WeightsRejected:
             raise
         except Exception as error:
@@ -225,9 +225,6 @@ class Updater:
         held = self._runtime.capacity.weights_id
         if weights_id != held:
             raise state.breaks(WeightsDiffer(held, weights_id), differs=True)
-        if not again:
-            # what a delta was applied to is not known here
-            state.sources, state.is_delta = () if base else (folder,), bool(base)
         state.broken, state.dropped, state.differs = None, False, False
 
     def _abort(self) -> None:

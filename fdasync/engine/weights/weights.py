@@ -16,9 +16,9 @@ from fdasync.engine.weights.source import folder_of, group_tensors_of
 from fdasync.engine.weights.state import WeightsState
 from fdasync.engine.weights.tasks import UpdateTask
 from fdasync.engine.weights.update import Asked, Updater, check_mode
-from fdasync.errors import Asleep, BadInput, ConfigError, WeightsBroken
+from fdasync.errors import Asleep, ConfigError, WeightsBroken
 from fdasync.events.catalog import WeightsRelabelled
-from fdasync.request import checked_fingerprint, next_order
+from fdasync.request import checked_fingerprint, checked_version, next_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Weights:
         check: Callable[[], None],
         changed: Callable[[], None] | None = None,
     ) -> None:
-        state = WeightsState(str(config.weight_version), runtime.capacity.weights_id, str(config.model), changed)
+        state = WeightsState(str(config.weight_version), str(config.model), changed)
         self.state = state
         self.pausing = pausing = Pausing(state, config, runtime, fail, check)
         self._task = task = UpdateTask(state, runtime, fail, check)
@@ -102,13 +102,8 @@ class Weights:
             load = self._loaders.tensors(source, whole=whole)
         else:
             load = self._loaders.folder(folder)
-        again = label == state.version
-        if again and folder is None and label != state.goes_on:
-            problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
-            hint = "give them a version of their own, or pause, or begin an update, before the first of several parts"
-            raise BadInput("version", problem, hint=hint)
         asked = Asked(label, order, mode, wanted, weights_id, by_group=part is not None and state.held)
-        await self._task.run(self.updater.update(asked, load, folder, again=again))
+        await self._task.run(self.updater.update(asked, load, folder))
 
     def relabel(self, version: str | int, order: int = 0) -> None:
         """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
@@ -116,14 +111,13 @@ class Weights:
         state = self.state
         if state.broken is not None:
             raise state.broken
-        weights_id = self._runtime.capacity.weights_id
-        label = state.other_label(version, weights_id)
+        label = checked_version(version)
         state.check_idle()
         if label != state.version:
             self._runtime.bus.publish(WeightsRelabelled(version=label))
             order = order or next_order(state.order, label)
             state.goes_on = state.goes_on and label
-        state.take_label(label, order, weights_id)
+        state.take_label(label, order)
 
     async def fingerprint(self) -> str:
         """See `Engine.weights_fingerprint`."""

@@ -65,15 +65,17 @@ _TELL = ("pause", "resume", "sleep")
 
 
 class Update(msgspec.Struct, frozen=True):
-    """An update of the weights or their label that runs, or whose outcome no caller has read.
+    """An update of the weights or their label that is under way.
 
     Attributes:
         command: as asked for, without an order.
         task: the update.
+        parts: its calls, where it is one in parts.
     """
 
     command: Command
     task: asyncio.Task[None]
+    parts: PartUpdate | None = None
 
 
 class ControlPlane:
@@ -105,10 +107,8 @@ class ControlPlane:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Done]]] = {}
-        # the namespace that each label named
-        self._used: dict[str, bytes] = {}
+        # what is under way, and holds requests; `_begin` and `_ended` alone change it
         self._update: Update | None = None
-        self._parts: PartUpdate | None = None
         # a pause has returned, and no resume came since; calls of `pause` that have not returned
         self._held = False
         self._pausers: set[object] = set()
@@ -124,7 +124,13 @@ class ControlPlane:
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights or their label is under way."""
-        return self._update is not None and not self._update.task.done()
+        return self._update is not None
+
+    @property
+    def _parts(self) -> PartUpdate | None:
+        """The update in parts that takes calls; None: there is none."""
+        parts = None if self._update is None else self._update.parts
+        return None if parts is None or parts.has_ended else parts
 
     # -- one instance -------------------------------------------------------------------------------
 
@@ -253,16 +259,14 @@ class ControlPlane:
 
     async def update_weights(self, version: Any, path: str, mode: Any, expected: Any = None) -> None:
         """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
-        label = self._next_label() if version is None else checked_version(version)
+        label = next_version(self._table.weight_version) if version is None else checked_version(version)
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         wanted = checked_fingerprint(expected)
         weights_id = "" if wanted is None else wanted.weights_id
         command = Command(0, "update_weights", version=label, path=path, mode=mode, expected=weights_id)
         check_whole("source", command)
-        # instances compare the folder with the weights in use
-        refused = label in self._used and label != self._table.weight_version
-        await self._change(command, "a version is used again only while it is in use" if refused else "")
+        await self._change(command)
 
     # -- tensors of a group -----------------------------------------------------------------------------
 
@@ -276,19 +280,18 @@ class ControlPlane:
                 raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
             command = Command(0, "update_part", part=part)
             check_whole("source", command)
-            label = None if version is None else self._new_label(version)
+            label = None if version is None else checked_version(version)
             await self._parts.ask(command)
             if label is not None:
                 self._parts.label = label
             return
-        label = self._next_label() if version is None else checked_version(version)
+        label = next_version(self._table.weight_version) if version is None else checked_version(version)
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         weights_id = "" if wanted is None else wanted.weights_id
         command = Command(0, "update_weights", version=label, part=part, mode=mode, expected=weights_id)
         check_whole("source", command)
-        refused = label in self._used and label != self._table.weight_version
-        await self._change(command, "a version is used again only while it is in use" if refused else "")
+        await self._change(command)
 
     async def join(self, group: WeightsGroup) -> None:
         """Have all instances join a group, with a rank for each of their workers. Raises the first error, and then none
@@ -357,8 +360,8 @@ class ControlPlane:
             raise self._under_way()
         command = Command(0, "begin_update", mode=mode)
         check_whole("mode", command)
-        self._parts = parts = PartUpdate()
-        self._update = self._begin(command, self._play_parts(parts, command))
+        parts = PartUpdate()
+        self._begin(command, self._play_parts(parts, command), parts)
         # bounded by the limits of what the task waits for
         await asyncio.wait([parts.begun])
         parts.begun.result()  # of a future that is done
@@ -368,19 +371,13 @@ class ControlPlane:
         if parts is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
         wanted = checked_fingerprint(expected)
-        label = self._new_label(version) if version is not None else parts.label or self._next_label()
+        label = checked_version(version) if version is not None else parts.label or next_version(self._table.weight_version)
         weights_id = "" if wanted is None else wanted.weights_id
         await parts.ask(Command(0, "end_update", version=label, expected=weights_id))
 
     async def abandon(self) -> None:
         if self._parts is not None:
             await self._parts.ask(Command(0, "abandon_update"))
-
-    def _new_label(self, version: Any) -> str:
-        label = checked_version(version)
-        if label in self._used or label == self._table.weight_version:
-            raise BadInput("version", f"{label!r} was used before", hint="give new weights a version of their own")
-        return label
 
     async def _play_parts(self, parts: PartUpdate, begin: Command) -> None:
         limit_s = self._config.command_s
@@ -411,7 +408,6 @@ class ControlPlane:
         except FdasyncError as error:
             ended = error
         finally:
-            self._parts = None
             parts.end(ended)
         if begun:
             # what came of it is for each instance to say
@@ -453,9 +449,7 @@ class ControlPlane:
 
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
-        label = checked_version(version)
-        refused = self._used.get(label, self._table.namespace) != self._table.namespace
-        await self._change(Command(0, "relabel", version=label), "other weights had it" if refused else "")
+        await self._change(Command(0, "relabel", version=checked_version(version)))
 
     async def fingerprint(self) -> str:
         """Have instances hash their weights, but those that wait for others. Raises WeightsDiffer where they are not
@@ -474,43 +468,40 @@ class ControlPlane:
                 raise WeightsDiffer(first, done.held, where=instance.peer.name)
         return first
 
-    def _next_label(self) -> str:
-        label = next_version(self._table.weight_version)
-        while label in self._used:
-            label = next_version(label)
-        return label
-
-    async def _change(self, command: Command, refusal: str) -> None:
-        """Make an update, or wait for the same one. `refusal`: why its label cannot be used; ""."""
+    async def _change(self, command: Command) -> None:
+        """Make an update, or wait for the same one."""
         update = self._update
-        if update is None or update.command != command:
-            if update is not None and not update.task.done():
-                way = f"to version {update.command.version}" if update.command.version else "in parts"
-                raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
-            if refusal:
-                raise BadInput("version", f"{command.version!r} was used before", hint=refusal)
-            update = self._update = self._begin(command, self._play(command))
+        if update is None:
+            update = self._begin(command, self._play(command))
+        elif update.command != command:
+            way = f"to version {update.command.version}" if update.command.version else "in parts"
+            raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
         # bounded by the limits of what it waits for
         await asyncio.wait([update.task])
-        if self._update is update:
-            self._update = None
         if update.task.cancelled():
             raise EngineClosed("closed")
         update.task.result()  # of a task that is done
 
-    def _begin(self, command: Command, work: Coroutine[Any, Any, None]) -> Update:
+    def _begin(self, command: Command, work: Coroutine[Any, Any, None], parts: PartUpdate | None = None) -> Update:
+        task = self._loop.create_task(work, name="fdasync-weights")
+        self._update = update = Update(command, task, parts)
         self._dispatch.hold()
         self.agreement.held = True
-        task = self._loop.create_task(work, name="fdasync-weights")
+        # also of one that is cancelled before its first step. Whoever waits for the task hears of its end later
         task.add_done_callback(self._ended)
-        return Update(command, task)
+        return update
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         # the error is for the caller; a cancelled caller may never read it, so mark it as read
         _ = task.cancelled() or task.exception()
-        self.agreement.held = False
-        self.agreement.judge_all()
+        if self._parts is not None:
+            # cancelled before its first step
+            self._parts.end(EngineClosed("closed"))
+        self._update = None
         self._dispatch.release()
+        if not self._closed:
+            self.agreement.held = False
+            self.agreement.judge_all()
 
     async def _play(self, command: Command) -> None:
         await self._make_room(restart=command.verb == "update_weights")
@@ -561,9 +552,6 @@ class ControlPlane:
     def _agree(self, command: Command, took: list[tuple[InstanceHandle, Done]]) -> None:
         """Adopt the namespace that most instances have; drop the instances with another one."""
         (namespace, _), *_ = Counter([done.namespace for _, done in took]).most_common(1)
-        # the label that was in use may not be known from an update of this router
-        self._used.setdefault(self._table.weight_version, self._table.namespace)
-        self._used[command.version] = namespace
         is_delta = any(done.is_delta for _, done in took if done.namespace == namespace)
         self.agreement.agreed(command, namespace, is_delta=is_delta and bool(command.path))
         for instance, done in took:
@@ -579,7 +567,7 @@ class ControlPlane:
     async def aclose(self) -> None:
         """Stop an update; instances finish the commands that they have."""
         self._closed = True
-        if self._update is not None and not self._update.task.done():
+        if self._update is not None:
             self._update.task.cancel()
             await wait_within([self._update.task], 1.0)
         await self.wakes.aclose()

@@ -94,7 +94,9 @@ class Dispatch:
         self._base = base
         self._check_open = check_open
         self._loop = asyncio.get_running_loop()
-        self._held: asyncio.Future[None] | None = None
+        self._is_held = False
+        # each looks again when the barrier opens
+        self._held: set[asyncio.Future[None]] = set()
         self._count = 0
         self._live: dict[str, RoutedRequest] = {}
         self._by_name: dict[str, RoutedRequest] = {}
@@ -103,18 +105,25 @@ class Dispatch:
 
     def hold(self) -> None:
         """Send no request to any instance until `release`."""
-        self._held = self._loop.create_future()
+        self._is_held = True
 
     def release(self) -> None:
-        held, self._held = self._held, None
-        assert held is not None
-        held.set_result(None)
+        self._is_held = False
+        for waiter in self._held:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def wait_open(self, limit_s: float, ended: asyncio.Future[None] | None = None) -> None:
         """Wait until requests are not held, or `ended` is done. Raises DeadlineExceeded."""
-        while self._held is not None and (ended is None or not ended.done()):
-            waits = [self._held] if ended is None else [self._held, ended]
-            done, _ = await wait_within(waits, limit_s, return_when=asyncio.FIRST_COMPLETED)
+        until = self._loop.time() + limit_s
+        while self._is_held and (ended is None or not ended.done()):
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._held.add(waiter)
+            try:
+                waits = [waiter] if ended is None else [waiter, ended]
+                done, _ = await wait_within(waits, until - self._loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._held.discard(waiter)
             if not done:
                 raise DeadlineExceeded("waiting for a weight update to end", limit_s)
 
@@ -179,7 +188,7 @@ class Dispatch:
         absent_s = 0.0
         while not request.done.done():
             self._check_open()
-            if self._held is not None:
+            if self._is_held:
                 try:
                     await self.wait_open(max(request.ends_at - self._loop.time(), 0.0), request.done)
                 except DeadlineExceeded:

@@ -66,6 +66,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all
             blocks at most.
         weight_version: label of the weights in use.
+        weights_id: of these weights.
         namespace: root of all identities while these weights are in use.
         num_host_blocks: blocks of the host tier; 0: there is none.
         block_nbytes: bytes of a block's KV.
@@ -98,6 +99,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capture: bool = True
     decode_reserve_blocks: int = 1
     weight_version: str = "0"
+    weights_id: str = ""
     namespace: bytes = b""
     num_host_blocks: int = 0
     block_nbytes: int = 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import FinishReason
     from fdasync.events.catalog import RequestPrepared
     from fdasync.scheduler.state.policy import Order
+    from fdasync.scheduler.state.weights import Weights
 
 
 class State(Enum):
@@ -119,7 +120,7 @@ class Sequence:
         passed: the last snapshot that it started from or took, and how often a sequence had started from it by then.
         parting: the state behind its prompt, held until it is handed over with it; None: there is none.
         midway: its KV came whole up to its prompt's end, an open block included, and it has not started yet.
-        spans: (first output token, weight version), in order.
+        spans: (first output token, weight version, weights id), in order.
         near: the length from which on the next plan must look at it: it may lack a block, or make its last token.
         due: the length from which on more must be done than take its tokens: `near`, or where a block is full.
         idle_step: the last step that left it out since it decodes.
@@ -181,7 +182,7 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(self, event: RequestPrepared, order: Order, version: str = "0") -> None:
+    def __init__(self, event: RequestPrepared, order: Order, weights: Weights) -> None:
         self.key = event.key
         self.group = event.group
         self.order = order
@@ -214,7 +215,7 @@ class Sequence:
         self.branch_at = 0
         self.mark = 0
         self.store = StoreNotes()
-        self.spans = [(0, version)]
+        self.spans = [(0, weights.version, weights.weights_id)]
         self.state = State.WAITING
         self.waits_since = event.at
         self.blocks: list[Block] = []
@@ -288,12 +289,13 @@ class Sequence:
         )
         self.rows_have = upto
 
-    def new_weights(self, version: str) -> None:
-        """Tokens sampled from now on are of this version."""
+    def new_weights(self, weights: Weights) -> None:
+        """Tokens sampled from now on are of these weights, or of their new label."""
         if self.spans[-1][0] == self.num_output:
             self.spans.pop()
-        if not self.spans or self.spans[-1][1] != version:
-            self.spans.append((self.num_output, version))
+        named = weights.version, weights.weights_id
+        if not self.spans or self.spans[-1][1:] != named:
+            self.spans.append((self.num_output, *named))
 
     def restart(self) -> None:
         """Back to the start, holding nothing; tokens and rows that it has stay."""

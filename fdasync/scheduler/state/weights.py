@@ -12,10 +12,12 @@ class Weights:
     Attributes:
         namespace: identities of blocks belong to it; it changes with the weights.
         version: the caller's label of the weights.
+        weights_id: what they are, whatever their label.
     """
 
-    __slots__ = ("namespace", "version")
+    __slots__ = ("namespace", "version", "weights_id")
 
-    def __init__(self, namespace: bytes, version: str) -> None:
+    def __init__(self, namespace: bytes, version: str, weights_id: str) -> None:
         self.namespace = namespace
         self.version = version
+        self.weights_id = weights_id

@@ -174,7 +174,7 @@ class Tiers:
             self.swap_planner.forget(seq)
             self._queues.leave(seq)
         for seq in self._sequences.values():
-            seq.new_weights(event.version)
+            seq.new_weights(self._weights)
             self.store_planner.let_go(seq)
             seq.store = StoreNotes()
             seq.indexed = False

@@ -31,7 +31,7 @@ def test_a_part_under_way_is_answered_when_the_router_closes() -> None:
 
         plane._make_room, plane._ask_all = make_room, ask_all
         plane._success = lambda _outcomes, **_drops: []
-        plane._parts = parts = PartUpdate()
+        parts = PartUpdate()
         task = asyncio.create_task(plane._play_parts(parts, Command(0, "begin_update", mode="keep")))
         await asyncio.wait([parts.begun])
         caller = asyncio.create_task(parts.ask(Command(0, "update_part")))

@@ -12,10 +12,12 @@ import pytest
 import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.errors import BadInput, EngineClosed, UpdateUnderWay, WeightsDiffer, WeightsRejected
-from fdasync.pd.messages import Command
+from fdasync.pd.messages import Command, Done
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.testing import synthetic_config, until
-from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle
+from fdasync.testing import run_sim, synthetic_config, until
+from tests.support.broadcast_runner import LOW as META
+from tests.support.broadcast_runner import part
+from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, scene, settle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,12 +56,13 @@ async def test_an_update_whose_caller_is_cancelled_goes_on_and_can_be_waited_for
     assert [len(script.commands) for script in (scene.m0, scene.m1)] == [1, 1]
     assert {one.weight_version for one in scene.router.stats().instances} == {"1"}
     await scene.router.update_weights(2, "/v")
-    with pytest.raises(BadInput, match="'1' was used before"):
-        await scene.router.update_weights(1, "/w")
+    # a label may return
+    await scene.router.update_weights(1, "/w")
+    assert [(command.version, command.order) for command in scene.m0.commands] == [("1", 1), ("2", 2), ("1", 3)]
 
 
 @in_scene("m0")
-async def test_its_end_is_told_to_whoever_gives_the_same_again(scene):
+async def test_one_that_has_ended_is_made_again_by_whoever_gives_the_same_again(scene):
     for obeys in (
         lambda command: done(command.number, "WeightsRejected", "bad", NAMESPACE),
         lambda command: done(command.number, "", "", NEW, 1),
@@ -74,7 +77,99 @@ async def test_its_end_is_told_to_whoever_gives_the_same_again(scene):
                 await scene.router.update_weights(1, "/w")
         else:
             await scene.router.update_weights(1, "/w")
-    assert len(scene.m0.commands) == 2
+    # a trainer may have begun anew, and send tensors again; a folder of the weights in use changes nothing
+    assert len(scene.m0.commands) == 4
+
+
+# -- one that begins as another one ends
+
+
+async def at_once(call, told: asyncio.Event):
+    """Repeat a call that is refused, in each turn after an instance has replied."""
+    while True:
+        await told.wait()
+        told.clear()
+        for _ in range(60):
+            try:
+                await call()
+                return
+            except UpdateUnderWay:
+                await asyncio.sleep(0)
+
+
+async def in_parts(router):
+    await router.begin_weight_update()
+    await router.end_weight_update()
+
+
+CHANGES = {
+    "folder": lambda router, label: router.update_weights(label, "/w"),
+    "label": lambda router, label: router.set_weight_version(label),
+    "group": lambda router, label: router.update_weights(label, part(META)),
+    "parts": lambda router, _label: in_parts(router),
+    "refused": lambda router, _label: refused(router),
+}
+
+
+def replied(command):
+    if command.path == "/bad":
+        return done(command.number, "WeightsRejected", "bad", NAMESPACE)
+    return Done(command.number, "", "", NEW, command.version, command.order)
+
+
+async def refused(router):
+    with pytest.raises(WeightsRejected):
+        await router.update_weights("bad", "/bad")
+
+
+@pytest.mark.parametrize("second", CHANGES)
+@pytest.mark.parametrize("first", CHANGES)
+def test_an_update_that_begins_as_another_one_ends_is_a_barrier_too(first: str, second: str, monkeypatch) -> None:
+    async def play() -> None:
+        async with scene("m0") as made:
+            router, script = made.router, made.m0
+            loop, logged = asyncio.get_running_loop(), []
+            loop.set_exception_handler(lambda _, context: logged.append(context))
+            serve(script)
+            asked: list[Command] = []
+            script.obeys = asked.append
+            told, on_done = asyncio.Event(), router.commands.on_done
+            monkeypatch.setattr(router.commands, "on_done", lambda *words: (on_done(*words), told.set()))
+            began = loop.time()
+            calls = [asyncio.ensure_future(CHANGES[first](router, "one"))]
+            await asyncio.sleep(0)
+            calls.append(asyncio.ensure_future(at_once(lambda: CHANGES[second](router, "two"), told)))
+            requests = []
+            answered = 0
+            while not all(call.done() for call in calls):
+                requests.append(asyncio.ensure_future(router.complete(PROMPT)))
+                await settle()
+                # whichever is under way, nobody is served
+                assert router.load().doing == "updating"
+                assert script.submits == []
+                assert len(asked) == answered + 1, "one waits for the other"
+                command = asked[answered]
+                script.router.send(replied(command))
+                answered += 1
+                await settle(0.05)
+            await asyncio.gather(*calls, *requests)
+            assert loop.time() - began < 10, "requests wait for the updates alone"
+            assert router.load().doing == "running"
+            assert logged == []
+
+    run_sim(play())
+
+
+def test_a_router_that_closes_as_an_update_in_parts_begins_ends_that_too() -> None:
+    async def play() -> None:
+        async with scene("m0") as made:
+            begin = asyncio.ensure_future(made.router.begin_weight_update())
+            await asyncio.sleep(0)
+            await made.router.aclose()
+            with pytest.raises(EngineClosed):
+                await begin
+
+    run_sim(play())
 
 
 @in_scene("m0", "m1", command_s=5.0)

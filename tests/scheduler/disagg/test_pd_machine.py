@@ -325,7 +325,7 @@ class PdMachine(RuleBasedStateMachine):
         side.version += 1
         side.runner.load(side.version)
         namespace = namespace_of_version(side.version)
-        side.queue.append(WeightsChanged(version=side.version, namespace=namespace))
+        side.queue.append(WeightsChanged(version=side.version, namespace=namespace, weights_id=f"of {side.version}"))
         if resume:
             side.paused = False
             side.queue.append(ResumeRequested())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
 from fdasync.scheduler.state.sequence import State
+from tests.scheduler.table import span
 from tests.support.pd_table import PdTable, begin, leave_on_host, of, only, sent_indices
 
 # -- a lease is lost
@@ -192,7 +193,7 @@ def test_new_weights_start_it_anew_unless_its_hand_over_was_sent():
     assert sent_indices(table) == [0, 1]
     table.turn(table.sent(), table.handed())
     assert table.finished[3].reason == "handed_over"
-    assert table.finished[3].spans == ((0, "1"),)
+    assert table.finished[3].spans == (span(0, "1"),)
     assert table.is_empty()
 
 

@@ -82,12 +82,12 @@ class WeightsModel:
             self.held = self.goes_on = False
         return self.broken
 
-    def relabel(self) -> str:
+    def relabel(self, version: int) -> str:
         if self.broken:
             return self.broken
         if self.open is not None:
             return "UpdateUnderWay"
-        self.version += 1
+        self.version = version
         return ""
 
     def join(self) -> str:
@@ -104,48 +104,39 @@ class WeightsModel:
 
     # -- whole updates ----------------------------------------------------------------------------------
 
-    def folder(self, name: str, compared: Compared) -> str:
+    def folder(self, name: str, compared: Compared, version: int | None = None) -> str:
+        """`version`: the label; None: the next one."""
         if error := self._cannot_update():
             return error
         *base, number = [int(word) for word in name.split("-")[1:]]
-        if name in self.gone or (base and (self.owes or self.holds != base[0])):
+        chain = self.sources if self.dropped and name in self.sources[-1:] else (name,)
+        if self.gone & {name, *chain}:
+            return "WeightsRejected"
+        if version == self.version and not self.dropped and not self.broken and self.identity == ("of", number):
+            # it is compared, and not loaded
+            if compared == "wrong":
+                return "BadInput"
+            self.sources = self.sources if base else (name,)
+            self.goes_on = False
+            return ""
+        if base and len(chain) == 1 and (self.owes or self.holds != base[0]):
             return "WeightsRejected"
         self.holds, self.owes = number, 0
-        return self._loaded(compared, name, is_delta=bool(base))
+        return self._loaded(compared, chain, is_delta=bool(base), version=version)
 
-    def again(self, number: int, compared: Compared) -> str:
-        """The version in use, with a whole folder of the weights of this number."""
-        if error := self._cannot_update():
-            return error
-        name, is_known = f"w-{number}", self.identity == ("of", number)
-        refused = compared == "wrong" or (compared == "right" and not is_known)
-        if self.dropped and refused:
-            return "BadInput"
-        if name in self.gone:
-            return "WeightsRejected"
-        if not self.dropped and (refused or not is_known):
-            # also of weights that broke: they are as they were
-            return "BadInput"
-        if self.dropped or self.broken:
-            self.holds, self.owes = number, 0
-        if not is_known:
-            return self._breaks("WeightsDiffer")
-        self.sources, self.dropped, self.broken, self.goes_on = (name,), False, "", False
-        return ""
-
-    def tensors(self, number: int, halves: int, compared: Compared) -> str:
+    def tensors(self, number: int, halves: int, compared: Compared, version: int | None = None) -> str:
         if error := self._cannot_update():
             return error
         self._forget(compared)
         if self.owes & ~halves:
             return "WeightsRejected"
         self.holds, self.owes = mixed(self.holds, number, halves), 0
-        return self._loaded(compared)
+        return self._loaded(compared, version=version)
 
-    def group(self, number: int, halves: int, compared: Compared, *, dies: bool) -> str:
+    def group(self, number: int, halves: int, *, dies: bool, version: int | None = None) -> str:
         if error := self._cannot_update():
             return error
-        self._forget(compared)
+        self._forget("not")
         if not self.joined or self.owes & ~halves:
             self.joined = False
             return "WeightsRejected"
@@ -154,7 +145,7 @@ class WeightsModel:
             self.owes |= halves
             return self._breaks("WeightsBroken")
         self.holds, self.owes = mixed(self.holds, number, halves), 0
-        return self._loaded(compared, by_group=True)
+        return self._loaded("not", by_group=True, version=version)
 
     def _cannot_update(self) -> str:
         if self.open is not None:
@@ -169,18 +160,29 @@ class WeightsModel:
         self.broken, self.sources = error, ()
         return error
 
-    def _loaded(self, compared: Compared, folder: str = "", *, is_delta: bool = False, by_group: bool = False) -> str:
+    def _loaded(
+        self,
+        compared: Compared,
+        folders: tuple[str, ...] = (),
+        *,
+        is_delta: bool = False,
+        by_group: bool = False,
+        version: int | None = None,
+    ) -> str:
         if compared == "wrong":
             return self._breaks("WeightsDiffer")
-        if not is_delta:
-            self.sources = (folder,) if folder else ()
+        if not is_delta or len(folders) > 1:
+            self.sources = folders
         else:
-            self.sources = (*self.sources, folder) if 0 < len(self.sources) <= MOST_DELTAS else ()
+            self.sources = (*self.sources, *folders) if 0 < len(self.sources) <= MOST_DELTAS else ()
         self.number = self.holds
         self._random += 1
-        self.identity = ("of", self.holds) if folder or compared == "right" else ("random", self._random)
+        self.identity = ("of", self.holds) if folders or compared == "right" else ("random", self._random)
         self.dropped, self.broken = False, ""
-        self.version += not (by_group and self.goes_on)
+        if version is not None:
+            self.version = version
+        elif not (by_group and self.goes_on):
+            self.version += 1
         self.goes_on = by_group and self.held
         return ""
 
@@ -190,9 +192,10 @@ class WeightsModel:
         if error := self._cannot_update():
             return error
         self.open = 0
+        self._label: int | None = None
         return ""
 
-    def part(self, number: int, halves: int, *, dies: bool) -> str:
+    def part(self, number: int, halves: int, *, dies: bool, version: int | None = None) -> str:
         assert self.open is not None
         if not self.open:
             if self.broken == "WeightsDiffer":
@@ -201,6 +204,8 @@ class WeightsModel:
         if not self.joined:
             return self._close("WeightsRejected")
         self.owes |= halves
+        if version is not None:
+            self._label = version
         if dies:
             self.joined, self.open = False, None
             return self._breaks("WeightsBroken")
@@ -218,7 +223,7 @@ class WeightsModel:
         if self._missing & ~self._came:
             return self._breaks("WeightsBroken")
         self.owes = 0
-        return self._loaded(compared)
+        return self._loaded(compared, version=self._label)
 
     def abandon(self) -> str:
         if self.open is not None:

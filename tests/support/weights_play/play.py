@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: halves of these and their mixtures are all weights that there are
 NUMBERS = [low + high * HALF for low in (1, 2, 3) for high in (0, 1)]
 FIRST = NUMBERS[0]
+# few, so that they return
+LABELS = [0, 1, 2, 3]
 _LIMIT_S = 3.0
 _NAMES = {LOW: ("low",), HIGH: ("high",), WHOLE: ("low", "high")}
 _METAS = {LOW: (LOW_META,), HIGH: (HIGH_META,), WHOLE: (LOW_META, HIGH_META)}
@@ -80,6 +82,8 @@ class Play:
         self.closed = self.aborted = False
         # what identities were, and of which namespaces
         self._namespaces: dict[tuple[str, int], bytes] = {}
+        # of the weights of each weights id
+        self._numbers: dict[str, int] = {}
 
     async def play(self, moves: int) -> None:
         random = self.random
@@ -124,6 +128,10 @@ class Play:
         (sample,) = result.samples
         seen = self.passes.seen.get((number, 0), [])
         check_sample(sample, prompt, params, self.oracle, seen=seen)
+        for span in sample.weight_version:
+            # a label may name several, an id names one
+            numbers = {seen[len(prompt) - 1 + at].weights_id for at in range(span.start, span.stop)}
+            assert numbers <= {self._numbers.setdefault(span.weights_id, next(iter(numbers), 0))}, span
         rows = sample.aux["stamp"][:, 0].tolist()
         assert rows == self.passes.stamps.get((number, 0), [])[: len(rows)]
         assert sample.finish_reason == "length" or (sample.finish_reason == "abort" and (self.aborted or self.closed))
@@ -236,10 +244,8 @@ class Play:
         return "resume", self.engine.resume, self.model.resume
 
     def _relabel(self) -> Any:
-        async def call() -> None:
-            await self.engine.set_weight_version(int(self.engine.facts().weight_version) + 1)
-
-        return "relabel", call, self.model.relabel
+        label = self.random.choice(LABELS)
+        return f"relabel {label}", lambda: self.engine.set_weight_version(label), lambda: self.model.relabel(label)
 
     def _reset(self) -> Any:
         return "reset", self.engine.reset_cache, lambda: ""
@@ -273,6 +279,10 @@ class Play:
     def _expected(self, compared: Compared, holds: Callable[[], int]) -> str | None:
         return {"not": None, "right": f"{holds():032x}", "wrong": "f" * 32}[compared]
 
+    def _label(self) -> int | None:
+        """One that was used before, most of the time, or is in use."""
+        return self.random.choice([None, None, self.model.version, *LABELS])
+
     def _folder(self) -> Any:
         return self._load_folder(f"w-{self.random.choice(NUMBERS)}")
 
@@ -283,13 +293,13 @@ class Play:
         return self._load_folder(f"d-{self.random.choice(bases) if base is None else base}-{number}")
 
     def _load_folder(self, name: str) -> Any:
-        compared, mode = self._compared(), self._mode()
+        compared, mode, label = self._compared(), self._mode(), self._label()
         expected = self._expected(compared, lambda: int(name.split("-")[-1]))
         path = str(self.root / name)
         return (
-            f"{name} {compared}",
-            lambda: self.engine.update_weights(None, path, mode, expected=expected),
-            lambda: self.model.folder(name, compared),
+            f"{name} {compared} as {label}",
+            lambda: self.engine.update_weights(label, path, mode, expected=expected),
+            lambda: self.model.folder(name, compared, label),
         )
 
     def _again(self) -> Any:
@@ -301,30 +311,34 @@ class Play:
             path = str(self.root / f"w-{number}")
             await self.engine.update_weights(self.engine.facts().weight_version, path, mode, expected=expected)
 
-        return f"again w-{number} {compared}", call, lambda: self.model.again(number, compared)
+        return (
+            f"again w-{number} {compared}",
+            call,
+            lambda: self.model.folder(f"w-{number}", compared, self.model.version),
+        )
 
     def _tensors(self) -> Any:
         from tests.support.weights_play.model import mixed
 
         number, some, mode = self.random.choice(NUMBERS), self.random.choice([LOW, HIGH, WHOLE, WHOLE]), self._mode()
-        compared = self._compared() if some == WHOLE else "not"
+        compared, label = self._compared() if some == WHOLE else "not", self._label()
         expected = self._expected(compared, lambda: mixed(self.model.holds, number, some))
         return (
-            f"tensors {some} of {number} {compared}",
-            lambda: self.engine.update_weights(None, halves(number, *_NAMES[some]), mode, expected=expected),
-            lambda: self.model.tensors(number, some, compared),
+            f"tensors {some} of {number} {compared} as {label}",
+            lambda: self.engine.update_weights(label, halves(number, *_NAMES[some]), mode, expected=expected),
+            lambda: self.model.tensors(number, some, compared, label),
         )
 
     def _group(self) -> Any:
         number, some, mode = self.random.choice(NUMBERS), self.random.choice([LOW, HIGH, WHOLE, WHOLE]), self._mode()
-        dies = self.random.random() < 0.15
+        dies, label = self.random.random() < 0.15, self._label()
         source: GroupTensors = part(*_METAS[some])
         is_open = self.model.open is not None
 
         async def call() -> None:
             self.inner.sends, self.inner.dies = number, dies
             try:
-                await self.engine.update_weights(None, source, mode)
+                await self.engine.update_weights(label, source, mode)
             except FdasyncError:
                 # a refusal came before the trainer's end
                 self.inner.dies = False
@@ -332,10 +346,10 @@ class Play:
 
         def told() -> str:
             if is_open:
-                return self.model.part(number, some, dies=dies)
-            return self.model.group(number, some, "not", dies=dies)
+                return self.model.part(number, some, dies=dies, version=label)
+            return self.model.group(number, some, dies=dies, version=label)
 
-        return f"group {some} of {number}{' dies' * dies}", call, told
+        return f"group {some} of {number} as {label}{' dies' * dies}", call, told
 
     def _begin(self) -> Any:
         mode = self._mode()

@@ -303,8 +303,8 @@ class WeightAgreement:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
-            elif instance.peer.is_up and instance.behind and not (instance.dropped or instance.waits):
-                # it was lost and came back meanwhile
+            elif instance.peer.is_up and not (self.held or instance.dropped or instance.waits):
+                # it was lost and came back meanwhile, or has told of other weights
                 self.judge(instance)
 
         task.add_done_callback(ended)

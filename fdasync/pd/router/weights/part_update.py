@@ -33,6 +33,11 @@ class PartUpdate:
         self._calls: asyncio.Queue[tuple[Command, asyncio.Future[None]]] = asyncio.Queue()
         self._ended: FdasyncError | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._ended is not None
+
     async def ask(self, command: Command) -> None:
         """Have the task perform a command, and wait for it. Raises its error; cancelling stops the waiting."""
         if self._ended is not None:

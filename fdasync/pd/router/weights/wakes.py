@@ -166,6 +166,9 @@ class Wakes:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
+            elif instance.peer.is_up and self._woken:
+                # it came to owe one in the very turn in which this one ended
+                self.on_up(instance)
 
         task.add_done_callback(ended)
 
