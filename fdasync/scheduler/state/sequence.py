@@ -1,6 +1,7 @@
 """The scheduler's state of one sample of one request: tokens, blocks, and how far it got. Pure.
 
-Knows no queue, and of other sequences only what the samples of a request share. Changed by `core.py`, `step_planner.py`, `queues.py`, `tiers/` and `disagg/`.
+Knows no queue, and of other sequences the first sample of its request alone. Changed by `core.py`, `step_planner.py`,
+`queues.py`, `tiers/` and `disagg/`.
 """
 
 from __future__ import annotations
@@ -186,9 +187,7 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(
-        self, event: RequestPrepared, order: Order, version: str = "0", first: Sequence | None = None
-    ) -> None:
+    def __init__(self, event: RequestPrepared, order: Order, version: str = "0", first: Sequence | None = None) -> None:
         self.key = event.key
         self.group = event.group
         self.first = first
