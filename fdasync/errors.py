@@ -7,16 +7,23 @@ every module may import it.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
     from typing import Self
 
 # the end of msgspec's messages: the path of the value, or of the mapping with a key of a wrong type
 _WHERE = re.compile(r" - at (?:`\$(?P<value>[^`]*)`|`key` in `\$(?P<keys>[^`]*)`)$")
+
+#: what ends a process, or a notebook's cell: where it comes in an engine's own work, the engine fails by it, and it
+#: reaches the program all the same
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
+#: errors of a plugin's call that waits for nothing: a CancelledError is its own, and cancels no caller
+PLUGIN_ERRORS = (Exception, asyncio.CancelledError)
 
 
 class FdasyncError(Exception):

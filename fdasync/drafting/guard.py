@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.drafting.base import Drafter
-from fdasync.errors import PluginError
+from fdasync.errors import PLUGIN_ERRORS, PluginError
 from fdasync.registry.registry import DRAFTERS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class GuardedDrafter:
         """See `Drafter`."""
         try:
             self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             own = type(self._drafter).begin_all is not Drafter.begin_all
             raise self._broken("begin_all" if own else "begin", error) from error
 
@@ -51,7 +51,7 @@ class GuardedDrafter:
         """See `Drafter`."""
         try:
             answer: object = self._drafter.outlasts
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken("outlasts", error) from error
         if not isinstance(answer, bool):
             problem = f"its outlasts is {answer!r:.100}, and not a property that is True or False"
@@ -62,14 +62,14 @@ class GuardedDrafter:
         """See `Drafter`."""
         try:
             self._drafter.take(keys, counts, tokens)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken("take", error) from error
 
     def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
         """See `Drafter`; checks the columns. The caller owns `most`, which the drafter gets a copy of."""
         try:
             answer: object = self._drafter.propose(keys, most.copy())
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken("propose", error) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise self._nonsense(f"{answer!r:.100} is no pair of counts and tokens")
@@ -92,10 +92,10 @@ class GuardedDrafter:
         """See `Drafter`."""
         try:
             self._drafter.end(key, now=now)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken("end", error) from error
 
-    def _broken(self, call: str, error: Exception) -> PluginError:
+    def _broken(self, call: str, error: BaseException) -> PluginError:
         return PluginError(DRAFTERS, self._name, "", f"its {call} raised {type(error).__name__}: {error}")
 
     def _nonsense(self, problem: str) -> PluginError:

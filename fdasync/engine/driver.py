@@ -2,17 +2,17 @@
 
 Once per loop turn it drains the bus, calls `handle` once, performs the actions in order and feeds the taps. It decides
 nothing, and knows no texts and no requests. Exactly one event answers each asynchronous action. A step or a copy that
-is overdue, or any exception here or in `handle`, fails the engine through `on_failure`. Made by `engine/runtime.py`;
-the bus calls it.
+is overdue, or anything that is raised here or in `handle`, fails the engine through `on_failure`; an interrupt of the
+program goes on to the program. Made by `engine/runtime.py`; the bus calls it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fdasync.errors import GrammarFailed, InvariantBroken
+from fdasync.errors import INTERRUPTS, GrammarFailed, InvariantBroken
 from fdasync.events.actions import (
     ELSEWHERE,
     CopyRows,
@@ -177,19 +177,31 @@ class Driver:
                 self._trace.add(events, actions)
             for action in actions:
                 self._perform(action)
-        except Exception as error:
+            for event in events:
+                if type(event) is StepDone:
+                    del self._outputs[event.step_id]
+            told, events = events, []
+            self._bus.feed_taps(told)
+            if self._waiters:
+                self.tell()
+        except BaseException as error:
+            # whatever cut the turn short: what it did, and what it did not do, nobody knows
             self.broken = True
             self._bus.feed_taps(events)
             if self._trace is not None:
                 error.add_note("\n".join(["the latest events, oldest first:", *self._trace.story()]))
             self._fail(error)
-            return
-        for event in events:
-            if type(event) is StepDone:
-                del self._outputs[event.step_id]
-        self._bus.feed_taps(events)
-        if self._waiters:
-            self.tell()
+            if isinstance(error, INTERRUPTS):
+                raise
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        """A callback of the loop: whatever it raises fails the engine."""
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, INTERRUPTS):
+                raise
 
     def _perform(self, action: Action) -> None:
         if type(action) is RunStep:
@@ -204,7 +216,7 @@ class Driver:
             if self._timer is not None:
                 self._timer.cancel()
             # bare timer: it publishes the time, and the scheduler decides
-            self._timer = self._loop.call_at(action.time, self._ring)
+            self._timer = self._loop.call_at(action.time, self._guarded, self._ring)
         elif type(action) is SwapOut or type(action) is SwapIn:
             self._copy(action)
         elif type(action) is HashAgain:
@@ -236,9 +248,9 @@ class Driver:
     def _copy(self, copy: SwapOut | SwapIn) -> None:
         number = copy.copy_id
         self._copies[number] = self._loop.time()
-        overdue = partial(self._copy_overdue, number)
+        overdue = partial(self._guarded, self._copy_overdue, number)
         self._copy_watches[number] = DeadlineTimer(self._loop, self._copies[number] + self._step_deadline_s, overdue)
-        self._runner.copy(copy).add_done_callback(lambda done: self._copied(number, done))
+        self._runner.copy(copy).add_done_callback(partial(self._guarded, self._copied, number))
 
     def _copied(self, number: int, done: asyncio.Future[CopyOutput]) -> None:
         if self._stopped:
@@ -251,7 +263,7 @@ class Driver:
             if output.copy_id != number:
                 raise InvariantBroken(f"the runner completed copy {output.copy_id} as copy {number}")
         except BaseException as error:
-            self._fail(error)
+            self._ended_badly(done, error)
             return
         self._bus.publish(
             SwapDone(
@@ -269,9 +281,9 @@ class Driver:
 
     def _launch(self, step: RunStep) -> None:
         self._steps.append((step.step_id, self._loop.time()))
-        self._runner.launch(step).add_done_callback(self._step_ended)
+        self._runner.launch(step).add_done_callback(partial(self._guarded, self._step_ended))
         if self._watchdog is None:
-            self._watchdog = DeadlineTimer(self._loop, self._steps[0][1] + self._step_deadline_s, self._watch)
+            self._set_watchdog(self._steps[0][1] + self._step_deadline_s)
 
     def _step_ended(self, done: asyncio.Future[StepOutput]) -> None:
         if self._stopped:
@@ -291,11 +303,14 @@ class Driver:
         except BaseException as error:
             # also where the future was cancelled: the engine cannot go on without the step
             self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))
-            self._fail(error)
+            self._ended_badly(done, error)
             return
         self._outputs[step_id] = output
         told = StepDone(step_id=step_id, tokens=output.tokens, counts=output.counts, own_drafts=output.own_drafts)
         self._bus.publish(told)
+
+    def _set_watchdog(self, when: float) -> None:
+        self._watchdog = DeadlineTimer(self._loop, when, partial(self._guarded, self._watch))
 
     def _watch(self) -> None:
         """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""
@@ -306,9 +321,16 @@ class Driver:
         # a step that waited for the one before it has had its time only since then
         due = max(launched, self._ended_at) + self._step_deadline_s
         if due > self._loop.time():
-            self._watchdog = DeadlineTimer(self._loop, due, self._watch)
+            self._set_watchdog(due)
         else:
             self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
+
+    def _ended_badly(self, done: asyncio.Future[Any], error: BaseException) -> None:
+        """A step or a copy failed, or its answer did."""
+        self._fail(error)
+        if isinstance(error, INTERRUPTS) and (done.cancelled() or done.exception() is not error):
+            # the task that an interrupt ended has raised it already
+            raise error
 
     def _fail(self, error: BaseException) -> None:
         if self._stopped:

@@ -232,6 +232,9 @@ class Engine(Generator):
                 await self._run()
         except asyncio.CancelledError:
             self._fail(TaskCancelled("fdasync-engine"))
+        except BaseException as error:
+            # of a task of its own; one that an interrupt ended has raised it already
+            self._fail(_first_of(error))
         finally:
             await self._end(starting, started)
 
@@ -759,3 +762,8 @@ class Engine(Generator):
         self._inside()
         assert self._runtime.driver is not None
         self._runtime.driver.scheduler.check()
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The error of the first task of a group that failed; another error itself."""
+    return _first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -15,6 +15,7 @@ import numpy as np
 
 from fdasync.cache.aux import ROUTING
 from fdasync.engine.tokenizer import IncrementalDecoder
+from fdasync.errors import PLUGIN_ERRORS
 from fdasync.events.catalog import RequestEnded
 from fdasync.result import CachedTokens, Delta, DraftCounts, FinishReason, Result, Routing, Sample, WeightSpan
 from fdasync.runner.prompt_scores import PromptLogprobs
@@ -109,7 +110,7 @@ class SampleOutput:
         self.sent_last = False
         self.finish: FinishRequest | None = None
         self.chosen: ChosenOutput | None = None
-        self.spoiled: Exception | None = None
+        self.spoiled: BaseException | None = None
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class SampleOutput:
         try:
             self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
             return self.decoder.open_text() if self.stops else ""
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             # a plugin's error over these tokens ends this request alone (docs/design.md, rule 30)
             self.spoiled = error
             self.decoder = None
@@ -318,7 +319,7 @@ class RequestState:
         self.part: RequestPart = "whole"
 
     @property
-    def spoiled(self) -> Exception | None:
+    def spoiled(self) -> BaseException | None:
         """The tokenizer's error over its tokens, or its grammar's."""
         for sample in self.samples:
             if sample.spoiled is not None:

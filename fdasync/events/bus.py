@@ -124,9 +124,10 @@ class EventBus:
         force_setattr(event, "seq", self._seq)
         force_setattr(event, "at", self._clock())
         self._seq += 1
-        self._queue.append(event)
-        if len(self._queue) == 1 and self._wake is not None:
+        if not self._queue and self._wake is not None:
+            # first, so that an event that is queued is never without a turn, wherever an interrupt comes
             self._wake()
+        self._queue.append(event)
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Register the one reader that drains the queue.

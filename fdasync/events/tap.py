@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded
+from fdasync.errors import INTERRUPTS, DeadlineExceeded
 from fdasync.events.catalog import TapFailed
 
 if TYPE_CHECKING:
@@ -155,10 +155,12 @@ class TapTasks:
         async with events:
             try:
                 await tap.run(events)
-            except (Exception, asyncio.CancelledError) as error:
+            except BaseException as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
                 self.failures[name] = failed = TapFailed(tap=name, problem=f"{type(error).__name__}: {error}")
                 events.discard()
                 bus.publish(failed)
+                if isinstance(error, INTERRUPTS):
+                    raise

@@ -89,7 +89,7 @@ class Script:
     def handle(self, events):
         self.seen.append(list(events))
         answer = self.turns.pop(0) if self.turns else []
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 

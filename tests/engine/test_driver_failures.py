@@ -67,6 +67,15 @@ async def test_an_exception_in_a_turn_fails_the_engine_once(where):
     assert stage.driver.broken
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError("of a future"), GeneratorExit()])
+async def test_whatever_cuts_a_turn_short_fails_the_engine(error):
+    stage = Stage(Script(error))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    assert stage.failures == [error]
+    assert stage.driver.broken
+
+
 async def test_taps_see_the_events_of_the_turn_that_failed():
     stage = Stage(Script(ValueError("no")))
     async with stage.bus.subscribe() as tap:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from fdasync.engine.weights.source import check_group
 from fdasync.engine.weights.state import Joining
-from fdasync.errors import EngineClosed, FdasyncError, WeightsRejected, WorkerStuck
+from fdasync.engine.weights.tasks import take_end
+from fdasync.errors import FdasyncError, WeightsRejected, WorkerStuck
 from fdasync.ipc.deadlines import Within, wait_within
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ class Groups:
         except asyncio.CancelledError:
             self.stop("its caller went away")
             raise
-        if task.cancelled():
-            self._check()
-            raise EngineClosed("closing")
-        task.result()  # of a task that is done
+        take_end(task, self._check)
 
     def stop(self, why: str) -> None:
         """End a join that is under way, in a moment; its caller hears why."""
@@ -138,9 +136,9 @@ class Groups:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._state.joining = None
-        if not task.cancelled():
-            # counts as read: a caller that was cancelled does not read it
-            task.exception()
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
+            # an interrupt, which the program has got: nobody knows what the runner holds
+            self._fail(error)
 
     async def leave(self, name: str) -> None:
         """See `Engine.leave_weights_group`."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, get_args
 
+from fdasync.engine.weights.tasks import take_end
 from fdasync.errors import (
     ConfigError,
     DeadlineExceeded,
-    EngineClosed,
     TaskCancelled,
     WakeFailed,
 )
@@ -108,10 +108,7 @@ class Sleep:
         task.add_done_callback(self._ended)
         # bounded by the deadlines of what it waits for
         await asyncio.wait([task])
-        if task.cancelled():
-            self._check()
-            raise EngineClosed("closing")
-        task.result()  # of a task that is done
+        take_end(task, self._check)
 
     async def _in_turn(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -127,9 +124,9 @@ class Sleep:
             if not self._closing:
                 # `asyncio.run` cancels all tasks at its end: nobody knows what the runner holds
                 self._fail(TaskCancelled(task.get_name()))
-        else:
-            # counts as read: a caller that was cancelled does not read it
-            task.exception()
+        elif (error := task.exception()) is not None and not isinstance(error, Exception):
+            # an interrupt, which the program has got: nobody knows what the runner holds
+            self._fail(error)
 
     # -- sleep --------------------------------------------------------------------------------------
 

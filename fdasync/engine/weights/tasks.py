@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.errors import DeadlineExceeded, EngineClosed, TaskCancelled
+from fdasync.errors import INTERRUPTS, DeadlineExceeded, EngineClosed, TaskCancelled
 from fdasync.ipc.deadlines import Within, wait_within
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ class UpdateTask:
         task.add_done_callback(self._ended)
         # an update that the engine's end cut short cancels no caller
         await asyncio.wait([task])
-        if task.cancelled():
-            self._check()
-            raise EngineClosed("closing")
-        task.result()  # of a task that is done
+        take_end(task, self._check)
 
     def finish(self) -> None:
         """The work is done: nothing is under way any more, or an update in parts is still open."""
@@ -75,9 +72,9 @@ class UpdateTask:
             if not self._state.closing:
                 # `asyncio.run` cancels all tasks at its end: the runner may lack whole weights
                 self._fail(TaskCancelled("fdasync-weights"))
-        else:
-            # counts as read: a caller that was cancelled does not read it
-            task.exception()
+        elif (error := task.exception()) is not None and not isinstance(error, Exception):
+            # an interrupt, which the program has got: nobody knows what the runner holds
+            self._fail(error)
 
     async def in_time(self, what: str, work: Awaitable[T]) -> T:
         """Wait for work of the runner; fails the engine where it takes longer than an update may."""
@@ -97,3 +94,18 @@ class UpdateTask:
             self._task.cancel()
             # all that it awaits can be cancelled: it ends within a turn or two
             await wait_within([self._task], limit_s)
+
+
+def take_end(task: asyncio.Task[None], check: Callable[[], None]) -> None:
+    """Raise what a task of this room raised, which is done; the engine's end where that cut it short. An interrupt
+    has failed the engine, and reached the program, already.
+
+    Args:
+        check: raises unless the engine is running.
+    """
+    if task.cancelled():
+        check()
+        raise EngineClosed("closing")
+    if isinstance(task.exception(), INTERRUPTS):
+        check()
+    task.result()  # of a task that is done

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from fdasync.errors import PluginError
+from fdasync.errors import PLUGIN_ERRORS, PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +79,7 @@ class Policy(ABC):
         raises or returns no tuple of numbers."""
         try:
             key: object = self.key(candidate)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken(f"key() raised {type(error).__name__}: {error}") from error
         if type(key) is not tuple or not all(isinstance(number, int | float) and not isnan(number) for number in key):
             raise self._broken(f"key() returned {key!r:.200}, which is no tuple of numbers")
@@ -89,7 +89,7 @@ class Policy(ABC):
         """`passed_for_s`, checked. Raises PluginError where it raises or returns no finite number from 0 on."""
         try:
             bound_s: object = self.passed_for_s(candidate)
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
             raise self._broken(f"passed_for_s() raised {type(error).__name__}: {error}") from error
         if not isinstance(bound_s, int | float) or not 0 <= bound_s < inf:
             raise self._broken(f"passed_for_s() returned {bound_s!r:.200}, which is no time in seconds")

@@ -7,12 +7,13 @@ the contract only.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
 from fdasync.cache.store.base import Capabilities, Item, Outcome, Store, StoreUsage
-from fdasync.errors import FdasyncError, StoreRejected, StoreUnavailable
+from fdasync.errors import PLUGIN_ERRORS, FdasyncError, StoreRejected, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,10 @@ class Wrapper(Store):
             answer = await (call() if verb == "usage" else call(argument))
         except (StoreUnavailable, StoreRejected):
             raise
-        except Exception as error:
+        except PLUGIN_ERRORS as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             problem = f"{verb} broke the contract: {type(error).__name__}: {error}"
             raise StoreUnavailable(self.name, problem) from error
         if not _fits(verb, argument, answer):
