@@ -173,6 +173,18 @@ class TokenKinds:
         self._behind: tuple[int, ...] = ()
         self._without = ""
         self._kinds: dict[int, TokenKind] = {}
+        self._specials: dict[int, str] = {}
+
+    def special_text(self, token_id: int) -> str:
+        """Text of a special token, which `decode` leaves out; "" for another token, and where the tokenizer cannot
+        show it. Raises what the tokenizer raises."""
+        text = self._specials.get(token_id)
+        if text is None:
+            text, own = "", self.tokenizer
+            if isinstance(own, WithSpecials) and not own.decode([token_id]):
+                text = own.with_specials().decode([token_id])
+            self._specials[token_id] = text
+        return text
 
     def of(self, token_id: int) -> TokenKind:
         """The kind of a token. Raises what the tokenizer raises when it decodes this token."""
