@@ -36,12 +36,14 @@ class NeedsKey:
             await answer(Refused(403, why, code="cross_site"))(scope, receive, send)
             return
         if scope["type"] == "http" and self._keys and not self._is_open(scope):
-            given = _bearer(scope)
+            given = _given(scope)
             if not _is_one_of(given, self._keys):
                 if _is_one_of(given, self._known):
                     refused = Refused(403, "this path needs the admin key", code="needs_admin_key")
                 else:
-                    refused = Refused(401, "a key is needed: Authorization: Bearer KEY", code="needs_key")
+                    refused = Refused(
+                        401, "a key is needed: Authorization: Bearer KEY, or x-api-key: KEY", code="needs_key"
+                    )
                 await answer(refused)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)
@@ -56,14 +58,19 @@ def _is_cross_site(scope: Scope) -> bool:
     return (b"sec-fetch-site", b"cross-site") in scope["headers"]
 
 
-def _bearer(scope: Scope) -> bytes:
+def _given(scope: Scope) -> list[bytes]:
+    """The keys of a request: OpenAI's clients send theirs as Authorization, Anthropic's as x-api-key or either."""
+    given = []
     for name, value in scope["headers"]:
         if name == b"authorization":
             kind, _, key = value.partition(b" ")
-            return key.strip() if kind.lower() == b"bearer" else b""
-    return b""
+            if kind.lower() == b"bearer":
+                given.append(key.strip())
+        elif name == b"x-api-key":
+            given.append(value.strip())
+    return given
 
 
-def _is_one_of(given: bytes, keys: tuple[bytes, ...]) -> bool:
+def _is_one_of(given: list[bytes], keys: tuple[bytes, ...]) -> bool:
     # every key is compared, in a time that does not tell how much of it is right
-    return sum([compare_digest(given, key) for key in keys]) > 0
+    return sum([compare_digest(one, key) for one in given for key in keys]) > 0

@@ -20,6 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
+from fdasync_http.anthropic.envelope import Envelopes
+from fdasync_http.anthropic.serve import PATHS as MESSAGES
 from fdasync_http.budget import BUDGET
 from fdasync_http.config import HttpConfig
 from fdasync_http.contract import HTML, query_of
@@ -74,7 +76,8 @@ def app(
         exception_handlers={HTTPException: _on_http_error, Exception: on_error},
     )
     # paths that are not there ask for a key as well; the page, which has no data, asks its reader for one
-    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])), opens=_PAGE)
+    keyed = NeedsKey(inner, tuple(dict.fromkeys([*use, *control])), opens=_PAGE)
+    return Envelopes(keyed, MESSAGES)
 
 
 def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...], tracer: Tracer | None) -> Route:

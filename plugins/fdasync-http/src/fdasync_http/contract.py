@@ -49,12 +49,12 @@ _IN_PART = (
 )  # fmt: skip
 _WAKES = ("/wake_up", "/resume_memory_occupation")
 _GENERATES = (
-    "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
-    "/skyrl/v1/generate",
+    "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/inference/v1/generate", "/skyrl/v1/generate",
 )  # fmt: skip
 _NAMES_A_MODEL = (
-    "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/skyrl/v1/generate",
-    "/v1/models/{model:path}",
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens", "/inference/v1/generate", "/skyrl/v1/generate", "/v1/models/{model:path}",
 )  # fmt: skip
 _NEEDS_NO_ENGINE = (
     "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs", "/",
@@ -142,6 +142,10 @@ SUMMARIES = {
     "/v1/rollout": "A prompt in; a safetensors file of token ids, log-probs and expert rows out for each sample.",
     "/v1/completions": "OpenAI's completions, whole or as events.",
     "/v1/chat/completions": "OpenAI's chats, whole or as events.",
+    "/v1/chat/completions/render": "vLLM's: a chat as the body of /inference/v1/generate that would answer it.",
+    "/v1/responses": "OpenAI's Responses, whole or as events.",
+    "/v1/messages": "Anthropic's Messages, whole or as events.",
+    "/v1/messages/count_tokens": "How many tokens a conversation of Anthropic's has.",
     "/v1/models": "The model that is served.",
     "/v1/models/{model:path}": "The same, by its name.",
     "/tokenize": "Tokens of a text or of a chat.",
@@ -173,6 +177,10 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/rollout": {"token_ids": [1, 2, 3], "sampling": {"max_tokens": 4, "logprobs": "raw"}, "start": 0},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
     "/v1/chat/completions": {**_CHAT, "max_tokens": 4},
+    "/v1/chat/completions/render": {**_CHAT, "max_tokens": 4},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/messages": {**_CHAT, "max_tokens": 4},
+    "/v1/messages/count_tokens": _CHAT,
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/pause_generation": {"mode": "retract"},

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync_http.anthropic.envelope import MessagesError
+from fdasync_http.anthropic.serve import PATHS as MESSAGES
 from fdasync_http.contract import EVENTS, HTML, MEANINGS, SUMMARIES, TEXT, Contract, contract_of
 from fdasync_http.failures import JSON, ErrorBody
 from fdasync_http.refused import REASONS
@@ -52,14 +54,17 @@ def description(use: Iterable[Path], control: Iterable[Path] = ()) -> dict[str, 
         "info": {
             "title": "fdasync",
             "version": version("fdasync-http"),
-            "description": "Paths of SGLang, vLLM, SkyRL and OpenAI, and /v1/rollout, over one engine or a router.",
+            "description": "Paths of SGLang, vLLM, SkyRL, OpenAI, Anthropic and our own, over one engine or a router.",
         },
         "paths": described,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
@@ -68,6 +73,7 @@ def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any
     ordered: list[type[Any]] = [
         *sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"),
         ErrorBody,
+        MessagesError,
         Updated,
     ]
     made, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
@@ -135,7 +141,7 @@ def _response(path: Path, status: int, contract: Contract, schemas: dict[type[An
     if status in (200, 202):
         content = {media: {"schema": _body_of(media, path)} for media in contract.media}
         return {"description": MEANINGS[status], **({"content": content} if content else {})}
-    schema = schemas[ErrorBody]
+    schema = schemas[MessagesError if path.path in MESSAGES else ErrorBody]
     if path.path in _UPDATED:
         schema = {"anyOf": [schema, schemas[Updated]]}
     answer: dict[str, Any] = {"description": MEANINGS[status], "content": {JSON: {"schema": schema}}}

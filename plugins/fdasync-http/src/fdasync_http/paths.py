@@ -6,13 +6,18 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fdasync_http import refused
+from fdasync_http.anthropic.serve import count_tokens, messages
+from fdasync_http.anthropic.types import CountBody, MessagesBody
 from fdasync_http.metrics import metrics
 from fdasync_http.openai.chat import chat_completions
 from fdasync_http.openai.completions import completions
 from fdasync_http.openai.models import model, models
+from fdasync_http.openai.render import render
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.pulls import serve as pulls
+from fdasync_http.responses.serve import responses
+from fdasync_http.responses.types import ResponsesBody
 from fdasync_http.rollout.generate import RolloutBody, rollout
 from fdasync_http.sglang import asked, checker, control, generate, groups, info
 from fdasync_http.sight import page, sight
@@ -64,6 +69,10 @@ USE: tuple[Path, ...] = (
     Path("/v1/rollout", _POST, rollout, RolloutBody),
     Path("/v1/completions", _POST, completions, CompletionBody),
     Path("/v1/chat/completions", _POST, chat_completions, ChatBody),
+    Path("/v1/chat/completions/render", _POST, render, ChatBody),
+    Path("/v1/responses", _POST, responses, ResponsesBody),
+    Path("/v1/messages", _POST, messages, MessagesBody),
+    Path("/v1/messages/count_tokens", _POST, count_tokens, CountBody),
     Path("/v1/models", _GET, models),
     Path("/v1/models/{model:path}", _GET, model),
     Path("/tokenize", _POST, tokenize, TokenizeBody),

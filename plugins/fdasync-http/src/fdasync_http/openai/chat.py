@@ -7,7 +7,7 @@ Also as Miles' sessions send it: `input_ids` beside `messages`, and `choices[0].
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops
 from fdasync_http.openai.chat_stream import streamed, tool_call
 from fdasync_http.openai.declared import DeclaredReader
 from fdasync_http.openai.forced import forced_of
+from fdasync_http.openai.growing import Growing
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.openai.messages import tokens_of
 from fdasync_http.openai.tools import OPEN, PlainReader, TagReader, hides_tags, shows_tags
@@ -43,38 +44,66 @@ _BEGINNING_TOKENS = 512
 
 async def chat_completions(request: Request, front: Front) -> Response:
     """`POST /v1/chat/completions`."""
-    body = await read_known(request, ChatBody, front.config)
+    asked, new_reader = prepared(front, await read_known(request, ChatBody, front.config))
+    if asked.body.stream:
+        return Events(streamed(front, asked, new_reader))
+    return await whole(request, _answer(front, asked, new_reader))
+
+
+class Prepared(NamedTuple):
+    """A chat that can be asked for.
+
+    Attributes:
+        asked: of the engine.
+        new_reader: makes what reads one sample.
+    """
+
+    asked: Asked
+    new_reader: Callable[[], Reader]
+
+
+def prepared(front: Front, body: ChatBody, *, caps_tokens: bool = False) -> Prepared:
+    """What a body asks for, checked. Raises Refused or BadInput, which name its field.
+
+    Args:
+        caps_tokens: a limit of new tokens beyond what the context leaves means what it leaves; else it is refused.
+    """
     check_common(front, body)
     if body.top_logprobs and not body.logprobs:
         raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="bad_input")
-    tools = _tools_of(body)
-    prompt = _prompt_of(front, body, tools)
+    tools = tools_of(body)
+    prompt = prompt_of(front, body, tools)
     new_reader, specials = _reader_of(front, body, tools, prompt)
     forced = forced_of(front, body, tools)
     grammar = grammar_of(body)
     if forced is not None and grammar is not None:
         words = "tool_choice forces calls, which leaves no other format"
         raise Refused(400, words, param="tool_choice", code="bad_input")
+    room = room_of(front, prompt)
+    if caps_tokens and (body.max_completion_tokens or 0) > room:
+        body = msgspec.structs.replace(body, max_completion_tokens=room)
     asked = Asked(
         front,
         body,
         prompt,
         prefix="chatcmpl",
-        # what the context leaves; a prompt that leaves nothing is refused by the engine
-        max_tokens=max(front.generator.facts().max_context_tokens - len(prompt), 1),
+        max_tokens=room,
         with_logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
         specials=specials,
         grammar=forced or grammar,
         grammar_field=partial(field_of, body) if forced is None else lambda: "tool_choice",
     )
-    if body.stream:
-        return Events(streamed(front, asked, new_reader))
-    return await whole(request, _answer(front, asked, new_reader))
+    return Prepared(asked, new_reader)
 
 
-def _tools_of(body: ChatBody) -> list[dict[str, Any]]:
-    """The tools that the model may call. Raises Refused."""
+def room_of(front: Front, prompt: list[int]) -> int:
+    """Tokens that the context leaves; a prompt that leaves none is refused by the engine."""
+    return max(front.generator.facts().max_context_tokens - len(prompt), 1)
+
+
+def tools_of(body: ChatBody) -> list[dict[str, Any]]:
+    """The tools that the model may call. Raises Refused (400)."""
     for at, tool in enumerate(converted(msgspec.json.encode(body.tools), list[Tool], "tools")):
         if tool.type != "function":
             field = f"tools[{at}].type"
@@ -82,7 +111,8 @@ def _tools_of(body: ChatBody) -> list[dict[str, Any]]:
     return [] if body.tool_choice == "none" else body.tools
 
 
-def _prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> list[int]:
+def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> list[int]:
+    """Tokens of the conversation. Raises Refused or BadInput (400)."""
     if body.input_ids is not None:
         return body.input_ids
     variables = dict(body.chat_template_kwargs)
@@ -143,8 +173,7 @@ async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) 
     choices: list[dict[str, Any]] = []
     parts: list[Part] = []
     for sample in result.samples:
-        text = asked.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
-        said = new_reader().end(text, sample.token_ids)
+        said = Growing(asked, new_reader).end(sample)
         choice: dict[str, Any] = {
             "index": sample.index,
             "message": _message(said),

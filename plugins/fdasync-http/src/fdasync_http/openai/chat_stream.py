@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync import Sample
 from fdasync_http.openai.answers import Spent, finish_of, prompt_scores_of, put_extras
+from fdasync_http.openai.growing import Growing
 from fdasync_http.openai.heads import Heads
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.parts import event_with
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from fdasync_http.openai.asked import Asked
     from fdasync_http.openai.tools import Call, Reader, Said
     from fdasync_http.replies import Part
-    from fdasync_http.text import SampleText
 
 _KIND = "chat.completion.chunk"
 
@@ -43,19 +43,16 @@ def _choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class _Growing:
-    """A sample of a stream."""
+class _Grown:
+    """A sample of a stream, as its choices tell it."""
 
-    def __init__(self, text: SampleText, reader: Reader) -> None:
-        self._text = text
-        self._reader = reader
+    def __init__(self, growing: Growing) -> None:
+        self._growing = growing
         self._calls = 0
 
     def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any] | None:
         """What is new of it; None: nothing that is sent."""
-        # a token that stops it is no text: which one it was, the result tells
-        text = self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
-        made = self._delta_of(self._reader.add(text, delta.token_ids))
+        made = self._delta_of(self._growing.add(delta))
         logprobs = of_chat(delta, names)
         if not made and logprobs is None and not asked.body.return_token_ids:
             return None
@@ -66,8 +63,7 @@ class _Growing:
 
     def last(self, sample: Sample) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is left of it, if anything, and how it ended."""
-        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
-        rest = self._delta_of(self._reader.end(text, ()))
+        rest = self._delta_of(self._growing.end(sample))
         ended = _choice(sample.index, {}, finish_of(sample, calls_tools=self._calls > 0))
         return _choice(sample.index, rest) if rest else None, ended
 
@@ -89,7 +85,7 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
     """The events of a stream."""
     heads = Heads(front, [asked], _KIND)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
-    samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
+    samples = [_Grown(Growing(asked, new_reader)) for _ in range(asked.params.n)]
     # the prompt's log-probs have a chunk of their own behind the choices: they come at the end of the request
     is_scored = asked.body.prompt_logprobs is not None
     began = asyncio.get_running_loop().time()
@@ -117,7 +113,7 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
 
 
 async def _end(
-    front: Front, asked: Asked, heads: Heads, state: _Growing, sample: Sample, spent: Spent
+    front: Front, asked: Asked, heads: Heads, state: _Grown, sample: Sample, spent: Spent
 ) -> AsyncIterator[bytes]:
     """What is left of a sample, and how it ended."""
     rest, ended = state.last(sample)

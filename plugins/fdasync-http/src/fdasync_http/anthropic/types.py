@@ -1,0 +1,98 @@
+"""The body of `/v1/messages`, and its fields that are not served. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fdasync_http.translated.fields import Extras, Table
+
+_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+TABLE = Table(
+    # bookkeeping; blocks are found in the cache whether they are marked or not
+    ignored=frozenset((
+        "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id",
+        "workspace_id", "betas",
+    )),
+    unserved={
+        "container": (), "mcp_servers": ([],), "context_management": ({}, {"edits": []}, _KEPT), "output_format": (),
+    },
+    reasons={
+        "container": "there are no containers",
+        "mcp_servers": "tools are called by the client",
+        "context_management": "a conversation is taken as it is",
+        "output_format": "give output_config.format",
+    },
+)  # fmt: skip
+
+#: fields of Messages by those of chats, where the names differ
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Whether to think.
+
+    Attributes:
+        type: "disabled" and "enabled" are told to the template; with the others it does as it does by itself.
+        budget_tokens: not looked at: thinking counts towards `max_tokens`.
+    """
+
+    type: Literal["disabled", "enabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How the answer shall be.
+
+    Attributes:
+        effort: a variable of the template.
+        format: `json_schema` with a `schema`.
+    """
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountBody(Extras, frozen=True, kw_only=True):
+    """Of `/v1/messages/count_tokens`; see Anthropic's documentation.
+
+    Attributes:
+        model: any name in SGLang's dialect; in vLLM's one of this server's.
+        messages: the conversation; an assistant's message at its end is continued.
+        system: text before it.
+        tools: functions that the model may call.
+        tool_choice: its `type` is `auto`, `none`, `any` or `tool`.
+        thinking: whether to think.
+        output_config: how the answer shall be.
+    """
+
+    messages: list[dict[str, Any]]
+    model: str = ""
+    system: str | list[dict[str, Any]] = ""
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: dict[str, Any] = msgspec.field(default_factory=dict)
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """Of `/v1/messages`; see Anthropic's documentation.
+
+    Attributes:
+        max_tokens: the most new tokens; the context may leave fewer.
+        stop_sequences: texts at which the answer ends.
+    """
+
+    max_tokens: int
+    stream: bool = False
+    stop_sequences: list[str] = msgspec.field(default_factory=list)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0

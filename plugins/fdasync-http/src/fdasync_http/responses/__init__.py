@@ -1,0 +1,1 @@
+"""OpenAI's Responses, as a translation of chats."""

@@ -1,0 +1,104 @@
+"""The body of `/v1/responses`, and its fields that are not served. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fdasync_http.openai.types import StreamOptions
+from fdasync_http.translated.fields import Extras, Table
+
+_KEEPS_NOTHING = "nothing is kept of a request; give the whole conversation as input"
+
+TABLE = Table(
+    # bookkeeping, and what only OpenAI's own tools and models have; without `store`, too, nothing is kept
+    ignored=frozenset((
+        "store", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "max_tool_calls", "access_programs", "client_metadata",
+    )),
+    unserved={
+        "previous_response_id": (), "conversation": (), "background": (False,), "background_options": ({},),
+        "prompt": (), "truncation": ("disabled",), "context_management": ([],), "moderation": (), "image": (),
+        "n": (1,), "stop": ([], ""),
+    },
+    reasons={
+        "previous_response_id": _KEEPS_NOTHING,
+        "conversation": _KEEPS_NOTHING,
+        "background": "a request is answered while its client waits",
+        "background_options": "a request is answered while its client waits",
+        "prompt": "no prompts are kept here; give instructions and input",
+        "truncation": "a conversation that is too long is refused",
+        "context_management": "a conversation is taken as it is",
+        "n": "there is one answer; ask again for another",
+        "stop": "Responses have no stop sequences; /v1/chat/completions and /v1/messages do",
+    },
+)  # fmt: skip
+
+#: fields of Responses by those of chats, where the names differ
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """How to reason; other keys change nothing.
+
+    Attributes:
+        effort: a variable of the template.
+    """
+
+    effort: str | None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """How the text shall be.
+
+    Attributes:
+        format: `text`, `json_object`, or `json_schema` with a `schema`.
+        verbosity: the one kind there is.
+    """
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(Extras, frozen=True, kw_only=True):
+    """Of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
+
+    Attributes:
+        model: any name in SGLang's dialect; in vLLM's one of this server's.
+        input: a user's text, or items: messages, function calls and their outputs, reasoning.
+        instructions: a system message before it.
+        max_output_tokens: the most new tokens; the context may leave fewer.
+        tools: functions that the model may call.
+        tool_choice: "auto", "none", "required", or a function.
+        parallel_tool_calls: with a tool choice that forces calls: more than one may follow another.
+        text: the format of the answer.
+        reasoning: how to reason.
+        include: of what there is, `message.output_text.logprobs` changes an answer.
+        top_logprobs: how many alternatives the log-probs have; above 0 they need no `include`.
+        metadata: told again in the answer.
+        stream_options: changes nothing.
+    """
+
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: Text = Text()
+    reasoning: Reasoning = Reasoning()
+    include: list[str] = msgspec.field(default_factory=list)
+    top_logprobs: int = 0
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)

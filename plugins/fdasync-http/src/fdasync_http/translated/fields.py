@@ -1,0 +1,126 @@
+"""Bodies of dialects that are translated into chats: how they are read, and the fields that they share.
+
+A null counts as left out. A field that changes nothing here is taken; one that asks for something that is not served,
+and one that nobody knows, is refused by its name. Called by `responses` and `anthropic`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from fdasync.errors import FdasyncError
+from fdasync_http.bodies import read_json
+from fdasync_http.failures import Refused, refused_of
+from fdasync_http.openai.types import converted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from starlette.requests import Request
+
+    from fdasync_http.config import HttpConfig
+
+T = TypeVar("T")
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of `/v1/chat/completions` that a translated dialect takes under the same names; see there.
+
+    Attributes:
+        return_token_ids, return_meta_info, return_routed_experts, routed_experts_start_len,
+            routed_experts_prompt_start: what they ask for stands beside the fields of the answer, in a stream in its
+            last event that tells how the answer ended.
+    """
+
+    seed: int | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    chat_template_kwargs: dict[str, Any] = {}
+    cache_salt: str = ""
+    extra_key: str = ""
+    priority: int = 0
+    request_id: str | None = None
+    rid: str | None = None
+    return_token_ids: bool = False
+    return_meta_info: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int | None = None
+    routed_experts_prompt_start: int | None = None
+
+
+def extras_of(body: Extras) -> dict[str, Any]:
+    """They, as the fields of a chat's body."""
+    return {name: getattr(body, name) for name in Extras.__struct_fields__}
+
+
+class Table(NamedTuple):
+    """The fields of a dialect that its type of body has not.
+
+    Attributes:
+        ignored: change nothing in an answer here.
+        unserved: values other than these ask for something that is not served.
+        reasons: why, or what is there instead.
+    """
+
+    ignored: frozenset[str]
+    unserved: Mapping[str, tuple[Any, ...]]
+    reasons: Mapping[str, str]
+
+
+async def read_translated(request: Request, kind: type[T], config: HttpConfig, table: Table) -> T:
+    """The body of a request as a `kind`. Raises Refused (400), which names the field."""
+    raw = await read_json(request, dict[str, msgspec.Raw], config)
+    raw = {name: value for name, value in raw.items() if bytes(value) != b"null"}
+    known = kind.__struct_fields__  # type: ignore[attr-defined]
+    for name in [name for name in raw if name not in known]:
+        value = raw.pop(name)
+        if name in table.ignored:
+            continue
+        if name not in table.unserved:
+            raise Refused(400, f"unknown field {name!r}", param=name, code="unknown_field")
+        if msgspec.json.decode(value) not in table.unserved[name]:
+            raise unserved(name, table.reasons.get(name, ""))
+    return converted(msgspec.json.encode(raw), kind)
+
+
+def unserved(field: str, reason: str = "") -> Refused:
+    """The answer to a field that asks for what is not served."""
+    return Refused(400, f"{field} is not served{reason and ': '}{reason}", param=field, code="not_served")
+
+
+def wrong(field: str, words: str) -> Refused:
+    """The answer to a field that has not its form."""
+    return Refused(400, f"{field} {words}", param=field, code="bad_input")
+
+
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that name a field of a chat name the dialect's.
+
+    Args:
+        names: by the chat's name.
+    """
+    try:
+        yield
+    except (Refused, FdasyncError) as error:
+        refused = refused_of(error)
+        name, rest = re.split(r"(?=[.\[]|$)", refused.param, maxsplit=1)
+        if name not in names:
+            raise
+        raise Refused(
+            refused.status,
+            re.sub(rf"\b{name}\b", names[name], refused.message),
+            param=names[name] + rest,
+            code=refused.code,
+            retry_after_s=refused.retry_after_s,
+        ) from error
