@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fdasync.errors import FdasyncError, InvariantBroken, WakeFailed, WeightsBroken, WeightsRejected
+from fdasync.errors import InvariantBroken, WakeFailed, WeightsBroken, WeightsRejected
 from fdasync.request import TensorMeta
 from fdasync.runner.synthetic import SyntheticConfig, SyntheticRunner
 
@@ -44,19 +44,6 @@ class ChaosConfig(SyntheticConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     orders: str = ""
-
-
-class _Tensor:
-    """A tensor that is received in place, as `ReceivePlan` wants it."""
-
-    cut = None
-
-    def __init__(self, name: str, tensor: Any) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.dtype = tensor.dtype
-        self.nbytes = tensor.nbytes
-        self.target = self
 
 
 class ChaosRunner(SyntheticRunner):
@@ -122,7 +109,8 @@ class ChaosRunner(SyntheticRunner):
 
     async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
         import torch
-        from fdasync_transformers.weights.groups.receiving import ReceivePlan, TensorReceiver
+        from fdasync_transformers.parallel.cuts import Target
+        from fdasync_transformers.weights.groups.receiving import Incoming, ReceivePlan, TensorReceiver
 
         group = self._groups.get(source.group)
         try:
@@ -132,8 +120,10 @@ class ChaosRunner(SyntheticRunner):
                 raise WeightsRejected("the model's tensors, all in one part, are all that it takes")
             if self._flights or self._copies or "weights" in self._released:
                 raise InvariantBroken("weights are received beside steps or copies, or without memory")
-            tensors: list[Any] = [
-                _Tensor(meta.name, torch.from_numpy(part)) for meta, part in zip(METAS, self._parts, strict=True)
+            places = [Target.whole(torch.from_numpy(part)) for part in self._parts]
+            tensors = [
+                Incoming(meta.name, place.tensor.dtype, place.tensor.nbytes, place)
+                for meta, place in zip(METAS, places, strict=True)
             ]
             self._loading, self.weights_id = True, _TORN
             until = asyncio.get_running_loop().time() + limit_s
@@ -148,7 +138,7 @@ class ChaosRunner(SyntheticRunner):
             if not (self._parts == number).all():
                 raise WeightsBroken("the tensors that came do not agree")
             await self._load(number)
-        except FdasyncError:
+        except BaseException:
             await self.leave_group(source.group)
             raise
 

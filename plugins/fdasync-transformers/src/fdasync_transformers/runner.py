@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.model.recurrent.states import StateLayout
     from fdasync_transformers.parallel.collectives import Collectives
-    from fdasync_transformers.weights.update import Incoming
+    from fdasync_transformers.weights.groups.receiving import Incoming
 
 
 # of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones

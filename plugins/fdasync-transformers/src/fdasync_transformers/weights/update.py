@@ -19,6 +19,7 @@ from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.deltas.delta import bytes_of, checked_metas, is_delta, read_manifest, tensors_of
 from fdasync_transformers.weights.deltas.tensors import DTYPES
+from fdasync_transformers.weights.groups.receiving import Incoming
 from fdasync_transformers.weights.kept.arriving import pairs_of, places_of
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
@@ -44,21 +45,6 @@ _log = logging.getLogger(__name__)
 
 # drafts stay exact whatever the layers' weights, as each is verified
 MTP_LEFT = "no multi-token prediction tensors: these layers keep their weights, and fewer drafts may be accepted"
-
-
-class Incoming(NamedTuple):
-    """A tensor of the update under way.
-
-    Attributes:
-        name, dtype: as its sender has it.
-        nbytes: of all of it.
-        target: its place; None where the library leaves the tensor out.
-    """
-
-    name: str
-    dtype: torch.dtype
-    nbytes: int
-    target: Place | None
 
 
 class _Placed(NamedTuple):

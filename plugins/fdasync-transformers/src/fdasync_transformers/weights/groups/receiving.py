@@ -3,7 +3,7 @@
 A tensor that comes alone, is whole here and has the model's dtype is received into the parameter itself; others come
 into a buffer and are put to their places while the next ones come. What goes where is planned once for updates of the
 same tensors: between GPUs a bucket takes less time than planning it. Bytes are hashed on the way where the sender
-offers a checksum. Called by `runner.py`; knows the places of tensors by `weights/update.py`.
+offers a checksum. Called by `runner.py`; `weights/update.py` says which tensors come, and their places.
 """
 
 from __future__ import annotations
@@ -22,10 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync_transformers.weights.groups.group import JoinedGroup
-    from fdasync_transformers.weights.update import Incoming
+    from fdasync_transformers.weights.kept.targets import Place
 
 # hashed at a time
 _HASHED_NBYTES = 64 << 20
+
+
+class Incoming(NamedTuple):
+    """A tensor of the update under way.
+
+    Attributes:
+        name, dtype: as its sender has it.
+        nbytes: of all of it.
+        target: its place; None where the library leaves the tensor out.
+    """
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+    target: Place | None
 
 
 class _Planned(NamedTuple):
