@@ -254,9 +254,11 @@ class Runner(ABC):
         limits: of the engine.
         on_failure: set by the engine; the runner calls it when it fails while no step is in flight, as a worker that
             dies idle does.
+        in_use: an engine has this object; set by engines.
     """
 
     config_type: ClassVar[type[msgspec.Struct]]
+    in_use = False
 
     def __init__(self, config: Any, limits: RunnerLimits) -> None:
         self.config = config
