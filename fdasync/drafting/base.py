@@ -73,9 +73,11 @@ class Drafter(ABC):
     `fdasync.testing.DrafterTests` holds a drafter to all of this.
 
     `config_type` is a frozen msgspec Struct that holds the drafter's settings; one without settings leaves it out.
+    `in_use` tells that an engine has this object, and is set by engines.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = NoSettings
+    in_use = False
 
     def __init__(self, config: Any, limits: DrafterLimits) -> None:
         self.config = config

@@ -146,6 +146,8 @@ class Engine(Generator):
         runner: a runner object instead of the one that the config names, used in this process (tests).
         tokenizer: a tokenizer object instead of the one that the config names.
         store: a store object instead of the one that the config names (which must name some), used in this process.
+            While another engine has it open, this one goes without (`EngineStats.store_problem`), or does not start
+            where `store_required` is set.
         attendant: joins the engine to other instances; None: it has none.
         drafter: a drafter object instead of the one that the config names (which must name some), which knows no
             sequence yet and was made with `DrafterLimits.of` the configured numbers, or wider ones.
@@ -194,10 +196,12 @@ class Engine(Generator):
         """Load, profile, check; returns when requests may come.
 
         Raises what the runner raises (CheckpointError, UnsupportedModel, ConfigError), WorkerDied, or
-        DeadlineExceeded; then nothing is left behind.
+        DeadlineExceeded; then nothing is left behind. Raises ConfigError where another engine has the runner or drafter
+        object that this one was given.
         """
         if self.state != "new":
             raise EngineClosed(self.state)
+        self._runtime.claim()
         self.state = "starting"
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Event = asyncio.Event()

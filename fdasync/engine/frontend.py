@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from fdasync.cache.identity import PromptHashes
+    from fdasync.engine.chosen_output import ChosenOutput
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
@@ -239,16 +240,23 @@ class Frontend:
             request.chosen = make_chosen(shape, params, prompt_tokens, freed)
         except OSError as error:
             raise BuffersOut(f"chosen positions ({error})", nbytes, self._chosen.limit, {}) from error
-        # if this is cut short, it is not known which of them the runner has
-        request.lent = list(keys)
         runner = self._runtime.runner
-        calls = [runner.lend(key, chosen.rows) for key, chosen in zip(keys, request.chosen, strict=True)]
+
+        async def lend(key: int, chosen: ChosenOutput) -> None:
+            # from here on the runner may have it, however this ends; a call that was cut short before has not begun
+            request.lent.append(key)
+            try:
+                await runner.lend(key, chosen.rows)
+            except Exception:
+                request.lent.remove(key)
+                raise
+
+        calls = [lend(key, chosen) for key, chosen in zip(keys, request.chosen, strict=True)]
         ends = await asyncio.gather(*calls, return_exceptions=True)
         for chosen in request.chosen:
             chosen.rows.close_fd()
         problems = [end for end in ends if isinstance(end, BaseException)]
         if problems:
-            request.lent = [key for key, end in zip(keys, ends, strict=True) if end is None]
             # a worker that died has failed the engine
             self._check_open(True)
             why = f"chosen positions (the runner cannot write them: {problems[0]})"
@@ -366,13 +374,13 @@ class Frontend:
         if not request.done.done():
             # its caller got an error instead of a result; `drain` must not wait for it
             request.done.cancel()
-        for key in request.lent:
-            self._runtime.runner.take_back(key)
-        request.lent = []
         for chosen in request.chosen:
             chosen.let_go()
         if entered:
             self._limiter.leave(request.params.n)
+        lent, request.lent = request.lent, []
+        for key in lent:
+            self._runtime.runner.take_back(key)
 
 
 def _candidate(ask: GenerateRequest, group: int, arrived_at: float) -> Candidate:

@@ -218,6 +218,20 @@ class Runtime:
             return WorkerRunner(config.runner, config.runner_config, limits, close_deadline_s=config.close_deadline_s)
         return make_runner(config.runner, config.runner_config, limits)
 
+    def claim(self) -> None:
+        """Take the objects that no two engines can share, until `release`. Raises ConfigError where one has them."""
+        owned = {"runner": self.runner, "drafter": self._drafter}
+        for name, one in owned.items():
+            if one is not None and one.in_use:
+                problem = f"{type(one).__name__} is used by another engine"
+                raise ConfigError(name, problem, hint="give each engine an object of its own")
+        self._mark(in_use=True)
+
+    def _mark(self, *, in_use: bool) -> None:
+        self.runner.in_use = in_use
+        if self._drafter is not None:
+            self._drafter.in_use = in_use
+
     async def open(self, on_failure: Callable[[BaseException], None], on_end: Callable[[RequestState], None]) -> None:
         """Load, profile, allocate, check. Raises what the runner raises, DeadlineExceeded, CheckpointError."""
         config = self._config
@@ -429,6 +443,7 @@ class Runtime:
         if self.long_texts is not None:
             others.append(_Stage("closing the tokenizer's process", self.long_texts.aclose, reaping_s))
         first = await self._close_all([store, *[[stage] for stage in others]])
+        self._mark(in_use=False)
         if self._placement is not None:
             # the workers have ended
             self._placement.close()

@@ -14,7 +14,7 @@ from fdasync.cache.store.block_format import BlockSchema, Section
 from fdasync.cache.store.checked import CheckedStore
 from fdasync.cache.store.plugins import load_store, make_store
 from fdasync.cache.store.process.proxy import ProcessStore
-from fdasync.cache.store.wrappers import Breaker, Limits, Timeout, Trace
+from fdasync.cache.store.wrappers import Breaker, Exclusive, Limits, Timeout, Trace
 from fdasync.events.catalog import BreakerChanged, StoreCalled
 from fdasync.ipc.shared_memory import HOST_REGION
 
@@ -41,7 +41,8 @@ class StoreStack:
     """One engine's store and its wrappers.
 
     Args:
-        given: a store object instead of the one that the config names; the stack owns it from now on.
+        given: a store object instead of the one that the config names; the stack owns it from now on, unless another
+            engine has it open: then it is opened when that one has let go of it.
         closing: the deadline of `aclose`, which other parts of the engine share.
         publish: takes the wrappers' events.
 
@@ -76,7 +77,8 @@ class StoreStack:
                 open_deadline_s=max(config.store_open_deadline_s, config.store_kill_s),
             )
         else:
-            store = CheckedStore(given or make_store(config.store, config.store_config), schema)
+            own = make_store(config.store, config.store_config) if given is None else Exclusive(given)
+            store = CheckedStore(own, schema)
         store = Timeout(
             store,
             call_s=config.store_deadline_s,

@@ -254,9 +254,11 @@ class Runner(ABC):
         limits: of the engine.
         on_failure: set by the engine; the runner calls it when it fails while no step is in flight, as a worker that
             dies idle does.
+        in_use: an engine has this object; set by engines.
     """
 
     config_type: ClassVar[type[msgspec.Struct]]
+    in_use = False
 
     def __init__(self, config: Any, limits: RunnerLimits) -> None:
         self.config = config
@@ -322,14 +324,14 @@ class Runner(ABC):
         Each step writes the rows of its tokens that stand before its future ends; rows that are there already stay as
         they are, whatever starts the sequence again. The caller keeps the rows, and may close their descriptor on
         return; a runner refers to them until `take_back`, and closes nothing. An error ends the one request, of which
-        nothing was lent then. Where the call is cancelled, rows may have been lent or not: `take_back` follows. Never
-        called, and refused by this default, where `Capacity.chosen` is None.
+        nothing was lent then. Where the call is cancelled, rows may have been lent or not, and `take_back` follows: it
+        does nothing if they were not. Never called, and refused by this default, where `Capacity.chosen` is None.
         """
         raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
 
     def take_back(self, key: int) -> None:
         """What was lent for a sequence has no use any more: no step to come computes it, and those in flight may still
-        write. Called once for each `lend` that raised no error."""
+        write. Called once for each `lend` that began and raised no error but CancelledError."""
         raise InvariantBroken(f"positions of sequence {key}, which were never lent")
 
     @abstractmethod

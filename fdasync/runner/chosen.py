@@ -149,7 +149,8 @@ class LentRows:
 
     def take_back(self, key: int) -> None:
         """As `Runner.take_back`."""
-        del self._rows[key]
+        # a call of `lend` that was cancelled may have lent nothing
+        self._rows.pop(key, None)
 
     def runs(self, batch: Batch, table: InputBatch) -> list[LentRun]:
         """The runs of a step, after `table.plan`. Raises InvariantBroken for a sequence that wants rows, and was lent

@@ -223,11 +223,13 @@ class Store(ABC):
             (`process/proxy.py`), never in an engine's.
         capabilities: its promises and limits.
         config: the decoded configuration.
+        in_use: an engine has this object open; set by engines.
     """
 
     config_type: ClassVar[type[msgspec.Struct]]
     blocking: ClassVar[bool] = False
     capabilities: Capabilities
+    in_use = False
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -5,6 +5,7 @@ Nothing is asked of a runner whose `Capacity.chosen` is None.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -97,6 +98,22 @@ class PositionTests(RunnerSuite):
             on.runner.take_back(0)
             # the number is as good as new
             await positions_of(on, 0, prompt, [0, 1])
+
+    @on_loop
+    async def test_a_call_of_lend_that_is_cancelled_is_taken_back(self) -> None:
+        async with on_bench(self.make(self.limits)) as on:
+            if on.capacity.chosen is None:
+                return
+            prompt = on.prompt(3)
+            for turns in range(1, 4):
+                task = asyncio.ensure_future(lent(on, 0, 0, len(prompt)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                # it may have been lent or not
+                on.runner.take_back(0)
+                await positions_of(on, 0, prompt, [0])
 
 
 async def lent(on: Bench, key: int, start: int, most: int) -> ChosenRows:
