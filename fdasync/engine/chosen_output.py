@@ -1,8 +1,8 @@
 """The positions that indexers chose, on the engine's side: what a request takes of memory, and its samples' arrays.
 
 Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
-begin with the prompt's last token, which every sample computes, and take the rows before it from the first. When a
-sample has ended and is read, its rows are copied, slice by slice, and the regions are freed. A region counts against
+begin with the prompt's last token, which every sample computes, and take the rows before it from the first: none of
+them starts before the steps are planned that write those (`Sequence.wants_room`). When a sample has ended and is read, its rows are copied, slice by slice, and the regions are freed. A region counts against
 the engine's limit for as long as it is there: until the caller has taken its request's last result, or let go of the
 request. Knows no blocks and no scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
 """
@@ -110,8 +110,13 @@ class ChosenOutput:
         return self._rows
 
     def check(self, num_tokens: int) -> None:
-        """Raises InvariantBroken where the runner has left rows out of a sample of so many tokens."""
-        stop, stands = self._prompt_tokens + num_tokens - 1, self.rows.start + self.rows.count
+        """Raises InvariantBroken where rows of a sample of so many tokens do not stand, its own or those that it
+        takes from the first one."""
+        # numbers alone: the error refers to this frame, and must not keep the memory
+        stop, stands, begins = self._prompt_tokens + num_tokens - 1, self.rows.start + self.rows.count, self.rows.start
+        shared = begins if self._first is None else self._first.start + self._first.count
+        if num_tokens and shared < begins:
+            raise InvariantBroken(f"chosen positions came up to position {shared}, and {begins} were to be shared")
         if num_tokens and stands < stop:
             raise InvariantBroken(f"chosen positions came up to position {stands}, and {stop} were computed")
 

@@ -89,7 +89,7 @@ class AbortRequested(Event, frozen=True, kw_only=True):
 
     Attributes:
         keys: the samples to end.
-        begun_only: samples that never ran are left as they are.
+        begun_only: samples of requests of which none ever ran are left as they are.
     """
 
     keys: tuple[int, ...]

@@ -264,14 +264,14 @@ class Scheduler:
     # -- arrivals and ends ------------------------------------------------------------------------
 
     def _on_prepared(self, event: RequestPrepared) -> None:
-        seq = self._add(event)
+        seq = self._add(event, self._sequences.get(event.group))
         # what was hashed under other weights is hashed again
         seq.indexed = event.namespace == self.weights.namespace
         self.queues.enqueue(seq)
         if event.decoders:
             self.prefill_side.enter(seq, event, event.at)
 
-    def _add(self, event: RequestPrepared) -> Sequence:
+    def _add(self, event: RequestPrepared, first: Sequence | None) -> Sequence:
         if event.key in self._sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
         order = self._policy.order(
@@ -283,7 +283,7 @@ class Scheduler:
                 group=event.group,
             )
         )
-        seq = Sequence(event, order, self.weights)
+        seq = Sequence(event, order, self.weights, first)
         self._arrivals += 1
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
@@ -297,7 +297,9 @@ class Scheduler:
     # -- requests that another instance prefills --------------------------------------------------
 
     def _on_lease_asked(self, event: LeaseAsked) -> None:
-        seqs = [self._add(request) for request in event.requests]
+        seqs: list[Sequence] = []
+        for request in event.requests:
+            seqs.append(self._add(request, seqs[0] if seqs else None))
         for seq in seqs:
             seq.lease = event.requests[0].group
             self.queues.to_leased(seq)
@@ -333,7 +335,7 @@ class Scheduler:
             seq = self._sequences.get(key)
             if seq is None:
                 self._counters.late_aborts += 1
-            elif seq.cached_tokens is not None or not event.begun_only:
+            elif seq.has_begun or not event.begun_only:
                 self._end(seq, "abort", seq.num_output)
 
     def _expire(self, now: float) -> None:
@@ -571,13 +573,12 @@ class Scheduler:
         """The sequences of requests that have begun: a sample of them was admitted here, or another instance and this
         one have agreed on its hand-off. A request goes on as a whole: the caller may have tokens of one sample."""
         live = list(self._sequences.values())
-        groups = {seq.group for seq in live if self._has_begun(seq)}
+        groups = {seq.group for seq in live if seq.has_begun or self._has_begun(seq)}
         return [seq for seq in live if seq.group in groups]
 
     def _has_begun(self, seq: Sequence) -> bool:
         if seq.state is State.WAITING:
-            # a preempted one has begun
-            return seq.cached_tokens is not None or (seq.hand_off is not None and seq.hand_off.granted)
+            return seq.hand_off is not None and seq.hand_off.granted
         if seq.state is State.LEASED:
             lease = self.decode_side.leases.get(seq.lease)
             # without its lease it starts, or ends, in this turn

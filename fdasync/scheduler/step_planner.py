@@ -461,7 +461,7 @@ class StepPlanner:
         size = self._config.block_tokens
         if seq.cached_tokens is None:
             host, stored = (count * size for count in seq.hit_blocks)
-            seq.cached_tokens = (seq.planned - host - stored, host, stored)
+            seq.admitted((seq.planned - host - stored, host, stored))
         fresh = seq.blocks[seq.planned // size :]
         slots = [block.slot for block in fresh if block.slot is not None]
         sampler = seq.sampler

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from random import Random
 
 import numpy as np
 import pytest
 
 from fdasync import BadInput, Engine, EngineFailed, SamplingParams
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.engine import chosen_output
 from fdasync.engine.stream import TokenStream
@@ -19,7 +21,7 @@ from fdasync.runner.chosen import ChosenRows
 from fdasync.runner.synthetic.runner import SyntheticRunner
 from fdasync.runner.worker import proxy
 from fdasync.runner.worker.messages import Lend
-from fdasync.testing import check_idle, check_sample, held_engine, oracle_of, synthetic_config, synthetic_engine
+from fdasync.testing import check_idle, check_sample, held_engine, oracle_of, run_sim, synthetic_config, synthetic_engine, until
 from tests.support.drafters import Foretold, answers_of
 
 PROMPT = [token % 90 for token in range(50)]
@@ -98,6 +100,44 @@ async def test_samples_share_what_was_chosen_for_the_prompt(start):
         assert len({sample.token_ids for sample in result.samples}) > 1
         # the prompt is computed once: beside the first sample, three computed its tail and all their own
         assert [sample.cached_tokens for sample in result.samples] == [0, 48, 48, 48]
+
+
+@pytest.mark.parametrize("seed", range(5, 13))
+def test_no_sample_ends_before_the_rows_stand_that_it_shares(seed):
+    """Where blocks come from the host or a store the first sample may wait for them while others could start."""
+    random = Random(seed)
+    sizes = {"num_blocks": random.choice([10, 14, 20]), "max_context_tokens": 40, "seed": seed}
+    times = {"step_s": 0.01, "token_s": 0.005, "copy_s": random.choice([0.003, 0.03]), "jitter": 1.0}
+    states = {"state_words": random.choice([0, 1]), "num_snapshots": random.choice([2, 5])}
+    tiers = config(
+        {**sizes, **times, **states}, host_blocks=20, max_running=2, max_step_tokens=random.choice([2, 3, 4, 8]),
+        pipeline_depth=random.choice([1, 2]), request_deadline_s=900.0,
+    )  # fmt: skip
+    prompts = [[random.randrange(100) for _ in range(random.randint(12, 28))] for _ in range(3)]
+    store = MemoryStore(MemoryConfig()) if random.random() < 0.5 else None
+
+    async def call(engine: Engine, number: int) -> None:
+        own = Random(f"{seed} {number}")
+        await asyncio.sleep(own.uniform(0, 2))
+        prompt = own.choice(prompts)
+        params = choosing(
+            own.randrange(len(prompt)), n=own.choice([1, 2, 3]), temperature=1.0, seed=number, max_tokens=own.randint(1, 4)
+        )  # fmt: skip
+        async with engine.generate(prompt, params) as stream:
+            async for delta in stream:
+                if delta.finish_reason is not None:
+                    sample = stream.sample(delta.index)
+                    whole = len(prompt) + len(sample.token_ids) - 1 - params.chosen_positions_start
+                    assert len(sample.chosen_positions.array) == whole
+        check_chosen(stream.result, prompt, params, oracle_of(engine.config))
+
+    async def play() -> None:
+        async with synthetic_engine(tiers, store=store) as engine:
+            await asyncio.gather(*[call(engine, number) for number in range(24)])
+            await until(lambda: not engine.stats().scheduler.moving, every_s=0.01)
+            check_idle(engine)
+
+    run_sim(play())
 
 
 async def test_preempted_samples_keep_what_was_chosen():

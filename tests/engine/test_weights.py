@@ -101,6 +101,26 @@ def test_a_kept_request_that_is_preempted_later_starts_again_and_is_indexed_agai
     play(work)
 
 
+@pytest.mark.parametrize(("running", "after_s"), [(1, 0.15), (8, 0.005), (8, 0.03)])
+def test_abort_ends_a_request_with_all_of_its_samples(running, after_s):
+    """Samples that wait belong to the one that runs, or that has ended: no result is of two weights."""
+
+    async def work():
+        config = synthetic_config(COSTS, max_step_tokens=16, max_running=running)
+        async with Engine(config) as engine:
+            params = SamplingParams(max_tokens=8, n=3, seed=1, prompt_logprobs_start=0)
+            request = asyncio.create_task(engine.complete(PROMPT, params))
+            await asyncio.sleep(after_s)
+            await engine.update_weights(1, weights(50), "abort")
+            result = await request
+            assert {span.version for sample in result.samples for span in sample.weight_version} <= {"0"}
+            assert result.samples[-1].finish_reason == "abort"
+            # with one lane the first sample has ended by then
+            assert (result.samples[0].finish_reason == "length") is (running == 1)
+
+    play(work)
+
+
 def test_requests_at_the_frontend_and_waiting_ones_start_under_the_new_weights():
     async def work():
         async with Engine(synthetic_config(COSTS, max_running=1)) as engine:

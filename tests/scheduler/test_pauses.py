@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fdasync.events.catalog import AbortRequested
 from tests.scheduler.table import Table, span
 from tests.scheduler.tiers.scenes import leave_on_host
-from tests.scheduler.updates import update
+from tests.scheduler.updates import stop_steps, update
 
 A, B, C = range(9), range(100, 109), range(200, 209)
 
@@ -178,6 +179,43 @@ def test_wait_lets_all_samples_of_a_request_that_has_begun_end():
         table.turn(table.done())
     assert sorted(table.finished) == [1, 2]
     assert table.stats.paused
+
+
+@pytest.mark.parametrize("how", ["pause", "update"])
+def test_a_request_has_begun_when_a_sample_of_it_has_ended(how):
+    table = Table(max_running=1, pipeline_depth=1)
+    table.turn(*[table.request(key, A, 1, group=1, samples=2) for key in (1, 2)], table.request(3, B, 3))
+    if how == "pause":
+        # events are read in order: the first sample has ended, and the second was never admitted
+        table.turn(table.done(), table.pause("wait"))
+        while table.flying:
+            table.turn(table.done())
+        assert sorted(table.finished) == [1, 2]
+        return
+    stop_steps(table)
+    assert sorted(table.finished) == [1]
+    begun_only = AbortRequested(keys=(2, 3), begun_only=True, at=table.now)
+    table.turn(begun_only, table.weights(1), table.resume())
+    assert table.finished[2].reason == "abort"
+    # of the third one nobody has a token
+    table.run()
+    assert table.finished[3].reason == "length"
+
+
+@pytest.mark.parametrize("step_tokens", [4, 16])
+@pytest.mark.parametrize("running", [1, 8])
+def test_an_update_that_aborts_ends_whole_requests(step_tokens, running):
+    table = Table(max_running=running, max_step_tokens=step_tokens, pipeline_depth=1)
+    samples = [table.request(key, A, 3, group=1, samples=3) for key in (1, 2, 3)]
+    table.turn(*samples, *[table.request(key, B, 3, group=4, samples=2) for key in (4, 5)])
+    stop_steps(table)
+    begun_only = AbortRequested(keys=(1, 2, 3, 4, 5), begun_only=True, at=table.now)
+    table.turn(begun_only, table.weights(1), table.resume())
+    aborted = sorted(key for key, end in table.finished.items() if end.reason == "abort")
+    assert aborted in ([1, 2, 3], [1, 2, 3, 4, 5])
+    table.run()
+    assert sorted(table.finished) == [1, 2, 3, 4, 5]
+    assert all(len({span[1] for span in end.spans}) <= 1 for end in table.finished.values())
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "stop"])

@@ -403,7 +403,7 @@ class DecodeSide:
             self._queues.num_leased -= 1
             seq.tokens.append(hand.token)
             seq.computed_prefill = seq.planned = seq.prompt_len
-            seq.cached_tokens = hand.cached
+            seq.admitted(hand.cached)
             seq.midway = True
             if self._index.enabled:
                 parent = seq.keys[-1] if seq.keys else seq.root

@@ -1,6 +1,6 @@
 """The scheduler's state of one sample of one request: tokens, blocks, and how far it got. Pure.
 
-Knows no queue and no other sequence. Changed by `core.py`, `step_planner.py`, `queues.py`, `tiers/` and `disagg/`.
+Knows no queue, and of other sequences only what the samples of a request share. Changed by `core.py`, `step_planner.py`, `queues.py`, `tiers/` and `disagg/`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Sequence:
     Attributes:
         key: number of the sample in this engine.
         group: key of its request's first sample.
+        first: the first sample of its request that came with it; None: it is that one.
+        begun: of the first sample: one of its request was admitted, and the caller may have tokens of it.
         order: place in every queue, as the policy says.
         deadline: engine time at which it ends; inf: none.
         tokens: prompt and output known so far; grows with overrun after the end too.
@@ -107,7 +109,8 @@ class Sequence:
         decoding: its prompt is computed.
         arrivals: copies that its blocks wait for, while LOADING.
         hit_blocks: how many of its blocks came from the host, and from the store.
-        cached_tokens: tokens that were not computed at its first start: from the device, the host, the store.
+        cached_tokens: tokens that were not computed at its first start: from the device, the host, the store; None: it
+            was never admitted.
         store: its dealings with the store.
         hand_off: another instance shall decode it (`disagg/prefill.py`).
         lease: group of the lease that it came by (`disagg/decode.py`), else -1.
@@ -133,6 +136,7 @@ class Sequence:
     __slots__ = (
         "arrivals",
         "awaited",
+        "begun",
         "blocks",
         "branch_at",
         "cached_tokens",
@@ -145,6 +149,7 @@ class Sequence:
         "due",
         "emits",
         "ending",
+        "first",
         "group",
         "hand_off",
         "hashing",
@@ -182,9 +187,13 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(self, event: RequestPrepared, order: Order, weights: Weights) -> None:
+    def __init__(
+        self, event: RequestPrepared, order: Order, weights: Weights, first: Sequence | None = None
+    ) -> None:
         self.key = event.key
         self.group = event.group
+        self.first = first
+        self.begun = False
         self.order = order
         self.tokens = list(event.tokens)
         self.prompt_len = len(self.tokens)
@@ -243,12 +252,31 @@ class Sequence:
     def wants_room(self) -> bool:
         """It waits for room alone, while it waits."""
         elsewhere = self.hand_off is not None and not self.hand_off.granted
-        return not (self.hashing or elsewhere or self.store.waits_for is not None)
+        return not (self.hashing or elsewhere or self.store.waits_for is not None or self._waits_for_prompt)
+
+    @property
+    def _waits_for_prompt(self) -> bool:
+        """Its chosen positions of the prompt are those of the first sample, which has not planned all of them yet: it
+        could end before they are written (docs/design.md, rule 46)."""
+        first = self.first
+        if first is None or self.chosen_from < 0:
+            return False
+        return max(first.planned, first.chosen_from) < self.prompt_len - 1
+
+    @property
+    def has_begun(self) -> bool:
+        """A sample of its request was admitted: the request goes on, or ends, as a whole."""
+        return (self.first or self).begun
 
     @property
     def num_output(self) -> int:
         """Output tokens known so far, overrun included."""
         return len(self.tokens) - self.prompt_len
+
+    def admitted(self, cached_tokens: tuple[int, int, int]) -> None:
+        """It starts for the first time, or another instance has started it; see the attribute."""
+        self.cached_tokens = cached_tokens
+        (self.first or self).begun = True
 
     def hit_limit(self, block_tokens: int) -> int:
         """The most leading blocks that it need not compute: the first sample needs the logits of the last token, and a
