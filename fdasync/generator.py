@@ -447,9 +447,9 @@ class Generator(Protocol):
 
         Args:
             version: the caller's label, text of 1 to 256 characters; an integer from 0 on is its digits. Results name
-                the version of each span of their tokens. The first one is the configuration's weight_version. None: the
-                version in use with its last run of digits counted one up ("0" to "1", "step-9" to "step-10"; "-1" is
-                appended where there are no digits).
+                the version and the weights id of each span of their tokens. The first one is the configuration's
+                weight_version. None: the version in use with its last run of digits counted one up ("0" to "1",
+                "step-9" to "step-10"; "-1" is appended where there are no digits).
             source: a checkpoint folder (every generator takes one), (name, dtype, shape, buffer) tuples, which a router
                 refuses with SourceUnsupported, or `GroupTensors`, which the trainer broadcasts meanwhile. While an
                 update in parts is open (`begin_weight_update`), these are its next part, and nothing else is taken.
@@ -461,11 +461,11 @@ class Generator(Protocol):
                 tensors the error names the first one that differs (a router compares the hex digits alone). None:
                 nothing is compared.
 
-        A version names one set of weights. The version in use may be given again with a folder of the same weights,
-        which is compared and not loaded: the call succeeds, and no request ends or starts again. Other weights under a
-        version in use, others expected under it, tensors under it, and a version that was used earlier are refused with
-        BadInput, and nothing has changed. Tensors of a group that come in one pause, which the caller asked for, may
-        all have one version: no step runs between them. None then is the version of those before.
+        A version is the caller's word, and may return with other weights, as from a trainer that starts again; it is
+        the weights id that tells weights apart. Tensors are always carried out. A folder that comes under the version
+        in use is compared first: if it holds the weights in use nothing is loaded, and no request ends or starts again
+        (where others are expected, BadInput says so). Of the tensors of a group that come in one pause, which the
+        caller asked for, None names the version of those before: no step runs between them.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no
@@ -536,7 +536,7 @@ class Generator(Protocol):
         Args:
             version: as in `update_weights`. The label in use changes nothing.
 
-        Raises BadInput, also for a label that other weights had; UpdateUnderWay; WeightsBroken; EngineClosed.
+        Raises BadInput; UpdateUnderWay; WeightsBroken; EngineClosed.
         """
 
     @abstractmethod

@@ -277,19 +277,22 @@ async def test_a_version_is_counted_up_given_again_and_given_without_new_weights
         # the same weights under the same label: nothing changes, and nothing is computed again
         await face.update_weights("step-9", weights)
         assert (await face.complete(PROMPT, PARAMS)).usage.cached_tokens == 8
-        with pytest.raises(BadInput, match="holds other weights") as caught:
-            await face.update_weights("step-9", other)
-        assert caught.value.field == "version"
         check(await face.complete(PROMPT, PARAMS), weights_id=RELOADED)
-        await face.update_weights(None, other)
-        result = await face.complete(PROMPT, PARAMS)
-        check(result, weights_id=5)
-        assert versions(result) == {"step-10"}
-        for label in ("step-9", 1):
-            with pytest.raises(BadInput, match="used before"):
-                await face.update_weights(label, weights)
-            with pytest.raises(BadInput, match="other weights"):
-                await face.set_weight_version(label)
+        # others under it, and under the next one
+        for label, named in (("step-9", "step-9"), (None, "step-10")):
+            await face.update_weights(label, other)
+            result = await face.complete(PROMPT, PARAMS)
+            check(result, weights_id=5)
+            assert [(span.version, span.weights_id) for span in result.weight_version] == [(named, f"{5:032x}")]
+        # a trainer begins at version 1 again
+        for label, folder, number in ((1, weights, RELOADED), (2, other, 5), (1, other, 5), (1, weights, RELOADED)):
+            await face.update_weights(label, folder)
+            result = await face.complete(PROMPT, PARAMS)
+            check(result, weights_id=number)
+            assert [(span.version, span.weights_id) for span in result.weight_version] == [
+                (str(label), f"{number:032x}")
+            ]
+        await face.set_weight_version("step-9")
         for label in ("", "v" * 257, None, -1):
             with pytest.raises(BadInput, match="version"):
                 await face.set_weight_version(label)  # type: ignore[arg-type]

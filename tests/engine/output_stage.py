@@ -66,7 +66,7 @@ class OutputStage:
         for token in tokens:
             self.emit(token)
 
-    def finish(self, tokens, reason="length", key=0, num_rows=0, cached=0, spans=((0, "3"),)):
+    def finish(self, tokens, reason="length", key=0, num_rows=0, cached=0, spans=((0, "3", "a" * 32),)):
         self.processor.finish(FinishRequest(key, reason, tuple(tokens), num_rows, (cached, 0, 0), spans))
 
     def deltas(self):

@@ -14,7 +14,7 @@ from fdasync.engine.request_state import RequestState
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import CopyRows, EmitTokens, FinishRequest, RowSpan
 from fdasync.request import SamplingParams
-from fdasync.result import TopLogprobs
+from fdasync.result import TopLogprobs, WeightSpan
 from fdasync.runner.base import StepOutput
 from tests.engine.output_stage import ByteTokenizer, OutputStage, letters
 from tests.support.helpers import case_settings, make_capacity
@@ -271,8 +271,10 @@ async def test_no_rows_is_an_empty_array_where_they_were_wanted_and_none_where_n
 
 async def test_weight_spans_cover_the_output():
     stage = OutputStage()
-    stage.finish(range(5), spans=((0, "3"), (2, "4")))
-    assert [(span.start, span.stop, span.version) for span in stage.sample.weight_version] == [(0, 2, "3"), (2, 5, "4")]
+    stage.finish(range(5), spans=((0, "3", "a"), (2, "4", "b"), (4, "4", "c")))
+    assert stage.sample.weight_version == (
+        WeightSpan(0, 2, "3", "a"), WeightSpan(2, 4, "4", "b"), WeightSpan(4, 5, "4", "c")
+    )  # fmt: skip
 
 
 # -- ends
@@ -316,7 +318,7 @@ async def test_what_the_scheduler_salvaged_is_in_the_partial_result():
     write(stage.arena, 1, 1, 0, 4)
     stage.processor.fail(
         OSError("disk"),
-        [CopyRows((RowSpan(0, (1,), (1,), 0, 4, 0),)), FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, 0),))],
+        [CopyRows((RowSpan(0, (1,), (1,), 0, 4, 0),)), FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, "0", ""),))],
     )
     sample = stage.sample
     assert (sample.finish_reason, sample.text, sample.token_ids) == ("failed", "ab", (97, 98))

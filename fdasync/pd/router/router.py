@@ -448,7 +448,8 @@ class Router(Generator):
         Tensors of a group come once. So an instance that was not up then, and one that is not in the group, gets no
         requests until it is updated; and a broadcast that fails leaves the weights of all instances broken.
 
-        If the caller is cancelled, the update goes on; the same call again waits for it and gives its outcome. Raises
+        If the caller is cancelled, the update goes on; the same call meanwhile waits for it and gives its outcome, and
+        after it is an update of its own. Raises
         SourceUnsupported for tensors, since instances are other processes and read a folder; UpdateUnderWay, and
         changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import httpx2
 import numpy as np
@@ -45,7 +46,10 @@ async def test_a_sample_is_a_file_that_says_everything(scene, tmp_path):
     assert (meta["start"], meta["routing.complete"], meta["request_id"]) == ("2", "true", "mine")
     assert json.loads(meta["routing.layer_ids"]) == list(result.routing.layer_ids)
     assert meta["finish_reason"] == result.finish_reason
-    assert json.loads(meta["weight_versions"]) == [{"start": 0, "stop": len(result.token_ids), "version": "0"}]
+    assert json.loads(meta["weight_versions"]) == [
+        {"start": 0, "stop": len(result.token_ids), "version": "0", "weights_id": result.weight_version[0].weights_id}
+    ]
+    assert re.fullmatch("[0-9a-f]{32}", result.weight_version[0].weights_id)
 
 
 async def files_of(response):

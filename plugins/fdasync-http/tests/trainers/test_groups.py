@@ -99,6 +99,29 @@ async def test_slime_pauses_and_sends_bucket_by_bucket_under_one_version(tmp_pat
             await post(scene, "/destroy_weights_update_group", {"group_name": scene.trainer.group.name})
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_slime_begins_at_version_1_again_when_it_restarts(tmp_path: Path, leaves: bool) -> None:
+    """The server runs on; a new trainer joins under the old name, whether the old one said goodbye or died."""
+    async with scene_of(tmp_path) as scene:
+        make_tiny_checkpoint(tmp_path / "other", "qwen3_moe", 2)
+        async with Trainer.running(tmp_path / "other", 2) as again:
+            lives = (scene, scene._replace(trainer=again, new=tmp_path / "other"))
+            for life in lives:
+                trainer = life.trainer
+                await sglang_join(life, trainer.group)
+                # "1" comes again with the weights of the second life
+                for version in ("1", "2"):
+                    await post(life, "/pause_generation", {})
+                    await life.client.get("/flush_cache")
+                    for some in (list(life.stored)[:9], list(life.stored)[9:]):
+                        await sglang_send(life, some, flush_cache=False, weight_version=version)
+                    await post(life, "/continue_generation", {})
+                    assert (await life.client.get("/get_weight_version")).json() == {"weight_version": version}
+                    assert await generated(life) == await fresh_tokens(life.new)
+                if leaves:
+                    await post(life, "/destroy_weights_update_group", {"group_name": trainer.group.name})
+
+
 @pytest.mark.slow
 async def test_miles_brackets_its_update(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
