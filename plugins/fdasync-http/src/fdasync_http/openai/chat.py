@@ -143,7 +143,7 @@ async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) 
     choices: list[dict[str, Any]] = []
     parts: list[Part] = []
     for sample in result.samples:
-        text = asked.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
+        text = asked.form.of_sample().end(sample)
         said = new_reader().end(text, sample.token_ids)
         choice: dict[str, Any] = {
             "index": sample.index,

@@ -66,7 +66,7 @@ class _Growing:
 
     def last(self, sample: Sample) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is left of it, if anything, and how it ended."""
-        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
+        text = self._text.rest(sample)
         rest = self._delta_of(self._reader.end(text, ()))
         ended = _choice(sample.index, {}, finish_of(sample, calls_tools=self._calls > 0))
         return _choice(sample.index, rest) if rest else None, ended
