@@ -56,6 +56,20 @@ class WithSpecials(Protocol):
 
 
 @runtime_checkable
+class WithPieces(Protocol):
+    """A tokenizer that tells what one token puts into a text, for log-probs that name tokens.
+
+    `decode` of one token is not that: a decoder drops a space at the start of a text, and has U+FFFD for a part of a
+    character.
+    """
+
+    def piece(self, token_id: int) -> bytes:
+        """What a token puts into a text behind other text, in UTF-8: with the space that it begins with; of a part of a
+        character, its bytes; of a special token, the text that it has. b"" for an id without a token."""
+        ...
+
+
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """A tokenizer that makes tokens of chat messages, by the chat template of its checkpoint.
 

@@ -16,6 +16,7 @@ from fdasync_http.failures import Refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync import Sample
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
 
@@ -46,9 +47,13 @@ class TextForm:
         specials: special tokens have text.
         keeps_stop: the text goes on to the end of the sample's tokens, whatever stopped it.
         stop: the request's stop strings.
+
+    Attributes:
+        specials: see there.
     """
 
     def __init__(self, front: Front, *, specials: bool, keeps_stop: bool, stop: Sequence[str]) -> None:
+        self.specials = specials
         self._tokenizer: Tokenizer | None = None
         self._keeps_stop = keeps_stop
         self._stop = tuple(stop)
@@ -66,7 +71,7 @@ class TextForm:
         decoder = None
         if self._tokenizer is not None:
             decoder = IncrementalDecoder(self._tokenizer, TokenKinds(self._tokenizer))
-        return SampleText(decoder, () if self._keeps_stop else self._stop, keeps_stop=self._keeps_stop)
+        return SampleText(decoder, self._stop, keeps_stop=self._keeps_stop)
 
 
 class SampleText:
@@ -75,7 +80,6 @@ class SampleText:
 
     def __init__(self, decoder: IncrementalDecoder | None, stop: tuple[str, ...], *, keeps_stop: bool) -> None:
         self._decoder = decoder
-        self._stop = stop
         self._keeps_stop = keeps_stop
         self._fed = 0
         # what was decoded; of that, how many characters were given out, and the text that was not
@@ -83,7 +87,7 @@ class SampleText:
         self._given = 0
         self._held = ""
         # so many characters at the end may be the beginning of a stop string
-        self._most_held = max(map(len, stop)) - 1 if decoder is not None and stop else 0
+        self._most_held = max(map(len, stop)) - 1 if decoder is not None and stop and not keeps_stop else 0
 
     def add(self, text: str, token_ids: Sequence[int]) -> str:
         """New text of the engine, and the tokens that came with it. Returns the text that has become settled: no stop
@@ -98,23 +102,25 @@ class SampleText:
         self._given += settled
         return held[:settled]
 
-    def rest(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
+    def rest(self, sample: Sample) -> str:
         """What `end` returns behind the text that `add` returned."""
-        return self.end(text, token_ids, stop_token_id)[self._given :]
+        return self.end(sample)[self._given :]
 
-    def end(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
-        """The whole text of a sample that has ended; called once.
-
-        Args:
-            text: the engine's.
-            token_ids: all tokens of the sample.
-            stop_token_id: the token that ended it, if one did.
-        """
+    def end(self, sample: Sample) -> str:
+        """The whole text of a sample that has ended; called once."""
         if self._decoder is None:
-            return text
-        last = len(token_ids)
-        if stop_token_id is not None and not self._keeps_stop and self._fed < last:
-            last -= 1
-        whole = "".join([*self._parts, self._decoder.feed(token_ids[self._fed : last]), self._decoder.flush()])
-        found = [at for stop in self._stop if (at := whole.find(stop)) >= 0]
-        return whole[: min(found)] if found else whole
+            return sample.text
+        tokens, last = sample.token_ids, len(sample.token_ids)
+        if self._keeps_stop or self._fed >= last:
+            return self._whole(tokens)
+        if sample.stop_string:
+            before = "".join([*self._parts, self._decoder.feed(tokens[self._fed : last - 1])])
+            whole = before + self._decoder.feed(tokens[last - 1 :]) + self._decoder.flush()
+            # it ends in what the last token added; what stands before may have been barred by `min_tokens`
+            at = whole.find(sample.stop_string, max(len(before) - len(sample.stop_string) + 1, 0))
+            return whole[:at] if at >= 0 else whole
+        return self._whole(tokens if sample.stop_token_id is None else tokens[:-1])
+
+    def _whole(self, token_ids: Sequence[int]) -> str:
+        assert self._decoder is not None
+        return "".join([*self._parts, self._decoder.feed(token_ids[self._fed :]), self._decoder.flush()])

@@ -9,6 +9,7 @@ import msgspec
 from fdasync.engine.tokenizer import WithSpecials
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
+from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.openai.messages import tokens_of
 from fdasync_http.openai.types import read_known
 from fdasync_http.sglang.control import reply
@@ -82,7 +83,8 @@ async def tokenize(request: Request, front: Front) -> Response:
             field = "add_special_tokens"
             raise Refused(400, f"{field}: this tokenizer always adds its own", param=field, code="not_served")
         told = [encoded(tokenizer, prompt) for prompt in prompts]
-    names = [tokenizer.decode([token]) for token in told[0]] if body.return_token_strs and told else None
+    strs = TokenNames(front, as_ids=False)
+    names = [strs.text(token) for token in told[0]] if body.return_token_strs and told else None
     many = isinstance(body.prompt, list)
     return reply(
         {
