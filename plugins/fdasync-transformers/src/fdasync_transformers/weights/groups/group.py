@@ -10,6 +10,7 @@ interface, or on one that was named. Knows bytes; knows no tensors of models. Us
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -37,6 +38,7 @@ _CONNECT_S = 30.0
 _PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
 # what gloo says behind its limit: of the broadcast that it ended, and of those behind it
 _TIMED_OUT = ("Timed out waiting", "Application timeout")
+_LEAST_S = 0.01
 # between two looks at a broadcast
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.0002, 0.002
 # NCCL's own limit ends the process, so it is only for what ours did not end
@@ -54,6 +56,21 @@ def new_store(address: str, port: int, world_size: int, timeout_s: float, *, is_
         # a server that waits for its clients counts each that connects as this one does
         wait_for_workers=not is_trainer,
     )
+
+
+class _Broadcast:
+    """One under way; without `work` once the group was left.
+
+    Whoever waits holds this and not the work, which holds the group's connections open: the frames of an error that
+    somebody keeps would hold them, too.
+    """
+
+    __slots__ = ("data", "limit_s", "work")
+
+    def __init__(self, work: Any, data: torch.Tensor, limit_s: float) -> None:
+        self.work = work
+        self.data = data
+        self.limit_s = limit_s
 
 
 class JoinedGroup:
@@ -83,34 +100,25 @@ class JoinedGroup:
             raise WeightsRejected(f"group {group.name!r}: there is no NCCL, or no GPU, in this process; use gloo")
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         limit_s = group.timeout_s if limit_s is None else limit_s
-        until = time.monotonic() + limit_s
-        try:
-            check_wanted(stop)
-            if store is None:
-                store = new_store(group.address, group.port, group.world_size, left_s(until), is_trainer=False)
-            keys: Any = store
-            for prefix in (group.name, f"{group.name}/", f"{self.device.type}/"):
-                keys = dist.PrefixStore(prefix, keys)
-            if not on_gpu:
-                keys = TimedStore(keys, until, stop)
-            self._backend: Any = (_nccl if on_gpu else _gloo)(keys, group, interface)
-        except (RuntimeError, ValueError, OSError) as error:
+        self._backend, problem = _met(group, interface, self.device.type, store, limit_s, stop)
+        if problem:
             raise WeightsRejected(
                 f"group {group.name!r}: rank {group.rank} of {group.world_size} could not meet the others by the store"
-                f" at {group.address}:{group.port} within {limit_s:.3g} s: {_words_of(error)}"
-            ) from error
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+                f" at {group.address}:{group.port} within {limit_s:.3g} s: {problem}"
+            )
+        self._under_way: deque[_Broadcast] = deque()
 
-    def begin(self, data: torch.Tensor) -> None:
-        """Begin to broadcast flat bytes on `device` from rank 0. The tensor is the group's until `next` returned it.
-        Raises WeightsBroken."""
+    def begin(self, data: torch.Tensor, limit_s: float = math.inf) -> None:
+        """Begin to broadcast flat bytes on `device` from rank 0, for so long at most, and for the group's `timeout_s`.
+        The tensor is the group's until `next` returned it. Raises WeightsBroken."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        limit_s = max(min(limit_s, self.spec.timeout_s), _LEAST_S)
         if self.device.type == "cpu":
-            # gloo's own is for connecting
-            options.timeout = timedelta(seconds=self.spec.timeout_s)
+            # gloo's own is for connecting; what is under way when the group is left ends by this one alone
+            options.timeout = timedelta(seconds=limit_s)
         try:
-            self._under_way.append((self._backend.broadcast([data], options), data))
+            self._under_way.append(_Broadcast(self._backend.broadcast([data], options), data, limit_s))
         except RuntimeError as error:
             raise self._broken(error) from error
 
@@ -127,26 +135,26 @@ class JoinedGroup:
     async def next(self, until: float, what: str) -> torch.Tensor:
         """Wait for the oldest broadcast, at most until that time of the loop and for the group's `timeout_s`. Raises
         WeightsBroken. `what`: the trainer should send, for people."""
-        work, data = self._under_way[0]
+        oldest = self._under_way[0]
         loop = asyncio.get_running_loop()
         limit_s = min(until - loop.time(), self.spec.timeout_s)
         late = loop.time() + limit_s
         look_s = _FIRST_LOOK_S
         try:
-            while not work.is_completed():
+            while not oldest.work.is_completed():
                 if loop.time() > late:
                     raise self._silent(what, limit_s)
                 # neither torch nor gloo has anything that a loop could wait for
                 await asyncio.sleep(look_s)
                 look_s = min(2 * look_s, _LAST_LOOK_S)
-            work.wait()
+            oldest.work.wait()
         except RuntimeError as error:
             # gloo's own limit, which began with the broadcast
             if any(words in str(error) for words in _TIMED_OUT):
-                raise self._silent(what, self.spec.timeout_s) from error
+                raise self._silent(what, oldest.limit_s) from error
             raise self._broken(error) from error
         self._under_way.popleft()
-        return data
+        return oldest.data
 
     def _silent(self, what: str, limit_s: float) -> WeightsBroken:
         bound = f"the group's timeout_s is {self.spec.timeout_s:g}"
@@ -156,19 +164,20 @@ class JoinedGroup:
 
     def wait(self) -> None:
         """As `next`, for the trainer: blocks. The group's `timeout_s` bounds it. Raises WeightsBroken."""
-        work, _ = self._under_way.popleft()
+        oldest = self._under_way[0]
         late = time.monotonic() + self.spec.timeout_s
         try:
             # gloo's own wait has the limit; NCCL's ends at once, whatever the device does
-            while self.device.type == "cuda" and not work.is_completed():
+            while self.device.type == "cuda" and not oldest.work.is_completed():
                 if time.monotonic() > late:
                     raise WeightsBroken(
                         f"group {self.spec.name!r}: nobody took the bytes for {self.spec.timeout_s:g} s"
                     )
                 time.sleep(_FIRST_LOOK_S)  # blocking: in the trainer's process
-            work.wait()
+            oldest.work.wait()
         except RuntimeError as error:
             raise self._broken(error) from error
+        self._under_way.popleft()
 
     def _broken(self, error: RuntimeError) -> WeightsBroken:
         return WeightsBroken(f"group {self.spec.name!r}: a broadcast from rank 0 failed: {_words_of(error)}")
@@ -181,11 +190,32 @@ class JoinedGroup:
             return
         with suppress(RuntimeError):
             backend.abort()
-        for work, _ in under_way:
-            # a broadcast that was cut off has failed; gloo's own limit ends one that was not
+        for broadcast in under_way:
+            # one that was cut off has failed; gloo's own limit ends one that was not
             with suppress(RuntimeError):
-                work.wait()
+                broadcast.work.wait()
+            broadcast.work = None
         del backend
+
+
+def _met(
+    group: WeightsGroup, interface: str, kind: str, store: Any, limit_s: float, stop: int
+) -> tuple[Any, str]:
+    """torch's object for the rank, and "" - or None, and why the ranks did not meet: whoever keeps an error keeps its
+    frames, which hold listeners and connections here."""
+    until = time.monotonic() + limit_s
+    try:
+        check_wanted(stop)
+        if store is None:
+            store = new_store(group.address, group.port, group.world_size, left_s(until), is_trainer=False)
+        keys: Any = store
+        for prefix in (group.name, f"{group.name}/", f"{kind}/"):
+            keys = dist.PrefixStore(prefix, keys)
+        if kind == "cuda":
+            return _nccl(keys, group, interface), ""
+        return _gloo(TimedStore(keys, until, stop), group, interface), ""
+    except (RuntimeError, ValueError, OSError) as error:
+        return None, _words_of(error)
 
 
 def _words_of(error: BaseException) -> str:

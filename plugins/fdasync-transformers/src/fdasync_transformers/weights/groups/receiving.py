@@ -125,11 +125,12 @@ class TensorReceiver:
         for planned in self._plan.broadcasts:
             while self._group.is_full:
                 await self._take(until)
-            self._begin(planned)
+            self._begin(planned, until)
         while self._coming:
             await self._take(until)
         if self._hash is not None:
-            self._group.begin(torch.empty(CHECKSUM_NBYTES, dtype=torch.uint8, device=self._group.device))
+            buffer = torch.empty(CHECKSUM_NBYTES, dtype=torch.uint8, device=self._group.device)
+            self._group.begin(buffer, until - asyncio.get_running_loop().time())
             checksum = await self._group.next(until, "behind the tensors of this update, the checksum,")
             # blocking: some bytes that have come, and nothing is queued behind them
             sent = bytes(checksum.tolist())
@@ -138,7 +139,7 @@ class TensorReceiver:
                     f"the tensors that came have the checksum {self._hash.hexdigest()}, the sender's is {sent.hex()}"
                 )
 
-    def _begin(self, planned: _Planned) -> None:
+    def _begin(self, planned: _Planned, until: float) -> None:
         data, buffer = planned.place, None
         if data is None:
             nbytes = planned.bucket.nbytes
@@ -146,7 +147,7 @@ class TensorReceiver:
             if buffer is None or len(buffer) < nbytes:
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
             data = buffer[:nbytes]
-        self._group.begin(data)
+        self._group.begin(data, until - asyncio.get_running_loop().time())
         self._coming.append((planned, buffer))
 
     async def _take(self, until: float) -> None:
