@@ -100,7 +100,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--ready-fd", type=click.IntRange(0), help="Write one JSON line to this descriptor when ready.")
 @limit_options
 def http(**options: Any) -> None:
-    """Serve a checkpoint over HTTP: SGLang's and vLLM's rollout paths, and OpenAI's API.
+    """Serve a checkpoint over HTTP: SGLang's and vLLM's rollout paths, OpenAI's API, and Anthropic's Messages.
 
     Starts an instance, or several, as processes of their own and serves them from this one; or serves instances that
     run already (--connect). When requests may come, "fdasync http: ready at URL" goes to stdout, and with --ready-fd a

@@ -42,7 +42,8 @@ def page(told: dict[str, Any]) -> bytes:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f"<title>{escape(info['title'])}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])}</p>",
-        "<p>Where the server has a key, every path asks for <code>Authorization: Bearer KEY</code>. "
+        "<p>Where the server has a key, every path asks for <code>Authorization: Bearer KEY</code> or "
+        "<code>x-api-key: KEY</code>. "
         'The same description for programs: <a href="openapi.json">openapi.json</a>.</p>',
         _table(("path", "what it does"), rows),
         *[_section(*one, schemas) for one in operations],

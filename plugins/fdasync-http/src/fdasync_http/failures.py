@@ -1,8 +1,9 @@
-"""Errors as answers: every error has a status, and one shape, which all three dialects' clients read.
+"""Errors as answers: every error has a status, and one shape, which the clients of all dialects but one read.
 
-`{"error": {"message", "type", "param", "code"}}` is OpenAI's, which SGLang's `/generate` shares. Nothing here ever
-answers a request that ended: aborts, deadlines and pauses are results (contracts of slime and Miles: their clients send
-every failed call again, sixty times). Called by `application.py` for all paths.
+`{"error": {"message", "type", "param", "code"}}` is OpenAI's, which SGLang's `/generate` shares; for the clients of
+Anthropic's path `anthropic/envelope.py` puts it into their form. Nothing here ever answers a request that ended:
+aborts, deadlines and pauses are results (contracts of slime and Miles: their clients send every failed call again,
+sixty times). Called by `application.py` for all paths.
 """
 
 from __future__ import annotations

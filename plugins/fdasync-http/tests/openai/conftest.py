@@ -98,32 +98,50 @@ class Scripted(NamedTuple):
 
     Attributes:
         tokenizer: gives the tokens that it samples the texts.
-        seed, stop_token_id: for the request.
-        token_ids: that it samples.
+        seed: for the request.
+        token_ids: that it samples, turn by turn; the last one of each turn stops it.
     """
 
     tokenizer: ChatLetters
     seed: int
-    stop_token_id: int
-    token_ids: list[int]
+    token_ids: list[list[int]]
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """For the request."""
+        return [tokens[-1] for tokens in self.token_ids]
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """For clients that take further fields of a body."""
+        return {"seed": self.seed, "stop_token_ids": self.stop_token_ids}
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """For the `openai` client."""
-        return {"seed": self.seed, "extra_body": {"stop_token_ids": [self.stop_token_id]}}
+        """For chats and completions of the `openai` client."""
+        return {"seed": self.seed, "extra_body": {"stop_token_ids": self.stop_token_ids}}
 
 
 def scripted(pieces: Sequence[str], messages: Any = (USER,), tools: Any = None, **kwargs: Any) -> Scripted:
     """The model answers `messages` with these pieces, one for each token, and stops."""
+    return scripted_turns([(pieces, messages)], tools=tools, **kwargs)
+
+
+def scripted_turns(turns: Sequence[tuple[Sequence[str], Any]], tools: Any = None, **kwargs: Any) -> Scripted:
+    """As `scripted`, for several conversations: pieces, and the messages that they answer."""
     tokenizer = ChatLetters(**kwargs)
-    prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
+    prompts = [tokenizer.apply_chat_template(list(messages), tools=tools) for _, messages in turns]
     oracle = oracle_of(synthetic_config({"vocab_size": VOCAB}))
     for seed in range(10_000):
-        tokens = oracle.generate(prompt, len(pieces) + 1, temperature=1.0, seed=seed, index=0, logit_bias={})
+        said = [
+            list(oracle.generate(prompt, len(pieces) + 1, temperature=1.0, seed=seed, index=0, logit_bias={}))
+            for prompt, (pieces, _) in zip(prompts, turns, strict=True)
+        ]
+        tokens = [token for one in said for token in one]
         # each token once, and none that prompts have
         if min(tokens) >= len(string.printable) and len(set(tokens)) == len(tokens):
-            script = dict(zip(tokens, [*pieces, ""], strict=True))
-            return Scripted(ChatLetters(script, **kwargs), seed, tokens[-1], list(tokens))
+            texts = [text for pieces, _ in turns for text in (*pieces, "")]
+            return Scripted(ChatLetters(dict(zip(tokens, texts, strict=True)), **kwargs), seed, said)
     raise AssertionError("no seed for this script")
 
 
@@ -154,6 +172,11 @@ async def chat(kind: str, chat_of: Any) -> AsyncIterator[tuple[Any, AsyncOpenAI]
 @pytest.fixture
 def special_tags() -> type[ChatLetters]:
     return SpecialTags
+
+
+@pytest.fixture(name="scripted_turns")
+def _scripted_turns() -> Callable[..., Scripted]:
+    return scripted_turns
 
 
 @pytest.fixture(name="scripted")

@@ -121,10 +121,10 @@ async def test_an_event_is_one_line_for_clients_that_cut_at_every_line_end(chat_
     """`httpx` cuts as `str.splitlines` does; `guidellm` and others read streams through it."""
     model = scripted(["a" + LINE_ENDS, LINE_ENDS + "z"])
     prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-    sampling = {"stop_token_ids": [model.stop_token_id], "max_tokens": 9}
+    sampling = {"stop_token_ids": model.stop_token_ids, "max_tokens": 9}
     body = {"stream": True, "seed": model.seed, **sampling}
     if path == "/generate":
-        told = {"sampling_seed": model.seed, "stop_token_ids": [model.stop_token_id], "max_new_tokens": 9}
+        told = {"sampling_seed": model.seed, "stop_token_ids": model.stop_token_ids, "max_new_tokens": 9}
         body = {"input_ids": prompt, "stream": True, "sampling_params": told}
     elif path.startswith("/inference"):
         body = {"token_ids": prompt, "stream": True, "output_mode": "text",

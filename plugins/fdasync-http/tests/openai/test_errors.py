@@ -45,7 +45,7 @@ async def test_a_wrong_key_and_a_wrong_model(chat_of):
             with pytest.raises(library.NotFoundError):
                 await openai.chat.completions.create(model=name, messages=[USER])
         with pytest.raises(library.NotFoundError):
-            await openai.responses.create(model="synthetic", input="hi")
+            await openai.embeddings.create(model="synthetic", input="hi")
         made = await openai.chat.completions.create(model="synthetic", messages=[USER], max_tokens=1)
         assert made.model == "synthetic"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+from anthropic import AsyncAnthropic
 from fdasync_http import HttpConfig, app
 from fdasync_http.server import Listen, serving
 from fdasync_transformers import make_random_checkpoint
@@ -172,3 +173,59 @@ async def test_native_dialects_have_their_own_words(folder: Path) -> None:
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), error
             assert error["message"].startswith(f"{param}: ")
+
+
+async def test_formats_and_forced_calls_of_responses(folder: Path) -> None:
+    async with server(folder) as (_, openai):
+        look = {"type": "function", **LOOK["function"]}
+        form = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}
+        sent: dict[str, Any] = {"model": "x", "input": "hi", "max_output_tokens": 600, "extra_body": {"seed": 1}}
+        made = await openai.responses.create(**sent, text=form)
+        assert right(json.loads(made.output_text))
+        assert made.status == "completed"
+        made = await openai.responses.create(**sent, text={"format": {"type": "json_object"}})
+        assert made.text.format.type == "json_object"
+        for choice in ("required", {"type": "function", "name": "look"}):
+            async with openai.responses.stream(**sent, tools=[look], tool_choice=choice) as stream:
+                streamed = await stream.get_final_response()
+            made = await openai.responses.create(**sent, tools=[look], tool_choice=choice, parallel_tool_calls=False)
+            for response in (made, streamed):
+                assert {item.type for item in response.output} == {"function_call"}
+                assert right(json.loads(response.output[0].arguments))
+        with pytest.raises(BadRequestError) as refused:
+            await openai.responses.create(**sent, tools=[look], tool_choice="required", text=form)
+        assert refused.value.param == "tool_choice"
+
+
+async def test_formats_and_forced_calls_of_messages(folder: Path) -> None:
+    async with (
+        server(folder) as (client, _),
+        AsyncAnthropic(base_url=str(client.base_url), api_key="none", max_retries=0, timeout=60.0) as claude,
+    ):
+        look = {"name": "look", "input_schema": SCHEMA}
+        sent: dict[str, Any] = {"model": "x", "messages": [USER], "max_tokens": 600, "extra_body": {"seed": 1}}
+        made = await claude.messages.create(**sent, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+        assert right(json.loads(made.content[0].text))
+        assert made.stop_reason == "end_turn"
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}):
+            async with claude.messages.stream(**sent, tools=[look], tool_choice=choice) as stream:
+                streamed = await stream.get_final_message()
+            for message in (await claude.messages.create(**sent, tools=[look], tool_choice=choice), streamed):
+                assert [block.type for block in message.content] == ["tool_use"]
+                assert right(message.content[0].input)
+                assert message.stop_reason == "tool_use"
+
+
+async def test_a_rendered_format_is_kept(folder: Path) -> None:
+    async with server(folder) as (client, _):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        body = {"messages": [USER], "response_format": form, "max_tokens": 600, "seed": 1}
+        chat = (await client.post("/v1/chat/completions", json={**body, "return_token_ids": True})).json()
+        rendered = (await client.post("/v1/chat/completions/render", json=body)).json()
+        made = (await client.post("/inference/v1/generate", json={**rendered, "output_mode": "text"})).json()
+        assert made["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+        assert right(json.loads(chat["choices"][0]["message"]["content"]))
+        # a call that is forced has no words there
+        body = {"messages": [USER], "tools": [LOOK], "tool_choice": "required"}
+        refused = await client.post("/v1/chat/completions/render", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

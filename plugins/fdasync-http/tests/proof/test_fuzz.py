@@ -32,7 +32,9 @@ def test_every_answer_is_as_described_and_memory_does_not_grow():
         assert told[group]["failures"] == {}
         assert told[group]["cases"] >= least
     generated = told["use"]["statuses"]
-    for label in ("POST /generate", "POST /v1/chat/completions", "POST /v1/rollout", "POST /inference/v1/generate"):
+    for label in ("POST /generate", "POST /v1/chat/completions", "POST /v1/rollout", "POST /inference/v1/generate",
+                  "POST /v1/responses", "POST /v1/messages", "POST /v1/messages/count_tokens",
+                  "POST /v1/chat/completions/render"):  # fmt: skip
         assert generated[label]["200"] > 5, "the cases of a path are all refused"
     assert told["control"]["beside"] > 10
 

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form, `{"type": "error", "error": {"type", "message"}}`, whoever of the front refuses.
+"""Errors in Anthropic's form, `{"type": "error", "error": {"type", "message", "details"}}`, whoever refuses.
 
 A missing key, a method that is not there and a body that is too large are refused before the path is called, so the
 answers of these paths are read where they leave the app. Plain ASGI. Called by `application.py`.
@@ -24,16 +24,18 @@ _TYPES = {
 }  # fmt: skip
 
 
-class MessagesErrorInfo(msgspec.Struct, frozen=True):
+class MessagesErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What went wrong.
 
     Attributes:
         type: Anthropic's word for the status.
-        message: what is wrong, the limit and the way out; it begins with the field that is wrong.
+        message: what is wrong, the limit and the way out; it names the field that is wrong.
+        details: `error_code` is a word for programs.
     """
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class MessagesError(msgspec.Struct, frozen=True):
@@ -48,9 +50,10 @@ class MessagesError(msgspec.Struct, frozen=True):
     type: str = "error"
 
 
-def error_of(status: int, message: str) -> MessagesError:
-    """An error in Anthropic's form."""
-    return MessagesError(MessagesErrorInfo(_TYPES.get(status, "api_error"), message))
+def error_of(status: int, message: str, code: str | None) -> MessagesError:
+    """An error in Anthropic's form. `code`: a word for programs, if there is one."""
+    details = {"error_code": code} if code else None
+    return MessagesError(MessagesErrorInfo(_TYPES.get(status, "api_error"), message, details))
 
 
 class Envelopes:
@@ -83,7 +86,7 @@ class Envelopes:
                     await send(message)
                     return
                 error = msgspec.json.decode(message["body"], type=ErrorBody).error
-                body = msgspec.json.encode(error_of(start["status"], error.message))
+                body = msgspec.json.encode(error_of(start["status"], error.message, error.code))
                 length = (b"content-length", str(len(body)).encode())
                 headers = [length if name == b"content-length" else (name, value) for name, value in start["headers"]]
                 await send({**start, "headers": headers})

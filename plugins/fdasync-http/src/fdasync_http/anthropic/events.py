@@ -60,7 +60,7 @@ class MessageEvents(Translation):
         return event if event["type"] == "message_delta" else None
 
     def failed(self, refused: Refused) -> Event:
-        event: Event = msgspec.to_builtins(error_of(refused.status, refused.message))
+        event: Event = msgspec.to_builtins(error_of(refused.status, refused.message, refused.code))
         return event
 
     def _reason_of(self, sample: Sample, stop: str | None) -> str:

@@ -29,27 +29,27 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 async def messages(request: Request, front: Front) -> Response:
     """`POST /v1/messages`."""
     body = await read_translated(request, MessagesBody, front.config, TABLE)
+    with told_as(NAMES):
+        chat = prepared(front, chat_of(body), caps_tokens=True)
+    return await answered(request, front, chat, MessageEvents(front, chat, max_tokens=body.max_tokens), NAMES)
+
+
+def chat_of(body: MessagesBody) -> ChatBody:
+    """The body of the chat that it is. Raises Refused (400), which names a field of Messages."""
     extras = extras_of(body)
     if body.request_id is None and body.rid is None:
         extras["request_id"] = f"msg_{secrets.token_hex(12)}"
-    extras |= _conversation_of(body)
-    with told_as(NAMES):
-        chat = prepared(
-            front,
-            ChatBody(
-                **extras,
-                stream=body.stream,
-                max_completion_tokens=body.max_tokens,
-                stop=body.stop_sequences,
-                temperature=body.temperature,
-                top_p=body.top_p,
-                top_k=body.top_k,
-                # SGLang's form has log-probs in it
-                logprobs=body.return_meta_info,
-            ),
-            caps_tokens=True,
-        )
-    return await answered(request, front, chat, MessageEvents(front, chat, max_tokens=body.max_tokens), NAMES)
+    return ChatBody(
+        **{**extras, **_conversation_of(body)},
+        stream=body.stream,
+        max_completion_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        # SGLang's form has log-probs in it
+        logprobs=body.return_meta_info,
+    )
 
 
 async def count_tokens(request: Request, front: Front) -> Response:

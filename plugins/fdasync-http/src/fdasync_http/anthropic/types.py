@@ -14,17 +14,22 @@ TABLE = Table(
     # bookkeeping; blocks are found in the cache whether they are marked or not
     ignored=frozenset((
         "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id",
-        "workspace_id", "betas",
+        "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token",
     )),
     unserved={
         "container": (), "mcp_servers": ([],), "context_management": ({}, {"edits": []}, _KEPT), "output_format": (),
+        "compaction": (), "thread": (),
     },
     reasons={
         "container": "there are no containers",
         "mcp_servers": "tools are called by the client",
         "context_management": "a conversation is taken as it is",
         "output_format": "give output_config.format",
+        "compaction": "a conversation is taken as it is",
+        "thread": "nothing is kept of a request; give the whole conversation",
     },
+    # by which Anthropic's tool runner, which keeps its conversations in threads, goes on without one
+    codes={"thread": "thread_unsupported_request"},
 )  # fmt: skip
 
 #: fields of Messages by those of chats, where the names differ

@@ -1,6 +1,6 @@
 """Parts of answers that completions and chats share: usage, finish reasons, rows.
 
-Called by `completions.py`, `chat.py` and `chat_stream.py`.
+Called by `completions.py`, `chat.py`, `chat_stream.py` and `translated/answers.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -70,11 +71,13 @@ class Table(NamedTuple):
         ignored: change nothing in an answer here.
         unserved: values other than these ask for something that is not served.
         reasons: why, or what is there instead.
+        codes: words of the dialect's own for programs.
     """
 
     ignored: frozenset[str]
     unserved: Mapping[str, tuple[Any, ...]]
     reasons: Mapping[str, str]
+    codes: Mapping[str, str] = MappingProxyType({})
 
 
 async def read_translated(request: Request, kind: type[T], config: HttpConfig, table: Table) -> T:
@@ -89,13 +92,13 @@ async def read_translated(request: Request, kind: type[T], config: HttpConfig, t
         if name not in table.unserved:
             raise Refused(400, f"unknown field {name!r}", param=name, code="unknown_field")
         if msgspec.json.decode(value) not in table.unserved[name]:
-            raise unserved(name, table.reasons.get(name, ""))
+            raise unserved(name, table.reasons.get(name, ""), code=table.codes.get(name, "not_served"))
     return converted(msgspec.json.encode(raw), kind)
 
 
-def unserved(field: str, reason: str = "") -> Refused:
+def unserved(field: str, reason: str = "", *, code: str = "not_served") -> Refused:
     """The answer to a field that asks for what is not served."""
-    return Refused(400, f"{field} is not served{reason and ': '}{reason}", param=field, code="not_served")
+    return Refused(400, f"{field} is not served{reason and ': '}{reason}", param=field, code=code)
 
 
 def wrong(field: str, words: str) -> Refused:
