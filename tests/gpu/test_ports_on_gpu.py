@@ -40,7 +40,6 @@ class OnGpu(PortTests):
     can_fail = False
     # two operations each on a stream that waits: some hundred of them block the caller, whose turn it is to go on
     many = 32
-    bound_s = 5.0
 
     @pytest.fixture(autouse=True)
     def gates(self):
