@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.floors import ROOT, floors, pyprojects
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PLAIN = """
 [build-system]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^]]*\])?\s*(?P<versions>[^;]*)")
@@ -46,9 +48,9 @@ def floors(paths: list[Path]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _requirements(file: dict) -> list[str]:
+def _requirements(file: dict[str, Any]) -> list[str]:
     extras = file["project"].get("optional-dependencies", {}).values()
-    return [*file["build-system"]["requires"], *file["project"].get("dependencies", []), *sum(extras, [])]
+    return [*file["build-system"]["requires"], *file["project"].get("dependencies", []), *chain.from_iterable(extras)]
 
 
 def _normal(name: str) -> str:
