@@ -1,6 +1,10 @@
 # Two commands: `make demo` and `make test`. Both make .venv first, once.
 PYTHON ?= python3
 VENV ?= .venv
+# versions to install; /dev/null: the newest
+CONSTRAINTS ?= constraints.txt
+# `make test-oldest` wants the oldest Python too
+OLDEST_PYTHON ?= python3.11
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RAY := $(VENV)/.ray
@@ -17,11 +21,17 @@ export HF_HUB_OFFLINE := 1
 # tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test warm test-ray test-all lint types bench bench-pd bench-gpu clean venv help
+PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+
+.DELETE_ON_ERROR:
+
+.PHONY: demo test fast warm test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
+	@echo "make test-oldest  the CPU tests on the oldest versions that the pyproject files allow, in .venv-oldest"
+	@echo "make test-newest  the CPU tests on the newest versions, in .venv-newest, which is made anew"
 	@echo "make test-all  the same with the long tests, those on Ray and TRL, and coverage"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
@@ -32,25 +42,37 @@ help:
 venv: $(STAMP)
 
 # torch first, with what builds the packages here: anything else could pull another build of it
-$(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+$(STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) "$$(grep '^torch==' constraints.txt)" 'setuptools>=77'
-	$(INSTALL) -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
-	@$(INSTALL) -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
+	$(INSTALL) --upgrade -c $(CONSTRAINTS) torch setuptools
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
+	@$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 
+# the pyproject files say what is oldest; of torch it is the build of the index, with CUDA for the most part
+.venv-oldest.txt: $(PYPROJECTS) tests/support/floors.py
+	$(OLDEST_PYTHON) tests/support/floors.py > $@
+
+test-oldest: .venv-oldest.txt
+	$(MAKE) --no-print-directory fast PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt
+
+# one that is there already would keep what it has
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) --no-print-directory fast VENV=.venv-newest CONSTRAINTS=/dev/null
+
 # not for `make test`: 290 MB, and tests that start clusters for minutes
 $(RAY): $(STAMP)
-	$(INSTALL) -c constraints.txt -e 'plugins/fdasync-ray[ray]'
+	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-ray[ray]'
 	@touch $@
 
 # likewise, 250 MB
 $(TRL): $(STAMP)
-	$(INSTALL) -c constraints.txt -e 'plugins/fdasync-transformers[trl]'
+	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-transformers[trl]'
 	@touch $@
 
 # DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store
@@ -61,6 +83,9 @@ demo: $(STAMP)
 # the type checker has one core while the first import of all tests has another: both take more than a minute
 test: $(STAMP)
 	$(MAKE) --no-print-directory -j 2 warm types lint
+	$(MAKE) --no-print-directory fast
+
+fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 # each process of the tests imports all of them: bytecode that one has made serves the others
@@ -125,4 +150,4 @@ bench-gpu:
 	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
+	rm -rf $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

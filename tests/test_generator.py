@@ -399,7 +399,7 @@ async def test_facts_are_those_of_the_model(face: Generator, weights: Path) -> N
 
 async def test_load_counts_requests_samples_and_tokens(face: Generator, weights: Path) -> None:
     async with face:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             # an instance tells its load with its heartbeats
             await until(lambda: face.load().capacity_tokens > 0)
             idle = face.load()

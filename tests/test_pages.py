@@ -27,7 +27,7 @@ def run(folder: Path, script: str) -> str:
     path = folder / "script.py"
     path.write_text(script)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

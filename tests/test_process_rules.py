@@ -63,7 +63,7 @@ def test_a_worker_loads_what_it_needs():
         assert "zmq" not in sys.modules
         assert not [name for name in ours if name.startswith("fdasync.pd")]
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=600)
 
 
 def test_the_pure_core_reaches_for_nothing_outside():
@@ -150,7 +150,7 @@ def run_python(script: str, *arguments: str, **environment: str) -> str:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, **environment},
         check=False,
     )

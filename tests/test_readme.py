@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(arguments: list[str], cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

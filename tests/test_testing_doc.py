@@ -15,7 +15,7 @@ def test_its_snippets_are_tests_that_pass(tmp_path: Path) -> None:
     (tmp_path / "test_page.py").write_text("\n\n".join(snippets))
     command = "-m pytest -q -W error -p no:cacheprovider -p no:asyncio test_page.py"
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout

@@ -62,13 +62,13 @@ class PortHooks(LoopHooks):
     Attributes:
         can_fail: its events have `fail`, as a `FakeEvent` has.
         many: events in flight at a time in `test_many_in_flight`.
-        bound_s: how soon a port must see that an event was fired, in seconds.
+        bound_s: how soon a port must see that an event was fired, in seconds. It bounds hangs alone: busy machines are
+            slow.
     """
 
     can_fail = True
     many = 1000
-    bound_s = 2.0
-    limit_s = 30.0
+    bound_s = 120.0
     # every event of the running test
     _made: list[Any]
 

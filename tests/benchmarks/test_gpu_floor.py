@@ -244,7 +244,7 @@ def test_processes_that_compile_for_too_long_are_ended() -> None:
         "from benchmarks import experts_tiles as tiles; tiles._COMPILE_S = 0.0; tiles.os.cpu_count = lambda: 3; "
         "tiles.compile_all('qwen3-30b-a3b', [])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == "1 processes did not compile their candidates within 0 s"
 

@@ -26,7 +26,7 @@ def rehearse(out: Path, *arguments: str) -> dict[str, Any]:
     """The report of a rehearsal that went well."""
     command = [sys.executable, "-m", "benchmarks.gpu_serving", "--tiny", "--json", str(out), *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(out.read_text())
     return report

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(out: Path, *arguments: str) -> dict[str, dict]:
     command = [sys.executable, "-m", "benchmarks.stores", *arguments, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 

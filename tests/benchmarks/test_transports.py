@@ -18,7 +18,7 @@ def test_figures(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ("--blocks", "8", "--block-nbytes", "65536", "--pairs", "2")
     command = [sys.executable, "-m", "benchmarks.transports", *sizes, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]
     assert set(figures) == {

@@ -36,7 +36,7 @@ def command(
         env["TMPDIR"] = str(temporary)
     if cache is not None:
         env["XDG_CACHE_HOME"] = str(cache)
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=env, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_the_demo_and_its_worker(model: Path) -> None:
     ) as running:
         worker = wait_for_child(running.pid)
         os.killpg(running.pid, signal.SIGINT)
-        out, _ = running.communicate(timeout=60)
+        out, _ = running.communicate(timeout=600)
         assert running.returncode == 130, out
         assert b"interrupted" in out
         assert not Path(f"/proc/{worker}").exists()

@@ -61,7 +61,7 @@ def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
         running.until(r"ready at ipc://\S+/m0 as m0 \(mixed\): synthetic, 64 blocks of 4 tokens")
         assert ready["notes"] == [NOTE]
         running.until(f"note: {NOTE}")
-        with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=300) as page:
             assert b"fdasync_" in page.read()
         uvloop.run(ask(running))
         assert running.wait() == 0, running.text

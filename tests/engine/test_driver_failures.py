@@ -108,7 +108,7 @@ async def test_a_step_that_is_overdue_fails_the_engine():
     stage.bus.publish(make_request(1, range(5), 3, 4))
     failed = stage.loop.create_future()
     stage.driver._on_failure = failed.set_result
-    error = await asyncio.wait_for(failed, 10.0)
+    error = await asyncio.wait_for(failed, 300)
     assert isinstance(error, DeadlineExceeded)
     assert error.what == "step 0"
     assert error.deadline_s == 0.01
@@ -161,7 +161,7 @@ async def test_a_failure_wakes_callers_that_wait_for_idle():
     idle = asyncio.ensure_future(stage.driver.wait_idle())
     await asyncio.sleep(0)
     stage.runner.flights[0][1].set_exception(RunnerError("smoke", 0))
-    await asyncio.wait_for(idle, 10.0)
+    await asyncio.wait_for(idle, 300)
     assert len(stage.failures) == 1
 
 

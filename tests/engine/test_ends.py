@@ -127,7 +127,7 @@ async def test_the_door_pushes_back():
         assert engine.stats().live == 2
         # one who waits in the frontend can be aborted, or give up, and is not waited for
         assert engine.abort("3")
-        assert (await asyncio.wait_for(tasks[3], 5.0)).finish_reason == "abort"
+        assert (await asyncio.wait_for(tasks[3], 300)).finish_reason == "abort"
         giving_up = group.create_task(engine.complete(PROMPT, GREEDY))
         await until(lambda: engine.stats().waiting_for_place == 2)
         giving_up.cancel()
@@ -168,7 +168,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(where, deadline_s):
             blocker = asyncio.create_task(ask(engine))
             await faults.reached(0)
         # no step completes meanwhile: the deadline alone ends it
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(300):
             result = await engine.complete(PROMPT, GREEDY, deadline_s=deadline_s)
         assert result.finish_reason == "deadline"
         assert result.token_ids == ()
@@ -236,7 +236,7 @@ async def test_a_request_in_preparation_when_the_engine_closes_is_told_and_not_p
     await engine.start()
     arrivals = engine.bus.subscribe(RequestPrepared)
     task = asyncio.create_task(engine.complete(PROMPT, GREEDY))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(300):
         await reached.wait()
         closing = asyncio.create_task(engine.aclose())
         await until(lambda: engine.state != "running")

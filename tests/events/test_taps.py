@@ -216,7 +216,7 @@ async def test_a_subscription_that_no_turn_could_serve_is_refused(kinds, limit):
     async with Engine(synthetic_config()) as engine:
         with pytest.raises(BadInput):
             engine.bus.subscribe(*kinds, limit=limit)
-        await asyncio.wait_for(engine.pause(), 10)
+        await asyncio.wait_for(engine.pause(), 300)
 
 
 async def test_a_slow_tap_loses_events_and_counts_them():
@@ -246,7 +246,7 @@ async def test_a_tap_that_swallows_its_cancelling_is_waited_for_and_named():
     left = [task for task in asyncio.all_tasks() if task.get_name().startswith("fdasync")]
     assert [task.get_name() for task in left] == ["fdasync-tap-stubborn"]
     tap_of(engine, "stubborn").released.set()
-    await asyncio.wait_for(left[0], 10)
+    await asyncio.wait_for(left[0], 300)
 
 
 async def test_a_tap_that_ends_some_turns_after_its_cancelling_is_waited_for():

@@ -158,7 +158,7 @@ def test_processes_gather_by_nccl() -> None:
     ]
     meeting.close()
     try:
-        said = [child.communicate(timeout=120)[1] for child in children]
+        said = [child.communicate(timeout=600)[1] for child in children]
     finally:
         for child in children:
             child.kill()

@@ -40,7 +40,6 @@ class OnGpu(PortTests):
     can_fail = False
     # two operations each on a stream that waits: some hundred of them block the caller, whose turn it is to go on
     many = 32
-    bound_s = 5.0
 
     @pytest.fixture(autouse=True)
     def gates(self):
@@ -88,7 +87,7 @@ async def test_real_steps_complete_when_they_end():
         with torch.cuda.stream(stream):
             torch.cuda._sleep(6_000_000)
         end.record(stream)
-        await asyncio.wait_for(port.completion(end, kind="sleep"), 10)
+        await asyncio.wait_for(port.completion(end, kind="sleep"), 300)
         seen_s.append(time.perf_counter() - began)
         device_s.append(start.elapsed_time(end) / 1000)
     late = sorted(seen - device for seen, device in zip(seen_s, device_s, strict=True))
@@ -155,7 +154,7 @@ os._exit(0)
 def test_an_error_of_the_device_fails_all_futures_soon():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(BROKEN_DEVICE)],
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])

@@ -46,7 +46,7 @@ class End:
         if len(self.frames) < count:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append((count, waiter))
-            await asyncio.wait_for(waiter, 10.0)
+            await asyncio.wait_for(waiter, 300)
         return [payload for payload, _ in self.frames]
 
     def close(self):
@@ -292,7 +292,7 @@ async def test_what_a_reader_raises_ends_the_channel_and_no_frame_comes_twice(pa
     other.raises = error
     one.channel.send(b"first")
     one.channel.send(b"second")
-    await asyncio.wait_for(other.ended, 10.0)
+    await asyncio.wait_for(other.ended, 300)
     assert [payload for payload, _ in other.frames] == [b"first"]
     assert other.ends == [error]
-    await asyncio.wait_for(one.ended, 10.0)
+    await asyncio.wait_for(one.ended, 300)

@@ -57,7 +57,7 @@ class RegionPuller(PartPuller):
     async def close_source(self, source: bytes) -> None:
         pulls = [pull for pull, name in self.copying.items() if name == source]
         if pulls:
-            await asyncio.wait(pulls, timeout=10.0)
+            await asyncio.wait(pulls, timeout=300)
         for memory in self.sources.pop(source, ()):
             memory.close()
 

@@ -334,7 +334,7 @@ def started(model: Path, cwd: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "2", "--png", "out/loop.png")
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     assert (tmp_path / "out" / "loop.png").read_bytes().startswith(b"\x89PNG")
     for name in ("off", "on"):
@@ -355,7 +355,7 @@ def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_short_run_with_fixed_numerics_ends_with_ratios_of_one(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "2", "--arm", "off", "--numerics", "fixed", "--png", "loop.png")
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     assert re.search(
         r"replay off: [\d,]{3,} tokens of samples that crossed no update: KL 0, every importance ratio 1", out
@@ -405,7 +405,7 @@ def test_an_interrupt_leaves_nothing_behind(model: Path, tmp_path: Path) -> None
         if line.startswith("replay on: 1 "):
             break
     process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=600)
     assert process.returncode == 130, said + rest
     assert "Traceback" not in rest
     with pytest.raises(ProcessLookupError):  # its worker has ended too

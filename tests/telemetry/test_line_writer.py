@@ -55,7 +55,7 @@ async def test_two_closes_at_once_wait_for_the_same_end():
     os.set_blocking(reader, False)
     assert writer.offer(b"x" * 200_000)
     closes = [asyncio.ensure_future(writer.aclose(60.0)) for _ in range(2)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(300):
         while not all(close.done() for close in closes):
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
@@ -91,7 +91,7 @@ async def test_lines_longer_than_a_pipe():
         assert writer.offer(line)
     assert not writer.offer(bytes(300_000)), "too much waits already"
     text = bytearray()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len(text) < 800_008:
             text += read_all(end)
             await asyncio.sleep(0)
@@ -125,7 +125,7 @@ async def test_closing_waits_for_a_reader_that_comes():
         writer.offer(bytes(100_000) + b"\n")
     closing = asyncio.create_task(writer.aclose(30.0))
     text = bytearray()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not closing.done():
             text += read_all(end)
             await asyncio.sleep(0)

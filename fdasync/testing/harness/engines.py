@@ -111,7 +111,7 @@ def held_engine(
     return Held(Engine(config, runner=faults, tokenizer=LetterTokenizer()), faults)
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 10.0, every_s: float = 0.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = 120.0, every_s: float = 0.0) -> None:
     """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`.
 
     What takes longer than a moment is mostly another process's work, which a loop that only turns would take the CPU

@@ -131,7 +131,7 @@ class FaultRunner(Runner):
         self._held = count is not None
         self._report_next(len(self._order) if count is None else count)
 
-    async def reached(self, step_id: int, deadline_s: float = 10.0) -> None:
+    async def reached(self, step_id: int, deadline_s: float = 120.0) -> None:
         """Wait until the runner has done the work of this step, which is then held if `hold` is on."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reached.append((step_id, done))

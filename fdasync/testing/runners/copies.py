@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import CopyOutput
     from fdasync.testing.runners.bench import Bench
 
-_LIMIT_S = 30.0
+_LIMIT_S = 120.0
 
 
 class CopyTests(RunnerSuite):

@@ -38,7 +38,7 @@ class StoreHooks(LoopHooks):
             wrong bytes still are.
         tells_races: of two puts of one key at a time, or in one call, exactly one ends "done". False for a store
             whose service cannot tell.
-        verb_s: how long one verb may take, in seconds.
+        verb_s: how long one verb may take, in seconds. It bounds hangs alone: busy machines are slow.
         slow_to_open: opening takes a process or a server: the state machine opens one store for all of its runs.
         examples: runs of the state machine.
         steps: of each run.
@@ -46,7 +46,7 @@ class StoreHooks(LoopHooks):
 
     may_forget = False
     tells_races = True
-    verb_s = 20.0
+    verb_s = 120.0
     slow_to_open = False
     examples = 15
     steps = 25

@@ -47,12 +47,13 @@ class TransportHooks(LoopHooks):
         keeps_offers: only what is on offer can be read. False where the receiver maps the sender's memory.
         factory: "module:name" of a callable that makes a transport in another process, without arguments; "": it cannot
             cross processes, and tests that need two are skipped.
-        verb_s: how long one verb may take when nothing is wrong, in seconds.
+        verb_s: how long one verb may take when nothing is wrong, in seconds. It bounds hangs alone: busy machines are
+            slow.
     """
 
     keeps_offers = True
     factory = ""
-    verb_s = 20.0
+    verb_s = 120.0
 
     def make(self) -> Transport:
         """A transport, not opened; those of one test reach each other."""

@@ -185,7 +185,7 @@ def scene_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Scene]
             service = app(generator, settings, tokenizer=tokenizer)
             async with (
                 serving(service, listen or Listen(port=0, drain_s=1.0)) as served,
-                httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers, verify=NO_AUTHORITIES) as client,
+                httpx2.AsyncClient(base_url=served.url, timeout=300, headers=headers, verify=NO_AUTHORITIES) as client,
             ):
                 oracle = oracle_of(synthetic_config({**STEP, **runner}))
                 try:

@@ -66,7 +66,7 @@ async def probed(*arguments):
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "fdasync_http.probe", *arguments, stderr=subprocess.PIPE
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         _, err = await process.communicate()
     return process.returncode, err.decode()
 
@@ -99,7 +99,7 @@ def first_in_a_container():
     """How a command becomes process 1, as in a container; skips where that is forbidden."""
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
-        probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30, check=False)
+        probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=600, check=False)
     except FileNotFoundError as error:
         pytest.skip(f"no process namespaces here: {error}")
     if probe.returncode:
@@ -132,13 +132,13 @@ async def test_a_pod_under_load_ends_within_its_grace_period(pod, first_in_a_con
     )
     os.close(write)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             with os.fdopen(read, "rb") as pipe:
                 ready = json.loads(await asyncio.to_thread(pipe.readline))
         assert ready["pid"] == 1
         first = child_of(process.pid)
         url, headers = f"http://127.0.0.1:{ready['port']}", {"authorization": f"Bearer {KEY}"}
-        async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=300) as client:
             asked = [
                 {"input_ids": [1, number], "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
                 for number, tokens in enumerate([20] * 12 + [4000] * 4, 2)

@@ -38,7 +38,7 @@ async def states_of(scene):
 
 async def say(scene, state, count):
     """Return once each says this; of instances it is as old as a router's last look."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while list((await states_of(scene)).values()) != [state] * count:
             pass
 

@@ -39,14 +39,14 @@ class Line:
 
     async def answer(self):
         """The head of the next answer, and its body."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             head = await self._reader.readuntil(b"\r\n\r\n")
             length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
             return head, await self._reader.readexactly(length)
 
     async def rest(self):
         """All that comes until the server closes the connection."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             try:
                 return await self._reader.read()
             except ConnectionResetError:
@@ -87,7 +87,7 @@ async def test_the_rest_of_a_body_that_was_refused_has_a_limit(scene_of):
         assert head.startswith(b"HTTP/1.1 401")
         # a byte now and then does not keep it open
         ends = asyncio.ensure_future(line.rest())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while not ends.done():
                 line.send(b"x")
                 await asyncio.wait([ends], timeout=0.02)
@@ -123,7 +123,7 @@ async def test_trailers_without_end_are_refused_and_small_chunks_are_not(scene_o
             line = await line_to(scene)
             line.send(b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
             ends = asyncio.ensure_future(line.rest())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(300):
                 while not ends.done():
                     line.send(more)
                     await asyncio.wait([ends], timeout=0.002)
@@ -196,14 +196,14 @@ async def test_bodies_have_a_limit_together(scene_of):
         line = await line_to(scene)
         line.send(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" + b"x" * 8000)
         # its bytes lie in the app when the next ones are too many
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while True:
                 response = await scene.client.post("/generate", content=b"{" + b" " * 4000)
                 if response.status_code == 429:
                     break
         assert response.headers["retry-after"] == "1"
         line.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while response.status_code == 429:
                 response = await scene.client.post("/generate", content=b"{" + b" " * 4000)
         await still_serves(scene)

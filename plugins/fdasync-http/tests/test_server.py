@@ -28,7 +28,7 @@ async def connected(scene):
 
 
 async def rest_of(reader):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(300):
         return await reader.read()
 
 
@@ -139,7 +139,7 @@ async def test_a_connection_that_sends_nothing_or_half_a_request_is_closed(scene
         ):
             reader, writer = await connected(scene)
             writer.write(sent)
-            answer = await asyncio.wait_for(reader.read(12), 5)
+            answer = await asyncio.wait_for(reader.read(12), 300)
             assert answer == b"HTTP/1.1 " + status
             writer.close()
 
@@ -207,7 +207,7 @@ async def test_a_reader_that_stops_costs_its_own_stream_alone(scene_of):
         await until(lambda: scene.generator.load().live == 1)
         response = await scene.client.post("/generate", json=BODY)
         assert response.status_code == 200
-        await until(lambda: scene.generator.load().live == 0, deadline_s=20.0, every_s=0.01)
+        await until(lambda: scene.generator.load().live == 0, deadline_s=300, every_s=0.01)
         writer.close()
 
 

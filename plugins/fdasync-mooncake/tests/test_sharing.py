@@ -68,7 +68,7 @@ async def test_writers_on_several_machines_leave_one_whole_object(pool, blocks):
 
 async def takes_blocks(store, blocks):
     """Wait until the pool's memory is mounted: until then a pool is full, whatever its master says."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while (await store.put([blocks.filled("first", 0)]))[0].status != "done":  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.05)
 

@@ -51,7 +51,7 @@ async def linked(instance):
     """What an instance is told of the blocks of the next instance whose link is up."""
     with_blocks = instance.engine.bus.subscribe(LinkChanged)
     try:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(300):
             async for event in with_blocks:
                 if event.up and event.blocks:
                     return event.blocks

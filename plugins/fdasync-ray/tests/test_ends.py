@@ -105,7 +105,7 @@ async def test_an_actor_serves_http_in_front_of_the_fleet(cluster, engine_of):
         front = ray.remote(Front).options(num_cpus=0).remote()
         url = await front.serve.remote("fleet")
         asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-        async with httpx2.AsyncClient(timeout=30) as client:
+        async with httpx2.AsyncClient(timeout=300) as client:
             answer = await client.post(f"{url}/generate", json=asked)
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["output_ids"]) == 8

@@ -85,7 +85,7 @@ def assert_alike(one: list[Any], other: list[Any]) -> None:
 
 async def begun(engine: Engine, steps: int) -> None:
     """So many more steps were made."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         before = engine.stats().scheduler.steps
         while engine.stats().scheduler.steps < before + steps:  # noqa: ASYNC110 - no event announces it
             await asyncio.sleep(0)

@@ -68,7 +68,7 @@ def _registers(kernel: Any, constants: dict[str, Any], warps: int) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60)
+        said = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=600)
     found = re.search(r"REG:(\d+)", said.stdout + said.stderr)
     assert found is not None, said
     # the chip allots them in eights

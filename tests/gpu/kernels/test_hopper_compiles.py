@@ -23,7 +23,7 @@ def compiled() -> dict[str, tuple[int, ...]]:
     asked = [("prefill", *numbers) for numbers in PREFILLS.values()] + [("latent", 80, split) for split in (0, 1)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.gpu.kernels._compile_hopper", *map(named, asked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     return {name: tuple(map(int, numbers)) for name, *numbers in lines}

@@ -224,8 +224,8 @@ async def test_a_flood_of_refusals_is_told_in_few_words(side, monkeypatch):
         for _ in range(200):
             socks.append(context.socket(zmq.DEALER))
             socks[-1].connect(address)
-        await until(lambda: sum(listener.wire.door.refused.values()) >= 200, 20.0)
-        await until(lambda: sum(count for _, count in listener.told) >= 200, 20.0)
+        await until(lambda: sum(listener.wire.door.refused.values()) >= 200, 300)
+        await until(lambda: sum(count for _, count in listener.told) >= 200, 300)
         assert len(listener.told) < 50
         await still_works(peer, listener)
     finally:

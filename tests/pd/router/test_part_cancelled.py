@@ -35,10 +35,10 @@ def test_a_part_under_way_is_answered_when_the_router_closes() -> None:
         task = asyncio.create_task(plane._play_parts(parts, Command(0, "begin_update", mode="keep")))
         await asyncio.wait([parts.begun])
         caller = asyncio.create_task(parts.ask(Command(0, "update_part")))
-        await asyncio.wait_for(asked.wait(), 2)
+        await asyncio.wait_for(asked.wait(), 300)
         task.cancel()
         await asyncio.wait([task])
         with pytest.raises(EngineClosed):
-            await asyncio.wait_for(caller, 2)
+            await asyncio.wait_for(caller, 300)
 
     asyncio.run(play())

@@ -26,7 +26,7 @@ async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) 
     async with instance("prefill", "p0"), instance("decode", "d0") as decode, router:
         result = await router.complete(list(range(40)), SamplingParams(max_tokens=9), deadline_s=10)
         until = asyncio.get_running_loop().time()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while any(one.status_at < until for one in router.stats().instances):  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0.05)
         stats = router.stats()
@@ -46,7 +46,7 @@ async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) 
         assert first.status.totals.received_nbytes == 0
         assert second.known_blocks >= 10
         await decode.aclose()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while router.stats().instances[1].is_up:  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0.01)
         assert router.stats().instances[1].state == "away"

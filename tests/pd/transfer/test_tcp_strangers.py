@@ -39,7 +39,7 @@ async def test_what_another_receiver_said_is_no_proof():
         assert len(await reader.readexactly(REPLY_NBYTES + 100)) == REPLY_NBYTES + 100
         writer.close()
         reader, writer = await dial(sender, knock(token, NONCE) + recorded)
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(300):
             with contextlib.suppress(ConnectionError):
                 assert len(await reader.read()) <= ANSWER_NBYTES
         writer.close()

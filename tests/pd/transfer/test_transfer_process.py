@@ -202,7 +202,7 @@ async def test_a_process_that_stands_still_is_killed_before_the_parts_are_the_ca
                 task = asyncio.create_task(
                     receiver.transport.receive(sender.source, [copy_spec], loop.time() + limit_s)
                 )
-                await until(lambda: process._client.unanswered, 2.0)
+                await until(lambda: process._client.unanswered, 300)
                 if how == "forgotten":
                     receiver.transport.forget(sender.source)
                 if how == "cancelled":

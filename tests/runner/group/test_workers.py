@@ -48,7 +48,7 @@ async def fails(config, strike):
                     check_sample(sample, PROMPT, LONG, oracle_of(config))
                 causes.append(caught.value.cause)
 
-            async with asyncio.timeout(20.0), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(300), asyncio.TaskGroup() as group:
                 ready = [asyncio.Event(), asyncio.Event()]
                 for event in ready:
                     group.create_task(ask(event))
@@ -88,7 +88,7 @@ async def test_a_rank_that_dies_idle_fails_the_engine_before_anybody_asks(rank):
             async with engine:
                 pids = engine._runtime.runner.pids
                 os.kill(pids[rank], signal.SIGKILL)
-                async with asyncio.timeout(10.0), engine.bus.subscribe() as events:
+                async with asyncio.timeout(300), engine.bus.subscribe() as events:
                     async for _ in events:
                         pass
         assert caught.value.cause.pid == pids[rank]
@@ -297,7 +297,7 @@ async def test_a_rank_that_is_lost_in_an_update_ends_it(way):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(group.end_tensors(), 0.5)
         finally:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(300):
                 await group.aclose()
         assert children() == []
 

@@ -95,7 +95,7 @@ async def _watch_it_fail(engine: Engine, strike, cause: type[Exception]) -> list
         errors.append(caught.value)
 
     ready = [asyncio.Event(), asyncio.Event()]
-    async with asyncio.timeout(20.0), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(300), asyncio.TaskGroup() as group:
         for event in ready:
             group.create_task(stream(event))
             group.create_task(complete())
@@ -141,7 +141,7 @@ async def test_a_worker_that_dies_idle_fails_the_engine_before_anybody_asks():
             events = engine.bus.subscribe()
             os.kill(pid, signal.SIGKILL)
             # the engine ends its taps when it has ended; nothing is asked of it
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(300):
                 [died] = [event async for event in events]
             assert isinstance(died, EngineDied)
             assert f"process {pid} ended by signal 9" in died.problem
@@ -166,7 +166,7 @@ async def test_a_hung_step_does_not_outlive_aclose():
     engine = Engine(config_of({"hang_step": 2}, close_deadline_s=0.3))
     await engine.start()
     task = asyncio.create_task(engine.complete(PROMPT, LONG))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(300):
         while engine.stats().scheduler.steps < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await engine.aclose()
@@ -320,7 +320,7 @@ async def test_a_cancelled_start_kills_the_worker(bad_plugin):
 
 async def test_a_runner_that_answers_for_another_step_fails_the_engine(bad_plugin):
     async with Engine(msgspec.structs.replace(config_of(), runner="disorderly")) as engine:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(300):
             with pytest.raises(EngineFailed) as caught:
                 await engine.complete(PROMPT, SamplingParams(max_tokens=1))
         assert isinstance(caught.value.cause, InvariantBroken)
@@ -343,7 +343,7 @@ async def test_closing_a_busy_worker_kills_it_without_asking(bad_plugin, capfd):
     await runner.bind(8, None)
     step = runner.launch(RunStep(1))
     # it is asked for nothing: it would not read the question
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(300):
         await runner.aclose()
     with pytest.raises(RunnerError, match="closed"):
         await step

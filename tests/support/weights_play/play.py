@@ -204,7 +204,7 @@ class Play:
 
     async def _settled(self) -> None:
         """What a caller left has come to its end."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while self._is_busy():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

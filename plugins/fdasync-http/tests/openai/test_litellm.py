@@ -38,7 +38,7 @@ def litellm(tmp_path):
             # it would fetch prices of models at its import
             env={**clean, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(tmp_path)},
         )  # fmt: skip
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             out, err = await process.communicate()
         assert process.returncode == 0, err.decode()
         return json.loads(out.decode().splitlines()[-1])
@@ -92,7 +92,7 @@ async def test_errors_are_its_classes(chat_of, litellm):
         assert await error(model="openai/other") == ("NotFoundError", 404)
         body = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
         async with httpx2.AsyncClient(
-            base_url=scene.url, timeout=60.0, headers={"authorization": f"Bearer {KEY}"}
+            base_url=scene.url, timeout=300, headers={"authorization": f"Bearer {KEY}"}
         ) as client:
             await scene.generator.pause()
             held = asyncio.ensure_future(client.post("/v1/completions", json=body))

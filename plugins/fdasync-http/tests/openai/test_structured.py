@@ -58,8 +58,8 @@ async def server(folder: Path) -> AsyncIterator[tuple[httpx2.AsyncClient, AsyncO
         service = app(engine, HttpConfig())
         async with (
             serving(service, Listen(port=0, drain_s=1.0)) as served,
-            httpx2.AsyncClient(base_url=served.url, timeout=60.0) as client,
-            AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60.0) as openai,
+            httpx2.AsyncClient(base_url=served.url, timeout=300) as client,
+            AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300) as openai,
         ):
             yield client, openai
 

@@ -88,7 +88,7 @@ async def test_who_reads_the_page_finds_the_slow_instance_and_the_dead_expert(tm
             await _read(page, served.url, router, tmp_path / "new", folder)
         finally:
             ended.set()
-            await asyncio.wait_for(loading, 60)
+            await asyncio.wait_for(loading, 300)
 
 
 async def _read(page: Any, url: str, router: fdasync.Router, new: Path, folder: Path) -> None:
@@ -108,7 +108,7 @@ async def _read(page: Any, url: str, router: fdasync.Router, new: Path, folder: 
     page.complaints.clear()
 
     # which instance is slow, in words and not by its color alone
-    await page.until("document.getElementById('problems').textContent.includes('lazy: slow')", 90)
+    await page.until("document.getElementById('problems').textContent.includes('lazy: slow')", 300)
     rows = await page.eval("[...document.querySelectorAll('#engines tbody tr')].map(row => row.innerText.split('\\t'))")
     assert [row[:3] for row in rows] == [["quick", "mixed", "running"], ["lazy", "mixed", "slow"]]
     tokens = await page.eval("document.getElementById('now').innerText")
@@ -144,7 +144,7 @@ async def _read(page: Any, url: str, router: fdasync.Router, new: Path, folder: 
     await router.update_weights("step-1", new, mode="keep")
     await page.until("document.getElementById('version').value === 'step-1'")
     assert await page.eval("[...document.getElementById('version').options].map(one => one.value)") == ["step-1", "0"]
-    await page.until("document.querySelectorAll('#charts polyline').length >= 8 && told.history.length >= 7", 90)
+    await page.until("document.querySelectorAll('#charts polyline').length >= 8 && told.history.length >= 7", 300)
     await page.until(f"{cells}.trim().endsWith('{DEAD}')")
     (folder / "page.png").write_bytes(await page.screenshot())
     await page.resize(1280, 900, dark=True)

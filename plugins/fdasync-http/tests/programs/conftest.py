@@ -108,7 +108,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
             return
         getattr(process, signal)()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(300):
                 await process.wait()
         except TimeoutError:
             continue

@@ -31,7 +31,7 @@ def gateway_of(program, run_program, free_port):
         ]  # fmt: skip
         async with (
             run_program(*map(str, command)) as (process, said),
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as client,
         ):
 
             async def ready():
@@ -73,7 +73,7 @@ def is_running(pid):
 
 async def counted(front, path, status=200):
     """How many answers of this path a server has begun."""
-    async with httpx2.AsyncClient(base_url=front.url, timeout=20.0) as client:
+    async with httpx2.AsyncClient(base_url=front.url, timeout=300) as client:
         text = (await client.get("/metrics")).text
     found = re.search(rf'^fdasync_http_answers_total{{path="{path}",status="{status}"}} ([\d.]+)$', text, re.MULTILINE)
     return 0 if found is None else int(float(found[1]))
@@ -88,7 +88,7 @@ async def test_requests_are_balanced_and_answers_unchanged(front_of, gateway_of)
             )  # fmt: skip
             assert worker["models"][0]["context_length"] == 4096
             assert (worker["labels"]["tp_size"], worker["labels"]["weight_version"]) == ("1", "0")
-        async with httpx2.AsyncClient(base_url=one.url, timeout=20.0) as client:
+        async with httpx2.AsyncClient(base_url=one.url, timeout=300) as client:
             direct = (await client.post("/generate", json=BODY)).json()
         answers = await asyncio.gather(*[gateway.post("/generate", json=BODY) for _ in range(20)])
         for answer in answers:
@@ -136,7 +136,7 @@ async def test_control_reaches_every_server(front_of, gateway_of):
         await all_of("pause_generation", {"mode": "in_place"})
         held = [asyncio.ensure_future(gateway.post("/generate", json=BODY)) for _ in range(2)]
         for front in (one, two):
-            async with httpx2.AsyncClient(base_url=front.url, timeout=20.0) as client:
+            async with httpx2.AsyncClient(base_url=front.url, timeout=300) as client:
 
                 async def waits(client=client):
                     return (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"] == 1
@@ -157,7 +157,7 @@ async def test_a_killed_server_costs_no_request(front_of, gateway_of):
         gateway = await stack.enter_async_context(gateway_of(kept, lost))
         long = {**BODY, "sampling_params": {"max_new_tokens": 60, "temperature": 0}}
         running = [asyncio.ensure_future(gateway.post("/generate", json=long)) for _ in range(8)]
-        async with httpx2.AsyncClient(base_url=lost.url, timeout=20.0) as client:
+        async with httpx2.AsyncClient(base_url=lost.url, timeout=300) as client:
 
             async def runs():
                 return (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"] == 4

@@ -25,7 +25,7 @@ async def test_256_streams_end_well(front_of, program, run_program, checkpoint, 
             "--output", f"kind=json,path={report}",
         ]  # fmt: skip
         async with run_program(*command) as (process, said):
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(300):
                 await process.wait()
             assert process.returncode == 0, said.read_text()
     (benchmark,) = json.loads(report.read_text())["benchmarks"]

@@ -67,7 +67,7 @@ async def test_wrong_statuses_media_types_and_methods_are_found(scene_of):
             _PYTHON, "-P", str(_CASES), served.url, "--group", "use", "--cases", "60",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=environment,
         )  # fmt: skip
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             out, _ = await process.communicate()
     failures = " ".join(json.loads(out)["failures"])
     for words in ("GET /ping: 418 Undocumented status code", "GET /version: 200 Undocumented Content-Type",

@@ -137,7 +137,7 @@ async def attack(name: str, server: Front, seen: set[str]) -> AsyncIterator[None
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             assert await process.stdout.readline() == b"ready\n"
             await asyncio.sleep(0.5)
             yield
@@ -158,7 +158,7 @@ async def test_a_flood_of_grammars_disturbs_no_others(name: str, folder: Path, t
     config = tmp_path / "engine.toml"
     config.write_text(CONFIG)
     with front("--model", str(folder), "--config", str(config)) as server:
-        async with httpx2.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=300) as client:
             assert (await client.post("/generate", json=BODY)).status_code == 200
             stream = Reader(server.port)
             reading = asyncio.ensure_future(stream.run())

@@ -57,7 +57,7 @@ async def stage_of(home, **config):
     settings = {"weights_root": str(home / "published"), "pulls_root": str(home / "pulls"), **config}
     async with Engine(engine_config(home / "old")) as engine:
         transport = httpx2.ASGITransport(app(engine, HttpConfig(**settings)))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://front", timeout=60.0) as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://front", timeout=300) as client:
             yield Stage(home, client, engine)
 
 

@@ -87,7 +87,7 @@ async def stage_of(tmp_path):
                 engines.append(generator)
             transport = httpx2.ASGITransport(app(generator))
             client = await stack.enter_async_context(
-                httpx2.AsyncClient(transport=transport, base_url="http://front", timeout=20.0)
+                httpx2.AsyncClient(transport=transport, base_url="http://front", timeout=300)
             )
             return Stage(client, generator, engines)
 

@@ -46,7 +46,7 @@ def stage_of(scene_of: Any, tmp_path: Path) -> Callable[..., AbstractAsyncContex
                 url = await stack.enter_async_context(
                     front("--runner", "synthetic", "--config", str(engine), "--weights-root", str(weights), *options)
                 )
-                client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=20.0))
+                client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=300))
             else:
                 scene = await stack.enter_async_context(scene_of(place, runner=MODEL, **config))
                 weights, url, client = scene.weights, scene.url, scene.client

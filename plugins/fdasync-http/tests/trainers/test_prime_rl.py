@@ -162,7 +162,7 @@ async def test_prime_rl_trains_a_step(stage_of, place, rows):
     async with (
         stage_of(place, dialect="vllm", rows=form, **{name: MODEL}) as stage,
         # a client that repeats nothing shows what it would repeat
-        AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="EMPTY", max_retries=0, timeout=20.0) as openai,
+        AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="EMPTY", max_retries=0, timeout=300) as openai,
     ):
         prime, truth = PrimeRL(stage, openai, rows), stage.truth
         await prime.start()

@@ -94,7 +94,7 @@ async def server_of(home: Path, instances: int, ranks: int) -> AsyncIterator[Ser
     options = ["--model", home / "old", "--config", file, "--weights-root", home, "--pulls-root", home / "pulls"]
     async with (
         front("--mixed", str(instances), *map(str, options)) as url,
-        httpx2.AsyncClient(base_url=url, timeout=60.0) as client,
+        httpx2.AsyncClient(base_url=url, timeout=300) as client,
     ):
         yield Server(client, home, instances * ranks, models)
 

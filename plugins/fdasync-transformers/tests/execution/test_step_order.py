@@ -41,7 +41,7 @@ class Flights:
             step.add_done_callback(lambda _, name=name: self.ended.append(name))
 
     async def wait(self) -> list[Any]:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             await asyncio.wait(self.steps.values())
             await asyncio.sleep(0)
         return [step.exception() for step in self.steps.values()]

@@ -198,7 +198,7 @@ async def test_a_rank_that_dies_or_stands_still_fails_the_engine_by_name(
         pids = engine.worker_pids
         long = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
         running = asyncio.create_task(engine.complete(prompt(1), long))
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300):
             while engine.stats().scheduler.steps < 20:  # noqa: ASYNC110 - no event tells an embedder of steps
                 await asyncio.sleep(0.01)
         os.kill(pids[rank], kill)

@@ -317,7 +317,7 @@ class TestSealed(InFolder):
         get = asyncio.ensure_future(checked.get_into(items))
         try:
             for _ in range(5):
-                assert await asyncio.to_thread(reading.acquire, timeout=20)
+                assert await asyncio.to_thread(reading.acquire, timeout=300)
             assert checked._damage
             get.cancel()
             await turns(5)

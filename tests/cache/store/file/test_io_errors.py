@@ -104,7 +104,7 @@ class TestIoErrors(InFolder):
             locked.chmod(0o555)
             Path(place).chmod(0o755)
             command = [sys.executable, "-c", textwrap.dedent(script), str(locked / "store")]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         assert done.stdout.startswith("StoreRejected")
         assert "Permission denied" in done.stdout
 

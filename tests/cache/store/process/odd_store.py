@@ -40,7 +40,7 @@ class Bench:
 
     async def until(self, there: Callable[[], bool]) -> None:
         """The child shows by what it writes how far it is."""
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(300):
             while not there():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

@@ -56,7 +56,7 @@ class Flight:
 
     async def ends(self, words: str) -> None:
         """Every verb raises, and nothing was written to its part since."""
-        _, late = await asyncio.wait(self.tasks, timeout=20.0)
+        _, late = await asyncio.wait(self.tasks, timeout=300)
         assert not late
         await asyncio.sleep(0)
         assert sorted(self.cleared) == list(range(8))
@@ -122,7 +122,7 @@ async def test_kill_ends_a_start_too():
         verb = asyncio.ensure_future(bench.store.exists_prefix(["a"]))
         await bench.until(lambda: bench.store.pid > 0)
         assert await bench.store.kill("second")
-        await asyncio.wait([verb], timeout=20.0)
+        await asyncio.wait([verb], timeout=300)
         with pytest.raises(StoreUnavailable, match="second"):
             verb.result()
         assert children() == []
@@ -235,7 +235,7 @@ async def test_a_failed_start_is_not_repeated_at_once(monkeypatch):
             await store.exists_prefix(["a"])
         assert store.spawned == 2
         monkeypatch.delenv("ODD_IMPORT")
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(300):
             while True:
                 with contextlib.suppress(StoreUnavailable):
                     await bench.works()

@@ -62,7 +62,7 @@ async def test_calls_are_performed_at_the_same_time():
         await bench.works()
         for task in waiting:
             task.cancel()
-        done, _ = await asyncio.wait(waiting, timeout=20.0)
+        done, _ = await asyncio.wait(waiting, timeout=300)
         assert [task.cancelled() for task in done] == [True] * 5
         await bench.works()
         assert bench.store.spawned == 1
@@ -132,7 +132,7 @@ async def test_a_cancelled_verb_ends_when_its_work_has_ended():
         # the other end goes on as if nothing was
         await bench.works()
         bench.go()
-        await asyncio.wait([task], timeout=20.0)
+        await asyncio.wait([task], timeout=300)
         assert task.cancelled()
         bench.view()[:] = bytes(PART_NBYTES)
         await bench.works()
@@ -146,7 +146,7 @@ async def test_a_verb_is_cancelled_once_however_often_it_is_asked_for():
         for _ in range(5):
             task.cancel()
             await asyncio.wait([task], timeout=0.01)
-        await asyncio.wait([task], timeout=20.0)
+        await asyncio.wait([task], timeout=300)
         assert task.cancelled()
         # what the store does at its end was not cut short
         assert bench.view()[0] == ord("t")
@@ -161,5 +161,5 @@ async def test_a_cancelled_verb_of_a_stopped_child_ends_with_the_child():
         await asyncio.wait([task], timeout=0.05)
         assert not task.done()
         assert await bench.store.kill("a test")
-        await asyncio.wait([task], timeout=20.0)
+        await asyncio.wait([task], timeout=300)
         assert task.cancelled()

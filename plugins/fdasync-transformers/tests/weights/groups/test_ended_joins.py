@@ -106,7 +106,7 @@ async def test_joins_that_cannot_end_are_ended_and_the_worker_goes_on(
                 with port_of() as port:
                     join = asyncio.create_task(engine.join_weights_group(group_at(port, 1 + ranks)))
                     if port_of is lonely:
-                        await until(lambda: engine.load().doing == "updating", 20.0)
+                        await until(lambda: engine.load().doing == "updating", 300)
                         # the worker has begun to wait for the others: nothing that it says comes any more
                         await asyncio.sleep(0.5)
                     else:
@@ -121,9 +121,9 @@ async def test_joins_that_cannot_end_are_ended_and_the_worker_goes_on(
                             await join
                     else:
                         join.cancel()
-                    assert await asyncio.wait_for(tokens(engine), 20) == before
+                    assert await asyncio.wait_for(tokens(engine), 300) == before
                     assert time.monotonic() - began < _SOON_S
-                    await until(lambda: not engine.weights.groups.joins, 10.0)
+                    await until(lambda: not engine.weights.groups.joins, 300)
         async with sender_of(engine, 1 + ranks) as sender:
             await send(sender, engine, new, "new")
         assert await tokens(engine) == await fresh_tokens(tmp_path / "new")

@@ -109,6 +109,6 @@ async def test_what_is_refused_or_breaks_is_so_for_all_of_them(tmp_path: Path) -
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - another process is asked
             await asyncio.sleep(0.02)
