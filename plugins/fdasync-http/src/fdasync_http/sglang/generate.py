@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from fdasync import Delta, DeltaStream
     from fdasync_http.front import Front
-    from fdasync_http.sglang.asked import GenerateBody
     from fdasync_http.text import SampleText
 
 
