@@ -30,7 +30,7 @@ from fdasync.events.tap import TapStats
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.ipc.home_loop import check_loop
-from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix, checked_sleep
 from fdasync.scheduler import SchedulerStats
 from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
 from fdasync.telemetry.sight.sight import Watched
@@ -498,6 +498,7 @@ class Engine(Generator):
         """
         self._inside()
         assert self._sleep is not None
+        level, mode = checked_sleep(level, mode)
         if mode == "abort":
             self._check_open(draining_is_fine=True)
             # one that is refused ends no request
