@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         WeightsRejected,
         WorkerDied,
         WorkerStuck,
+        WrongLoop,
     )
     from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load, ModelFacts
     from fdasync.pd.instance.instance import Instance
@@ -197,6 +198,7 @@ __all__ = [
     "WeightsRejected",
     "WorkerDied",
     "WorkerStuck",
+    "WrongLoop",
     "connect",
 ]
 

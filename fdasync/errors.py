@@ -271,6 +271,19 @@ class EngineClosed(PermanentError):
         super().__init__(f"the engine is {state} and takes no new requests")
 
 
+class WrongLoop(PermanentError):
+    """A call came from another event loop, or another thread, than the one that its object was started on. Nothing was
+    done.
+
+    Attributes:
+        what: the object: "engine", "instance" or "router".
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"the {what} was started on another event loop: it is used and closed on that one")
+
+
 class TaskCancelled(PermanentError):
     """A task that an engine runs on was cancelled from outside, together with all tasks of the loop, for example.
 

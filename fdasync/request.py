@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import re
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
+from collections.abc import Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import msgspec
 
 from fdasync.errors import BadInput
-from fdasync.registry.mapping import refusal_of, struct_of
+from fdasync.registry.mapping import converted, struct_of
 
 if TYPE_CHECKING:
     import os
@@ -247,10 +248,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         Raises BadInput naming the first field that is wrong. Types are checked too.
         """
-        try:
-            copy = msgspec.convert(msgspec.structs.asdict(self), SamplingParams, str_keys=True)
-        except msgspec.ValidationError as wrong:
-            raise refusal_of(SamplingParams, wrong, whole="params") from None
+        copy = converted(SamplingParams, msgspec.structs.asdict(self), whole="params")
         copy._check(vocab_size)
         return copy
 
@@ -298,9 +296,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_grammar(self, grammar: Grammar) -> None:
         try:
             # an object that its caller made is not checked yet
-            msgspec.convert(msgspec.structs.asdict(grammar), Grammar)
-        except msgspec.ValidationError as wrong:
-            raise BadInput("grammar", str(wrong), limit=", ".join(get_args(GrammarKind))) from None
+            converted(Grammar, msgspec.structs.asdict(grammar))
+        except BadInput as wrong:
+            kinds = ", ".join(get_args(GrammarKind))
+            raise BadInput("grammar", f"{wrong.field}: {wrong.problem}", limit=kinds) from None
         if not 0 < len(grammar.text) <= MAX_GRAMMAR_CHARS:
             raise BadInput("grammar", f"{len(grammar.text)} characters", limit=f"1 to {MAX_GRAMMAR_CHARS}")
         check_text("grammar", grammar.text)
@@ -441,27 +440,34 @@ def check_name(request_id: Any) -> None:
 
 def check_pause_mode(mode: Any) -> None:
     """Raise BadInput for a mode that `Generator.pause` does not know."""
-    if mode not in get_args(PauseMode):
-        raise BadInput("mode", f"{mode!r} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
+    if not isinstance(mode, str) or mode not in get_args(PauseMode):
+        raise BadInput("mode", f"{mode!r:.100} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
 
 
-def checked_sleep(level: Any, mode: Any) -> tuple[int, SleepMode]:
+def checked_sleep(level: Any, mode: Any) -> tuple[Literal[0, 1, 2], SleepMode]:
     """Raises BadInput for a level or a mode that `Generator.sleep` does not know."""
-    if isinstance(level, bool) or level not in (0, 1, 2):
-        raise BadInput("level", f"{level!r} is no depth of a sleep", limit="0, 1 or 2")
-    if mode not in get_args(SleepMode):
-        raise BadInput("mode", f"{mode!r} is no mode of a sleep", limit=", ".join(get_args(SleepMode)))
-    return level, mode
+    try:
+        depth = -1 if isinstance(level, bool) else index(level)
+    except TypeError:
+        depth = -1
+    if not 0 <= depth <= 2:
+        raise BadInput("level", f"{level!r:.100} is no depth of a sleep", limit="0, 1 or 2")
+    if not isinstance(mode, str) or mode not in get_args(SleepMode):
+        raise BadInput("mode", f"{mode!r:.100} is no mode of a sleep", limit=", ".join(get_args(SleepMode)))
+    return cast("Literal[0, 1, 2]", depth), mode
 
 
 def checked_tags(tags: Any) -> tuple[WakeTag, ...]:
     """Raises BadInput for names that are no parts of an engine's memory."""
     known = get_args(WakeTag)
-    if isinstance(tags, str) or not isinstance(tags, Iterable):
-        raise BadInput("tags", f"{tags!r} is no list of names", limit=", ".join(known))
-    named = tuple(tags)
-    if wrong := [tag for tag in named if tag not in known]:
-        raise BadInput("tags", f"{wrong[0]!r} names no part of an engine's memory", limit=", ".join(known))
+    try:
+        named = None if isinstance(tags, str) else tuple(tags)
+    except TypeError:
+        named = None
+    if named is None:
+        raise BadInput("tags", f"{tags!r:.100} is no list of names", limit=", ".join(known))
+    if wrong := [tag for tag in named if not isinstance(tag, str) or tag not in known]:
+        raise BadInput("tags", f"{wrong[0]!r:.100} names no part of an engine's memory", limit=", ".join(known))
     return named
 
 

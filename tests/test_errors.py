@@ -53,6 +53,7 @@ from fdasync.errors import (
     WeightsRejected,
     WorkerDied,
     WorkerStuck,
+    WrongLoop,
 )
 from fdasync.ipc.rpc import Failed
 from fdasync.runner.worker.messages import ERRORS, error_of
@@ -87,6 +88,7 @@ EXAMPLES = [
     (PluginError("g", "n", "", "broken"), "plugin 'n' of g: broken"),
     (EngineClosed("draining"), "the engine is draining"),
     (TaskCancelled("fdasync-engine"), "task 'fdasync-engine', which is the engine's own, was cancelled from outside"),
+    (WrongLoop("engine"), "the engine was started on another event loop: it is used and closed on that one"),
     (EngineFailed(OSError("disk")), "the engine failed: OSError: disk"),
     (InvariantBroken("rule", ["a", "b"]), "rule\n  a\n  b"),
     (DeadlineExceeded("step 3", 0.5), "step 3 did not end within 0.5 s"),

@@ -29,7 +29,8 @@ from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
 from fdasync.events.tap import TapStats
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
-from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.ipc.home_loop import check_loop
+from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix, checked_sleep
 from fdasync.scheduler import SchedulerStats
 from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
 from fdasync.telemetry.sight.sight import Watched
@@ -152,7 +153,8 @@ class Engine(Generator):
         drafter: a drafter object instead of the one that the config names (which must name some), which knows no
             sequence yet and was made with `DrafterLimits.of` the configured numbers, or wider ones.
 
-    `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`.
+    `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`. It belongs to
+    the loop that it was started on: calls from another one raise WrongLoop, but for those that only look in.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class Engine(Generator):
         self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
         self._close_told = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._late_max_s = 0.0
 
     # -- life ---------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class Engine(Generator):
             raise EngineClosed(self.state)
         self._runtime.claim()
         self.state = "starting"
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._stop: asyncio.Event = asyncio.Event()
         started: asyncio.Future[None] = loop.create_future()
         # its error counts as read where no caller waits any more
@@ -346,16 +349,18 @@ class Engine(Generator):
         """Abort live requests, let steps in flight end, free everything; idempotent.
 
         Live requests return what they have; requests that wait for a place raise EngineClosed. Raises, once, what
-        closing the runner raises.
+        closing the runner raises; WrongLoop in another loop than that of `start`.
         """
         if self._supervisor is None:
             self.state = "closed"
             return
-        if self.state in ("running", "draining"):
-            self.state = "closing"
-        self._stop.set()
-        # a caller that is cancelled here leaves the closing to go on
-        await asyncio.wait([self._supervisor])
+        if not self._supervisor.done():
+            check_loop(self._loop, "engine")
+            if self.state in ("running", "draining"):
+                self.state = "closing"
+            self._stop.set()
+            # a caller that is cancelled here leaves the closing to go on
+            await asyncio.wait([self._supervisor])
         if self._supervisor.cancelled():
             # before its first step: there is nothing of it
             self.state = "closed"
@@ -395,6 +400,7 @@ class Engine(Generator):
         return self._frontend
 
     def _check_open(self, draining_is_fine: bool = False) -> None:
+        check_loop(self._loop, "engine")
         if self._failure is not None:
             self._inside().failure_seen = True
             raise EngineFailed(self._failure)
@@ -446,6 +452,7 @@ class Engine(Generator):
 
     def abort(self, request_id: str) -> bool:
         check_name(request_id)
+        check_loop(self._loop, "engine")
         request = None if self._frontend is None else self._frontend.find(request_id)
         if request is None or self._frontend is None:
             return False
@@ -454,6 +461,7 @@ class Engine(Generator):
 
     def abort_all(self, prefix: str = "") -> int:
         check_prefix(prefix)
+        check_loop(self._loop, "engine")
         return 0 if self._frontend is None else self._frontend.abort_all(prefix)
 
     # -- weights --------------------------------------------------------------------------------------
@@ -490,6 +498,7 @@ class Engine(Generator):
         """
         self._inside()
         assert self._sleep is not None
+        level, mode = checked_sleep(level, mode)
         if mode == "abort":
             self._check_open(draining_is_fine=True)
             # one that is refused ends no request

@@ -41,10 +41,46 @@ def struct_of(
     unknown = [key for key in values if key not in known]
     if unknown and kind.__struct_config__.forbid_unknown_fields:
         raise _unknown(error, unknown, known, root)
+    return converted(kind, dict(values), error=error, root=root, whole=whole)
+
+
+def converted(
+    kind: type[S], values: dict[str, Any], *, error: type[BadInput] = BadInput, root: str = "", whole: str = ""
+) -> S:
+    """A struct of this kind with values of fields that exist; see `struct_of`. Raises `error`, whatever the values
+    are."""
     try:
-        return msgspec.convert(dict(values), kind, str_keys=True)
+        return msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as wrong:
         raise refusal_of(kind, wrong, error=error, root=root, whole=whole) from None
+    except Exception as wrong:
+        # msgspec reads text with a lone surrogate, and objects that are half a mapping, without a check
+        raise _unreadable(kind, values, wrong, error, root, whole) from None
+
+
+def _unreadable(
+    kind: type[msgspec.Struct],
+    values: Mapping[str, Any],
+    wrong: Exception,
+    error: type[BadInput],
+    root: str,
+    whole: str,
+) -> BadInput:
+    """The error for values that cannot be read at all, which names the first such field."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+    found = whole or root
+    for key, value in values.items():
+        try:
+            msgspec.convert(value, hints[names[key]], str_keys=True)
+        except msgspec.ValidationError:
+            continue
+        except Exception as own:
+            found, wrong = f"{root}.{key}" if root else key, own
+            break
+    if isinstance(wrong, UnicodeEncodeError):
+        return error(found, "has a lone surrogate", hint="it is not valid Unicode text")
+    return error(found, f"cannot be read: {type(wrong).__name__}: {wrong}")
 
 
 def refusal_of(

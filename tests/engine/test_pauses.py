@@ -231,6 +231,36 @@ def test_resume_ends_a_pause_that_waits():
     play(work)
 
 
+@pytest.mark.parametrize("way", ["parts", "load"])
+def test_resume_ends_a_pause_that_waits_for_an_update(way):
+    async def work():
+        loop = asyncio.get_running_loop()
+        config = synthetic_config({"step_s": 0.01, "load_s": 2.0}, update_deadline_s=30.0)
+        async with Engine(config) as engine:
+            if way == "parts":
+                await engine.begin_weight_update()
+            else:
+                update = asyncio.create_task(engine.update_weights(1, weights(50)))
+                await asyncio.sleep(0.05)
+            pauses = [asyncio.create_task(engine.pause("wait")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            assert not any(pause.done() for pause in pauses)
+            began = loop.time()
+            await engine.resume()
+            await asyncio.wait(pauses)
+            assert loop.time() - began < 0.01
+            assert engine.load().doing == "updating"
+            if way == "parts":
+                await engine.end_weight_update()
+            else:
+                await update
+            # the pauses are undone, and nothing is left of them
+            assert engine.load().doing == "running"
+            assert (await engine.complete([1, 2], SamplingParams(max_tokens=2))).finish_reason == "length"
+
+    play(work)
+
+
 def test_a_pause_that_waits_takes_as_long_as_the_longest_deadline():
     async def work():
         async with Engine(config(step_deadline_s=1.0)) as engine:

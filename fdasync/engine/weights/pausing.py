@@ -43,8 +43,7 @@ class Pausing:
         self._runtime = runtime
         self._fail = fail
         self._check = check
-        self._resumes = 0
-        # calls of `pause` that have not returned, with their modes
+        # calls of `pause` that have not returned, with their modes; a resume takes them all out, and ends their waits
         self._pausers: dict[object, PauseMode] = {}
         # how many PauseRequested were published
         self._asked = 0
@@ -56,8 +55,7 @@ class Pausing:
         pauser = object()
         self._pausers[pauser] = mode
         try:
-            await self.quiet(mode)
-            # a resume that came while this call waited has removed its pauser, and undoes its pause
+            await self.quiet(mode, pauser)
             state.held = state.held or pauser in self._pausers
         except asyncio.CancelledError:
             # a cancelled call takes its own pause back, and no other's
@@ -79,18 +77,21 @@ class Pausing:
         if not state.updating:
             # an update resumes at its own end
             self.go_on()
+        if self._runtime.driver is not None:
+            # pauses that wait have been undone
+            self._runtime.driver.tell()
 
     def _ask(self, mode: PauseMode) -> None:
         self._asked += 1
         self._runtime.bus.publish(PauseRequested(mode=mode))
 
-    async def quiet(self, mode: PauseMode = "in_place") -> None:
+    async def quiet(self, mode: PauseMode = "in_place", pauser: object = None) -> None:
         """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
-        (docs/design.md, rule 10)."""
+        (docs/design.md, rule 10). `pauser`: the call of `pause` that waits, until a resume undoes it; None: the room's
+        own work does, which no resume ends."""
         driver = self._runtime.driver
         assert driver is not None
         pausing = driver.scheduler.pausing
-        resumes = self._resumes
         self._ask(mode)
 
         def paused() -> bool:
@@ -99,7 +100,7 @@ class Pausing:
 
         def resumed() -> bool:
             # after a resume the engine may never be idle again
-            return self._resumes != resumes
+            return pauser is not None and pauser not in self._pausers
 
         if mode == "wait":
             # bounded by the deadlines of the requests that run; the pause of an update is not the one that it waits for
@@ -124,5 +125,3 @@ class Pausing:
         self._runtime.bus.publish(ResumeRequested())
         if self._pausers:
             self._ask("wait")
-        else:
-            self._resumes += 1

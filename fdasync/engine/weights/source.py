@@ -97,8 +97,9 @@ def check_group(group: Any, ranks: int, interface: str) -> None:
     timeout_s: Any = group.timeout_s
     address: Any = group.address
     _check_name("group.name", group.name)
-    if group.backend not in ("gloo", "nccl"):
-        raise BadInput("group.backend", f"{group.backend!r} is not served", limit="gloo, nccl")
+    backend: Any = group.backend
+    if not isinstance(backend, str) or backend not in ("gloo", "nccl"):
+        raise BadInput("group.backend", f"{backend!r:.100} is not served", limit="gloo, nccl")
     _check_whole_number("group.port", group.port, 1, 65535)
     _check_whole_number("group.world_size", group.world_size, 2, _MOST_RANKS)
     _check_whole_number("group.rank", group.rank, 1, _MOST_RANKS)

@@ -42,6 +42,7 @@ from fdasync.events.actions import (
 )
 from fdasync.events.catalog import ConnectionsRefused, LinkChanged
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.home_loop import check_loop
 from fdasync.pd.instance.context import InstanceContext
 from fdasync.pd.instance.decode_service import DecodeService
 from fdasync.pd.instance.kv_events import KvEvents
@@ -421,12 +422,15 @@ class Instance:
     async def drain(self, limit_s: float) -> None:
         """Take no new work, and wait until all requests have ended or were handed over. Raises DeadlineExceeded."""
         assert self._context is not None
+        check_loop(self._context.loop, "instance")
         self._context.draining = True
         await self.engine.drain(limit_s)
 
     async def aclose(self) -> None:
         """Abort live requests, send their ends to their callers, hang up, close the engine; idempotent."""
         context = self._context
+        if context is not None and self.engine.state != "closed":
+            check_loop(context.loop, "instance")
         try:
             if context is not None and self._links is not None:
                 context.draining = True

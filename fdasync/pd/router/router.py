@@ -26,6 +26,7 @@ from fdasync.errors import (
     PeerUnreachable,
 )
 from fdasync.generator import Generation, Generator, Load, ModelFacts
+from fdasync.ipc.home_loop import check_loop
 from fdasync.pd.link.address import absolute
 from fdasync.pd.link.keys import keys_of
 from fdasync.pd.link.links import Links
@@ -131,6 +132,7 @@ class Router(Generator):
         self._base = ""
         self._links: Links | None = None
         self._started = self._closed = False
+        self._home: asyncio.AbstractEventLoop | None = None
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Router(Generator):
         Raises DeadlineExceeded, which names the silent instances, if none answers (or not all); PeerRefused if fewer
         than half fit together (or not all); ConfigError for an address.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop = self._home = asyncio.get_running_loop()
         self._links = Links(self._wire or ZmqWire(keys=self._keys), self, self._link_config)
         self._base = self._links.incarnation[:8].hex()
         self.dispatch = Dispatch(self.config, self.table, self._base, self._check_open)
@@ -237,6 +239,7 @@ class Router(Generator):
         """Abort live requests, which end with their output so far, and hang up; idempotent."""
         if self._closed:
             return
+        check_loop(self._home, "router")
         self._closed = True
         if self._links is not None:
             self.dispatch.close()
@@ -246,6 +249,7 @@ class Router(Generator):
                 await self._links.aclose()
 
     def _check_open(self) -> None:
+        check_loop(self._home, "router")
         if self._closed or self._links is None:
             raise EngineClosed("closed" if self._closed else "new")
         if self.failure is not None:
@@ -299,6 +303,7 @@ class Router(Generator):
 
     def abort(self, request_id: str) -> bool:
         check_name(request_id)
+        check_loop(self._home, "router")
         request = None if self._links is None else self.dispatch.find(request_id)
         if request is None:
             return False
@@ -309,6 +314,7 @@ class Router(Generator):
         """See `Generator.abort_all`: ends requests of this router. Requests of other routers, and of the instances'
         own processes, go on."""
         check_prefix(prefix)
+        check_loop(self._home, "router")
         live = [request for request in self.live if request.request_id.startswith(prefix)]
         for request in live:
             self.dispatch.abort(request)

@@ -143,7 +143,7 @@ def _token_bytes(prompt: Any) -> bytes:
         # at once for integers of Python; for others, such as those of numpy, and for what is wrong, one by one
         msgspec.convert(values, _INTS)
         return struct.pack(f"{len(values)}i", *values)
-    except (msgspec.ValidationError, struct.error, TypeError):
+    except (msgspec.ValidationError, struct.error, TypeError, UnicodeEncodeError):
         pass
     if bool in set(map(type, values)):
         raise BadInput("prompt", "holds a bool, which is no token id")
