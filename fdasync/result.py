@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 FinishReason = Literal[
     "stop", "length", "abort", "deadline", "failed", "handed_over", "no_lease", "never_lease", "lease_lost"
 ]
+#: how a request that is handed over in part may end for all instances that have samples of it; "": in no such way
+PartEnd = Literal["", "abort", "deadline"]
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):

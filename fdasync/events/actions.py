@@ -23,6 +23,7 @@ from fdasync.request import SamplerSpec
 
 # the scheduler knows it from here
 from fdasync.result import FinishReason as FinishReason
+from fdasync.result import PartEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -396,11 +397,14 @@ class GiveUpLease(msgspec.Struct, frozen=True, array_like=True, tag="give_up_lea
 
     Attributes:
         group, attempt, peer: as in `AskLease`.
+        ended: how the request ended here, after a part of it may have been handed over: its samples on the other side
+            end likewise. "": it did not, and the other side's samples are lost.
     """
 
     group: int
     attempt: int
     peer: str
+    ended: PartEnd = ""
 
 
 class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"):

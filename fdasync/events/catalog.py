@@ -90,9 +90,11 @@ class AbortRequested(Event, frozen=True, kw_only=True):
     Attributes:
         keys: the samples to end.
         begun_only: samples of requests of which none ever ran are left as they are.
+        reason: "deadline" where another instance, which had a part of the request, has found its deadline passed.
     """
 
     keys: tuple[int, ...]
+    reason: Literal["abort", "deadline"] = "abort"
     begun_only: bool = False
 
 

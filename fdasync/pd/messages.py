@@ -34,7 +34,7 @@ from fdasync.request import (
     WakeTag,
     WeightsGroup,
 )
-from fdasync.result import FinishReason, TopLogprobs, WeightSpan
+from fdasync.result import FinishReason, PartEnd, TopLogprobs, WeightSpan
 from fdasync.telemetry.sight.sight import Sight
 
 PROTOCOL = 2
@@ -379,11 +379,14 @@ class LeaseDrop(Message, frozen=True, array_like=True, tag="drop"):
 
     Attributes:
         reason: the reason, for people.
+        ended: from P: the request ended so there, by its caller, a pause, an update or its deadline: what D has of it
+            ends likewise, and is the answer. "": not so; what was handed over in part is lost.
     """
 
     request: Name
     attempt: Small
     reason: Words
+    ended: PartEnd = ""
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -336,7 +336,7 @@ class Scheduler:
             if seq is None:
                 self._counters.late_aborts += 1
             elif seq.has_begun or not event.begun_only:
-                self._end(seq, "abort", seq.num_output)
+                self._end(seq, event.reason, seq.num_output)
 
     def _expire(self, now: float) -> None:
         while self._deadlines:
@@ -404,7 +404,7 @@ class Scheduler:
         if self._has_tiers:
             self.tiers.leave(seq)
         if seq.hand_off is not None:
-            self.prefill_side.leave(seq)
+            self.prefill_side.leave(seq, reason)
         if seq.lease >= 0:
             self.decode_side.leave(seq, seq.lease)
         if self.pausing.is_winding_down:

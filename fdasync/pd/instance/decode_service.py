@@ -22,6 +22,7 @@ from fdasync.cache.identity import PromptHashes, are_block_keys, root_key
 from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError, ProtocolError
 from fdasync.events.actions import EmitTokens
 from fdasync.events.catalog import (
+    AbortRequested,
     BlocksOffered,
     BlocksReceived,
     LeaseAsked,
@@ -235,6 +236,12 @@ class DecodeService:
         lease = self._leases.find(peer, name)
         if lease is None:
             self._leases.bury(name, self._context.loop.time())
+            return
+        if message.ended and lease.confirmed:
+            # a request ends as a whole: its samples that came have tokens and rows
+            self._leases.remove(lease)
+            keys = tuple([sample.key for sample in lease.request.samples if sample.finish is None])
+            self._context.bus.publish(AbortRequested(keys=keys, reason=message.ended))
             return
         self._context.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=message.reason))
         self._over(lease)

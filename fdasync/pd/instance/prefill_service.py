@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import Part
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
+    from fdasync.result import PartEnd
     from fdasync.request import GenerateRequest
 
 # decode instances of which it is told why they were not reached
@@ -233,7 +234,7 @@ class PrefillService:
         """End a lease, with all of its offers and hand-offs, and tell the other side."""
         lease = self._by_group.get((action.group, action.attempt))
         if lease is not None:
-            self._end(lease, "it is not wanted any more", tell=True)
+            self._end(lease, "it is not wanted any more", tell=True, ended=action.ended)
 
     def send(self, action: SendBlocks) -> None:
         """Ends in `BlocksSent`."""
@@ -450,7 +451,7 @@ class PrefillService:
         self._context.bus.publish(LeaseLost(group=group, attempt=attempt, reason=reason))
         self._end(lease, reason, tell=False)
 
-    def _end(self, lease: _Lease, reason: str, *, tell: bool) -> None:
+    def _end(self, lease: _Lease, reason: str, *, tell: bool, ended: PartEnd = "") -> None:
         """End a lease, with all of its offers and hand-offs; idempotent."""
         if lease.over:
             return
@@ -472,7 +473,7 @@ class PrefillService:
         lease.hands.clear()
         if tell and lease.sent and lease.peer is not None and lease.peer.is_up:
             try:
-                lease.peer.send(LeaseDrop(*lease.name, brief(reason)))
+                lease.peer.send(LeaseDrop(*lease.name, brief(reason), ended))
             except (PeerUnreachable, PeerRefused, PeerBusy):
                 # the lease is not renewed any more, and ends by itself
                 return

@@ -547,7 +547,9 @@ class ControlPlane:
                 ):
                     await asyncio.sleep(_LOOK_S)
         for request in self._dispatch.being_handed_over():
-            self._dispatch.restart(request)
+            # one that a caller has read from does not begin again: the update ends it, as it ends those that run
+            if not request.delivered:
+                self._dispatch.restart(request)
 
     def _agree(self, command: Command, took: list[tuple[InstanceHandle, Done]]) -> None:
         """Adopt the namespace that most instances have; drop the instances with another one."""

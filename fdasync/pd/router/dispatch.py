@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -141,13 +141,19 @@ class Dispatch:
         """A live request by its caller's name for it."""
         return self._live.get(request_id)
 
-    def close(self) -> None:
-        """End every request with the output that has arrived."""
-        for request in self.live:
-            self.abort_everywhere(request)
-            self.finish(request, request.so_far("abort"), None)
+    async def aclose(self, limit_s: float) -> None:
+        """End every request with what it has. Instances have so long for what only they know of it."""
+        live = self.live
+        for request in live:
+            self.abort(request)
         for task in list(self._tasks):
             task.cancel()
+        try:
+            if left := [request.done for request in live if not request.done.done()]:
+                await wait_within(left, limit_s)
+        finally:
+            for request in self.live:
+                self._cut(request, "abort", "the router closes, and no instance has ended the request")
 
     def abort(self, request: RoutedRequest) -> None:
         """End a request with the output that it has."""
@@ -156,7 +162,7 @@ class Dispatch:
         request.aborted = True
         self.abort_everywhere(request)
         if not request.name:
-            self.finish(request, request.so_far("abort"), None)
+            self._cut(request, "abort", "it was aborted")
         else:
             # the instance that has the request ends it; the timer does if that instance is silent
             self.set_timer(request, grace_s(request.submit.deadline_s))
@@ -192,7 +198,7 @@ class Dispatch:
                 try:
                     await self.wait_open(max(request.ends_at - self._loop.time(), 0.0), request.done)
                 except DeadlineExceeded:
-                    self.finish(request, request.so_far("deadline"), None)
+                    self._cut(request, "deadline", "its deadline passed while the weights were updated")
                 if request.done.done():
                     return
             keys = await self._keys(request)
@@ -212,7 +218,7 @@ class Dispatch:
             if route is not None and left_s > 0 and self._give(request, route, keys, left_s):
                 return
             if left_s <= 0:
-                self.finish(request, request.so_far("deadline"), None)
+                self._cut(request, "deadline", "no instance took it before its deadline")
                 return
             if self._table.may_serve(request.prefill, request.wanted_decoders, need):
                 absent_s = 0.0
@@ -253,11 +259,11 @@ class Dispatch:
         request.name, request.first, request.decoders, request.server = name, first, decoders, None
         request.sessions = {instance.address: instance.sessions for instance in decoders}
         submit = request.submit
-        request.specs = wanted_specs(first.shape.aux, submit.routing, submit.aux)
+        specs = wanted_specs(first.shape.aux, submit.routing, submit.aux)
         rooms = [room for instance in (first, *decoders) if (room := instance.room) is not None]
         most = max([room.facts.max_context_tokens for room in rooms])
         scores = prompt_logprobs_of(submit.params)
-        request.incoming = Incoming(request.specs, submit.params.n, most, submit.start, scores)
+        request.incoming = Incoming(specs, submit.params.n, most, submit.start, scores)
         request.samples = [None] * submit.params.n
         self._by_name[name] = request
         request.missing, request.num_blocks, request.beats = route.missing, len(keys), first.beats
@@ -346,7 +352,6 @@ class Dispatch:
         """Whether output of this instance is the request's; the first instance that sends some serves it."""
         if request.server is None:
             if request.first is not instance:
-                self._settle(request)
                 self._count_on(request, instance)
             request.server = instance
         # from the first token on the decode instance alone answers (docs/design.md, rule 17)
@@ -406,10 +411,10 @@ class Dispatch:
         if request.done.done():
             return
         if request.aborted:
-            self.finish(request, request.so_far("abort"), None)
+            self._cut(request, "abort", f"{instance.peer.name}: {problem}")
         elif self._loop.time() >= request.ends_at:
             # a request that one instance ended by deadline may look lost to another
-            self.finish(request, request.so_far("deadline"), None)
+            self._cut(request, "deadline", f"{instance.peer.name}: {problem}")
         elif request.delivered or request.tries > self._config.retries:
             partial = request.so_far("failed")
             self.finish(request, None, InstanceLost(request.request_id, f"{instance.peer.name}: {problem}", partial))
@@ -450,8 +455,8 @@ class Dispatch:
         self._spawn(self._again(request))
 
     def being_handed_over(self) -> list[RoutedRequest]:
-        """Requests whose decode instance is not known yet."""
-        return [request for request in self._by_name.values() if request.decoders and request.server is None]
+        """Requests of which an instance has a sample, and may still hand it over to another one."""
+        return [request for request in self._by_name.values() if request.is_between]
 
     def abort_everywhere(self, request: RoutedRequest) -> None:
         if not request.name:
@@ -481,7 +486,17 @@ class Dispatch:
         """No instance ended the request in time."""
         request.timer = None
         self.abort_everywhere(request)
-        self.finish(request, request.so_far("abort" if request.aborted else "deadline"), None)
+        silent = [one.peer.name for one in (request.first, request.server) if one is not None]
+        problem = f"{' and '.join(dict.fromkeys(silent)) or 'no instance'} did not end it in time"
+        self._cut(request, "abort" if request.aborted else "deadline", problem)
+
+    def _cut(self, request: RoutedRequest, reason: Literal["abort", "deadline"], problem: str) -> None:
+        """End a request that no instance ends. Of a sample that is not whole nobody knows the rows and weights: one that
+        has tokens is no result (docs/design.md, rule 13)."""
+        if request.is_torn:
+            self.finish(request, None, InstanceLost(request.request_id, problem, request.so_far("failed")))
+        else:
+            self.finish(request, request.so_far(reason), None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

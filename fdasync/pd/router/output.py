@@ -44,6 +44,10 @@ class RoutedOutput:
         """Whether any output has come."""
         return bool(self._unread or self._token_ids or self._texts or self._finish_reason)
 
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._token_ids) or any(delta.token_ids for delta in self._unread)
+
     def add(self, delta: Delta) -> None:
         self._unread.append(delta)
 

@@ -19,7 +19,6 @@ from fdasync.result import CachedTokens, Result, Sample
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.cache.aux import AuxSpec
     from fdasync.ipc.deadlines import DeadlineTimer
     from fdasync.pd.messages import Submit
     from fdasync.pd.results import Incoming
@@ -49,7 +48,6 @@ class RoutedRequest:
         sessions: the session of each of `decoders` when the try was sent; in a later session it is another process.
         server: the instance that answers, once that is known.
         decoder: the instance in whose load it counts as a request that decodes.
-        specs: aux specs whose rows the result has; None before an instance was chosen.
         incoming: rows and outputs of the current try.
         aborted: the caller has aborted it.
         whole: one instance must serve it whole, since no decode instance takes it over.
@@ -88,7 +86,6 @@ class RoutedRequest:
         "samples",
         "server",
         "sessions",
-        "specs",
         "started_at",
         "submit",
         "timer",
@@ -119,7 +116,6 @@ class RoutedRequest:
         self.sessions: dict[str, int] = {}
         self.server: InstanceHandle | None = None
         self.decoder: InstanceHandle | None = None
-        self.specs: tuple[AuxSpec, ...] | None = None
         self.incoming: Incoming | None = None
         self.aborted = False
         self.whole = False
@@ -136,6 +132,18 @@ class RoutedRequest:
     def delivered(self) -> bool:
         """Whether output has arrived, so that the request cannot be tried again."""
         return any(self.outputs)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the instance that the try was sent to may still hand over what it has of it."""
+        return bool(self.decoders) and self.first is not None and self.server is not self.first
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a sample has tokens, and is not whole."""
+        return any(
+            output.has_tokens and sample is None for output, sample in zip(self.outputs, self.samples, strict=True)
+        )
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -196,10 +204,8 @@ class RoutedRequest:
         return self.outputs[index].take(is_whole=self.samples[index] is not None or self.done.done())
 
     def so_far(self, reason: FinishReason) -> Result:
-        """The output so far as a result: samples that are whole, and the others without rows. One of these of which all
-        tokens arrived gets the finish reason `reason` too, since it lacks its rows; it keeps its own where the caller
-        wants no rows."""
-        rowless = self.specs == ()
+        """The output so far as a result: samples that are whole, and the others, which end with `reason`, without rows
+        and versions: of those that have tokens only the instance knows them (`is_torn`)."""
         samples = []
         for index, output in enumerate(self.outputs):
             if (ended := self.samples[index]) is not None:
@@ -215,7 +221,7 @@ class RoutedRequest:
                     raw_logprobs=None if raw is None else np.array(raw, np.float32),
                     processed_logprobs=None if processed is None else np.array(processed, np.float32),
                     top_logprobs=whole.top_logprobs,
-                    finish_reason=(whole.finish_reason if rowless else None) or reason,
+                    finish_reason=reason,
                     cached=CachedTokens(),
                     weight_version=(),
                     routing=None,

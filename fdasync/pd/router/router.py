@@ -81,6 +81,10 @@ if TYPE_CHECKING:
     from fdasync.telemetry.sight.sight import Watched
 
 
+# what instances have, where the router closes, to end what it has of them
+_LAST_WORD_S = 1.0
+
+
 def connect(addresses: Sequence[str], config: RouterConfig | None = None, **options: Any) -> Router:
     """A router for these instances: `async with fdasync.connect(["ipc:///run/d0"]) as router`. See `Router`."""
     return Router(addresses, config, **options)
@@ -236,14 +240,16 @@ class Router(Generator):
         return instance
 
     async def aclose(self) -> None:
-        """Abort live requests, which end with their output so far, and hang up; idempotent."""
+        """Abort live requests, which end with their output so far, and hang up; idempotent. Instances have a second to
+        say what only they know of it, as rows; without it a request that has tokens ends with InstanceLost, which has
+        the output."""
         if self._closed:
             return
         check_loop(self._home, "router")
         self._closed = True
         if self._links is not None:
-            self.dispatch.close()
             try:
+                await self.dispatch.aclose(_LAST_WORD_S)
                 await self.commands.aclose()
             finally:
                 await self._links.aclose()

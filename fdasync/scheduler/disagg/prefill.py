@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fdasync.cache.snapshots import Snapshot
     from fdasync.events.actions import Action, FinishReason
     from fdasync.events.catalog import RequestPrepared
+    from fdasync.result import PartEnd
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
@@ -136,7 +137,7 @@ class PrefillSide:
         if hand_off.granted and seq.key not in hand_off.hands and len(seq.tokens) > seq.prompt_len:
             hand_off.hands[seq.key] = None
 
-    def leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence, reason: FinishReason) -> None:
         """The sequence ended, for any reason. Blocks that a decode instance is reading stay until it has read them."""
         if seq.hand_off is None:
             return
@@ -145,7 +146,8 @@ class PrefillSide:
         hand_off.seqs.remove(seq)
         self._sender.forget(hand_off, seq)
         if not hand_off.seqs:
-            self._close(hand_off, tell=hand_off.handed < hand_off.samples)
+            ended: PartEnd = reason if reason in ("abort", "deadline") else ""
+            self._close(hand_off, tell=hand_off.handed < hand_off.samples, ended=ended)
             hand_off.state = "ended"
             del self.hand_offs[hand_off.group]
             if not self.hand_offs:
@@ -386,11 +388,11 @@ class PrefillSide:
         hand_off.state = "failed"
         self.ends += [(seq, end, reason) for seq in hand_off.seqs]
 
-    def _close(self, hand_off: HandOff, *, tell: bool) -> None:
-        """End what happens under its lease; `tell`: give the lease up. Offered blocks stay in place until their offer
+    def _close(self, hand_off: HandOff, *, tell: bool, ended: PartEnd = "") -> None:
+        """End what happens under its lease; `tell`: give the lease up, `ended`: see `GiveUpLease`. Offered blocks stay in place until their offer
         has ended."""
         if hand_off.state in ("asked", "granted") and tell:
-            self.actions.append(GiveUpLease(hand_off.group, hand_off.attempt, hand_off.peer))
+            self.actions.append(GiveUpLease(hand_off.group, hand_off.attempt, hand_off.peer, ended))
         if hand_off.granted:
             del self._granted[hand_off.group]
             if not hand_off.begun:
