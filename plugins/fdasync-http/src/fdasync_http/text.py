@@ -100,25 +100,40 @@ class SampleText:
         self._decoder = decoder
         self._keeps_stop = keeps_stop
         self._fed = 0
-        # what was decoded; of that, how many characters were given out, and the text that was not
+        # what was decoded; of that, how many characters were there before the last token, how many were given out, and
+        # the text that was not
         self._parts: list[str] = []
+        self._count = 0
+        self._before = 0
         self._given = 0
         self._held = ""
-        # so many characters at the end may be the beginning of a stop string
-        self._most_held = max(map(len, stop)) - 1 if decoder is not None and stop and not keeps_stop else 0
+        # so many characters before the last token's text may be the beginning of a stop string that it completes; None:
+        # nothing is held back
+        self._begun = max(map(len, stop)) - 1 if decoder is not None and stop and not keeps_stop else None
 
     def add(self, text: str, token_ids: Sequence[int]) -> str:
-        """New text of the engine, and the tokens that came with it. Returns the text that has become settled: no stop
-        string can take it away any more."""
+        """New text of the engine, and the tokens that came with it. Returns the text that has become settled: neither a
+        stop string nor a stop token can take it away any more."""
         if self._decoder is not None:
-            text = self._decoder.feed(token_ids)
-            self._fed += len(token_ids)
-        self._parts.append(text)
+            text = self._feed(self._decoder, token_ids)
+        else:
+            self._parts.append(text)
         held = self._held + text
-        settled = max(len(held) - self._most_held, 0)
+        settled = len(held) if self._begun is None else max(self._before - self._begun - self._given, 0)
         self._held = held[settled:]
         self._given += settled
         return held[:settled]
+
+    def _feed(self, decoder: IncrementalDecoder, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        text = decoder.feed(token_ids[:-1])
+        self._before = self._count + len(text)
+        text += decoder.feed(token_ids[-1:])
+        self._count += len(text)
+        self._fed += len(token_ids)
+        self._parts.append(text)
+        return text
 
     def rest(self, sample: Sample) -> str:
         """What `end` returns behind the text that `add` returned."""
@@ -129,16 +144,14 @@ class SampleText:
         if self._decoder is None:
             return sample.text
         tokens, last = sample.token_ids, len(sample.token_ids)
-        if self._keeps_stop or self._fed >= last:
-            return self._whole(tokens)
-        if sample.stop_string:
-            before = "".join([*self._parts, self._decoder.feed(tokens[self._fed : last - 1])])
-            whole = before + self._decoder.feed(tokens[last - 1 :]) + self._decoder.flush()
+        # a token that stops it is no text
+        is_cut = sample.stop_token_id is not None and not self._keeps_stop
+        self._feed(self._decoder, tokens[self._fed : last - 1 if is_cut else last])
+        whole = "".join([*self._parts, self._decoder.flush()])
+        if is_cut:
+            return whole[: self._before] if self._fed == last else whole
+        if sample.stop_string and not self._keeps_stop:
             # it ends in what the last token added; what stands before may have been barred by `min_tokens`
-            at = whole.find(sample.stop_string, max(len(before) - len(sample.stop_string) + 1, 0))
+            at = whole.find(sample.stop_string, max(self._before - len(sample.stop_string) + 1, 0))
             return whole[:at] if at >= 0 else whole
-        return self._whole(tokens if sample.stop_token_id is None else tokens[:-1])
-
-    def _whole(self, token_ids: Sequence[int]) -> str:
-        assert self._decoder is not None
-        return "".join([*self._parts, self._decoder.feed(token_ids[self._fed :]), self._decoder.flush()])
+        return whole

@@ -73,7 +73,11 @@ async def echo_of(front: Front, asked: Asked, result: Result, names: TokenNames)
 def _prompt_text(front: Front, asked: Asked, names: TokenNames) -> str:
     if isinstance(asked.prompt, str):
         return asked.prompt
-    return "" if front.tokenizer is None else spaced(front.tokenizer.decode(asked.prompt), asked.prompt, names)
+    return (
+        ""
+        if front.tokenizer is None
+        else spaced(front.tokenizer.decode(asked.prompt), asked.prompt, names, specials=False)
+    )
 
 
 def with_echo(
@@ -82,7 +86,7 @@ def with_echo(
     """Text and log-probs of a whole sample behind those of its prompt, if they repeat it."""
     before, own = echo.logprobs, text.end(sample)
     if asked.echo:
-        own = spaced(own, sample.token_ids, names)
+        own = spaced(own, sample.token_ids, names, specials=asked.form.specials)
     offsets = TextOffsets(names, specials=asked.form.specials, spaced=asked.echo, first=len(echo.text))
     logprobs = of_completion(sample, names, offsets)
     if before is not None and logprobs is not None:
@@ -136,7 +140,8 @@ class _Growing:
         if self._first is not None:
             self._first += token_ids
             if text:
-                text, self._first = spaced(text, self._first, self._names), None
+                text = spaced(text, self._first, self._names, specials=self._offsets.specials)
+                self._first = None
         return echo + text
 
 

@@ -81,10 +81,11 @@ class TokenNames:
         return begins and self._decode is not None and not self._decode([token_id]).startswith(" ")
 
 
-def spaced(text: str, token_ids: Sequence[int], names: TokenNames) -> str:
+def spaced(text: str, token_ids: Sequence[int], names: TokenNames, *, specials: bool) -> str:
     """A text that stands behind another one, or is to be cut by its tokens: with the space that a decoder dropped at
-    its start."""
-    first = next((token for token in token_ids if not names.is_special(token)), None)
+    its start. `specials`: the text has that of special tokens."""
+    seen = (token for token in token_ids if names.piece(token) and (specials or not names.is_special(token)))
+    first = next(seen, None)
     dropped = first is not None and bool(text) and not text.startswith(" ") and names.drops_space(first)
     return f" {text}" if dropped else text
 
@@ -97,13 +98,16 @@ class TextOffsets:
         spaced: it has the space that its first token begins with.
         first: characters before it.
         within: the whole text, where it is known: special tokens are where it has them, as a client wrote them.
+
+    Attributes:
+        specials: see there.
     """
 
     def __init__(
         self, names: TokenNames, *, specials: bool = False, spaced: bool = False, first: int = 0, within: str = ""
     ) -> None:
         self._names = names
-        self._specials = specials
+        self.specials = specials
         self._within = within
         self._begun = spaced
         self._at = first
@@ -113,7 +117,7 @@ class TextOffsets:
         """Of the next token."""
         at, names = self._at, self._names
         piece = names.piece(token_id)
-        is_shown = self._specials or self._within.startswith(piece.decode(errors="replace"), at)
+        is_shown = self.specials or self._within.startswith(piece.decode(errors="replace"), at)
         if not is_shown and names.is_special(token_id):
             return at
         self._at += len(self._decoder.decode(piece))
