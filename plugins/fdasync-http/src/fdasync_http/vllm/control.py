@@ -99,12 +99,9 @@ class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def wake_up(request: Request, front: Front) -> Response:
     """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
-    paused. Graphs come with the blocks. 202 where an update has to bring weights first."""
+    paused. 202 where an update has to bring weights first."""
     body = await read_json(request, WakeBody, front.config)
     tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
-    if tags is not None and "kv_cache" in tags:
-        # vLLM knows no part of its own for them
-        tags = [*tags, "cuda_graph"]
     return woken(await front.generator.wake(tags))
 
 
