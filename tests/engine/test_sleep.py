@@ -504,6 +504,8 @@ def test_sleeps_under_load(seed):
                     except WakeFailed:
                         assert seed % 3
             await asyncio.gather(*clients)
+            # writes to the store end behind the requests whose blocks they write
+            await asyncio.sleep(1)
             check_end(engine)
 
     with no_leaks():

@@ -54,7 +54,7 @@ async def test_a_training_step_of_slime_releases_updates_and_resumes(scene):
     assert not await sleeping(scene)
 
 
-@pytest.mark.parametrize("tags", list(permutations(["weights", "kv_cache"])) + [("weights", "kv_cache", "cuda_graph")])
+@pytest.mark.parametrize("tags", [*list(permutations(["weights", "kv_cache"])), ("weights", "kv_cache", "cuda_graph")])
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_xtuner_areal_and_roll_release_all_and_name_no_graphs(scene, tags, at_once):
     """xtuner and AReaL resume weights, send theirs, and resume the blocks; ROLL resumes both in one call."""
