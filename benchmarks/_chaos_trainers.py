@@ -258,7 +258,9 @@ class TrainerFaults:
         told it, and is paused until then."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _BROKEN_S
-        while (probe := await node.probe()) is not None and probe.paused and not probe.broken and loop.time() < until:
+        while (  # noqa: ASYNC110 - another process is asked
+            (probe := await node.probe()) is not None and probe.paused and not probe.broken and loop.time() < until
+        ):
             await asyncio.sleep(0.05)
         return probe
 
