@@ -535,7 +535,8 @@ class Generator(Protocol):
         it, and cached blocks stay usable.
 
         Args:
-            version: as in `update_weights`. The label in use changes nothing.
+            version: as in `update_weights`. The label in use changes nothing, nor does that which the parts of an open
+                update named: its weights have it once the update has ended.
 
         Raises BadInput, also for a label that other weights had; UpdateUnderWay; WeightsBroken; EngineClosed.
         """

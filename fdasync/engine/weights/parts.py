@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fdasync.engine.weights.update import Asked, check_mode
 from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import DeadlineTimer
-from fdasync.request import checked_fingerprint
+from fdasync.request import checked_fingerprint, checked_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +151,11 @@ class PartUpdates:
         self._open, self._state.is_open = None, False
         asked = Asked(label, order, update.mode, wanted, weights_id)
         await self._task.run(self._updater.update(asked, self._loaders.end_received, None))
+
+    def has_label(self, version: str | int) -> bool:
+        """Whether an update is open whose weights will have this label. Raises BadInput for what is none."""
+        label = checked_version(version)
+        return self._open is not None and self._open.label == label
 
     def abandon(self) -> None:
         """See `Engine.abandon_weight_update`."""

@@ -454,6 +454,8 @@ class ControlPlane:
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
         label = checked_version(version)
+        if self._parts is not None and self._parts.label == label:
+            return
         refused = self._used.get(label, self._table.namespace) != self._table.namespace
         await self._change(Command(0, "relabel", version=label), "other weights had it" if refused else "")
 
