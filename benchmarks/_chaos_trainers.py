@@ -25,6 +25,7 @@ from fdasync.request import GroupTensors, WeightsGroup
 if TYPE_CHECKING:
     from random import Random
 
+    from benchmarks._chaos_child import Probe
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
@@ -243,7 +244,7 @@ class TrainerFaults:
         self._notes.add("broken_s" if kind == DIES else "broken_by_silence_s", took)
         broken = 0
         for node, starts in self._members.items():
-            probe = await node.probe()
+            probe = await self._told(node)
             if probe is None or node.starts != starts or not node.is_up:
                 continue
             if not probe.broken or not probe.paused:
@@ -251,6 +252,17 @@ class TrainerFaults:
             broken += bool(probe.broken)
         self._notes.struck[kind] += bool(broken)
         return True
+
+    async def _told(self, node: Node) -> Probe | None:
+        """What an instance holds that must hear of broken weights: one that was stopped reads late what its worker
+        told it, and is paused until then."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _BROKEN_S
+        while (  # noqa: ASYNC110 - another process is asked
+            (probe := await node.probe()) is not None and probe.paused and not probe.broken and loop.time() < until
+        ):
+            await asyncio.sleep(0.05)
+        return probe
 
     async def _bring(self, kind: str, trainer: Trainer) -> bool:
         """A whole update by a trainer; False: it did not come about."""

@@ -412,8 +412,9 @@ class Generator(Protocol):
         was no sleep.
 
         Args:
-            tags: the parts to take back; None or none: all. "scheduling" names none: without memory to take back it
-                ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
+            tags: the parts to take back; None or none: all. Graphs ("cuda_graph") come back with the last part of the
+                others, whoever names them: they hold its addresses. "scheduling" names none: without memory to take
+                back it ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
 
         Dropped weights that no update has brought by then are loaded once more from their folder; where they came as
         tensors, the generator waits for an update, and requests with it.
@@ -534,7 +535,8 @@ class Generator(Protocol):
         it, and cached blocks stay usable.
 
         Args:
-            version: as in `update_weights`. The label in use changes nothing.
+            version: as in `update_weights`. The label in use changes nothing, nor does that which the parts of an open
+                update named: its weights have it once the update has ended.
 
         Raises BadInput; UpdateUnderWay; WeightsBroken; EngineClosed.
         """

@@ -152,6 +152,11 @@ class PartUpdates:
         asked = Asked(label, order, update.mode, wanted, weights_id)
         await self._task.run(self._updater.update(asked, self._loaders.end_received, None))
 
+    def has_label(self, version: str | int) -> bool:
+        """Whether an update is open whose weights will have this label. Raises BadInput for what is none."""
+        label = checked_version(version)
+        return self._open is not None and self._open.label == label
+
     def abandon(self) -> None:
         """See `Engine.abandon_weight_update`."""
         self._check()

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from fdasync.engine.weights.weights import Weights
     from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
 
-#: in the order in which they are taken back: graphs hold addresses of weights and blocks
+#: in the order in which they are taken back
 _PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
+#: what holds addresses of all others: it comes back with the last of them
+_LAST: tuple[MemoryPart, ...] = ("cuda_graph",)
 _PAUSES: dict[SleepMode, PauseMode] = {"keep": "retract", "abort": "abort", "wait": "wait"}
 
 
@@ -193,7 +195,9 @@ class Sleep:
         state.moving = state.waking = True
         try:
             for part in _PARTS:
-                if part in tags and part in state.released:
+                # whoever named them or not: nothing is missing but them, or they have to wait for what is
+                wanted = state.released == _LAST if part in _LAST else part in tags
+                if wanted and part in state.released:
                     await self._of_runner("taking memory back", self._runtime.runner.regain_memory(part))
                     state.released = tuple([other for other in state.released if other != part])
             if state.released:

@@ -109,6 +109,8 @@ class Weights:
         """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
         self._check()
         state = self.state
+        if self.parts.has_label(version):
+            return
         if state.broken is not None:
             raise state.broken
         label = checked_version(version)

@@ -449,7 +449,10 @@ class ControlPlane:
 
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
-        await self._change(Command(0, "relabel", version=checked_version(version)))
+        label = checked_version(version)
+        if self._parts is not None and self._parts.label == label:
+            return
+        await self._change(Command(0, "relabel", version=label))
 
     async def fingerprint(self) -> str:
         """Have instances hash their weights, but those that wait for others. Raises WeightsDiffer where they are not

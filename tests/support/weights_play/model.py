@@ -257,7 +257,9 @@ class WeightsModel:
         if not self.sleeps and not self.dropped:
             return ""
         for part in PARTS:
-            if part in (tags or PARTS) and part in self.released:
+            # graphs need all others, and come with the last of them
+            wanted = self.released == {part} if part == "cuda_graph" else part in (tags or PARTS)
+            if wanted and part in self.released:
                 if fails:
                     return "WakeFailed"
                 self.released.remove(part)

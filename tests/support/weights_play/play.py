@@ -33,7 +33,7 @@ LABELS = [0, 1, 2, 3]
 _LIMIT_S = 3.0
 _NAMES = {LOW: ("low",), HIGH: ("high",), WHOLE: ("low", "high")}
 _METAS = {LOW: (LOW_META,), HIGH: (HIGH_META,), WHOLE: (LOW_META, HIGH_META)}
-_TAGS = [None, [], ["weights"], ["kv_cache"], ["cuda_graph", "kv_cache"], ["weights", "kv_cache"]]
+_TAGS = [None, [], ["weights"], ["kv_cache"], ["cuda_graph"], ["cuda_graph", "kv_cache"], ["weights", "kv_cache"]]
 
 # a call of the engine, and what the model says of it
 Move = "tuple[str, Callable[[], Coroutine[Any, Any, Any]], Callable[[], str]]"

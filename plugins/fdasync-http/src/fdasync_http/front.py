@@ -60,6 +60,9 @@ class Front:
         snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
         pulling: held while a checkpoint is pulled.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
+        refused: why the last update by a group was refused; "": it was not, or another one has begun since.
+        unfinished: of an update that was refused and finished all the same by a client that reads no status: its
+            requests are refused for this reason, until an update begins or brings weights. "": there is none.
     """
 
     def __init__(
@@ -80,6 +83,11 @@ class Front:
         self.snapshot = ""
         self.pulling = asyncio.Lock()
         self.local_checkpoint = ""
+        self.refused = self.unfinished = ""
+
+    def updates(self) -> None:
+        """An update has begun, or brought weights: what was refused before it is over."""
+        self.refused = self.unfinished = ""
 
     def ignore(self, path: str, field: str) -> None:
         """Count a field of a body that changes nothing there. Clients choose the names, so only so many are kept."""
@@ -89,10 +97,12 @@ class Front:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for a request that generates. Raises Refused: 503 while the front drains, 429 where `max_live`
-        requests generate."""
+        """A place for a request that generates. Raises Refused: 503 while the front drains and where an update is
+        `unfinished`, 429 where `max_live` requests generate."""
         if self.is_draining():
             raise Refused(503, "the server drains, and ends", code="draining", retry_after_s=RETRY_AFTER_S)
+        if self.unfinished:
+            raise Refused(503, self.unfinished, code="unfinished")
         if self.live >= self.config.max_live:
             raise Refused(
                 429,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import permutations
 
 import pytest
 
@@ -51,6 +52,19 @@ async def test_a_training_step_of_slime_releases_updates_and_resumes(scene):
     assert answer["meta_info"]["weight_version"] == "step-1"
     assert answer["output_ids"] != before
     assert not await sleeping(scene)
+
+
+@pytest.mark.parametrize("tags", [*list(permutations(["weights", "kv_cache"])), ("weights", "kv_cache", "cuda_graph")])
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_xtuner_areal_and_roll_release_all_and_name_no_graphs(scene, tags, at_once):
+    """xtuner and AReaL resume weights, send theirs, and resume the blocks; ROLL resumes both in one call."""
+    before = (await ask(scene)).json()["output_ids"]
+    assert (await post(scene, "/release_memory_occupation")).status_code == 200
+    waiting = ask(scene)
+    for each in [list(tags)] if at_once else [[tag] for tag in tags]:
+        assert (await post(scene, "/resume_memory_occupation", {"tags": each})).status_code == 200
+    assert not await sleeping(scene)
+    assert (await waiting).json()["output_ids"] == before
 
 
 async def test_weights_that_nobody_pushes_are_those_of_before(scene):

@@ -122,18 +122,26 @@ async def test_slime_begins_at_version_1_again_when_it_restarts(tmp_path: Path, 
                     await post(life, "/destroy_weights_update_group", {"group_name": trainer.group.name})
 
 
-@pytest.mark.slow
 async def test_miles_brackets_its_update(tmp_path: Path) -> None:
+    """As its `UpdateWeightFromDistributed` calls: a selector everywhere, the label once more before the end."""
     async with scene_of(tmp_path) as scene:
         await sglang_join(scene, scene.trainer.group)
-        await post(scene, "/begin_weight_update", {"selector": None})
-        assert not (await post(scene, "/begin_weight_update", {"selector": None}, 409))["success"]
+        await post(scene, "/pause_generation", {"mode": "retract"})
+        assert (await scene.client.get("/flush_cache")).status_code == 200
+        await post(scene, "/begin_weight_update", {"selector": "all"})
+        assert not (await post(scene, "/begin_weight_update", {"selector": "all"}, 409))["success"]
         names = list(scene.stored)
-        await sglang_send(scene, names[:9], weight_version="6")
+        told = {"flush_cache": False, "selector": "all", "weight_version": "6"}
+        await sglang_send(scene, names[:9], **told)
         for path, field in (("/update_weights_from_disk", "model_path"), ("/update_weights", "weight_dir")):
             await post(scene, path, {field: str(scene.new)}, 409)
-        await sglang_send(scene, names[9:], weight_version="6")
-        await post(scene, "/end_weight_update", {"selector": None})
+        await sglang_send(scene, names[9:], **told)
+        # the label of the parts, and no other one
+        label = {"new_version": "6", "abort_all_requests": False}
+        assert (await post(scene, "/update_weight_version", {**label, "new_version": "7"}, 409))["error"]
+        assert (await post(scene, "/update_weight_version", label))["success"]
+        await post(scene, "/end_weight_update", {})
+        await post(scene, "/continue_generation", {})
         assert (await scene.client.get("/get_weight_version")).json() == {"weight_version": "6"}
         assert await generated(scene) == await fresh_tokens(scene.new)
         # a trainer that left in the middle, and starts anew
@@ -142,6 +150,78 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         assert await generated(scene) == await fresh_tokens(scene.new)
         # nothing is open
         assert not (await post(scene, "/end_weight_update", {}, 400))["success"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"strange_key": 1}, {"names": 5}, {"load_format": "flattened_bucket"}, {"dtypes": []}]
+)
+async def test_a_refused_update_ends_what_began_and_the_trainer_hears_of_it(tmp_path: Path, changes: Any) -> None:
+    """It waits in its broadcast meanwhile: this rank leaves, and the broadcast fails."""
+    async with scene_of(tmp_path) as scene:
+        before = await generated(scene)
+        await sglang_join(scene, scene.trainer.group)
+        await post(scene, "/begin_weight_update", {"selector": "all"})
+        assert (await scene.client.get("/health")).json()["doing"] == "updating"
+        await scene.trainer.broadcast()
+        await post(
+            scene, "/update_weights_from_distributed", {**sglang_body(scene, list(scene.stored)), **changes}, 400
+        )
+        # nothing was sent, so nothing is broken
+        assert (await scene.client.get("/health")).json()["doing"] == "running"
+        assert await asyncio.wait_for(scene.trainer.process.wait(), 60) != 0
+        assert not (await post(scene, "/end_weight_update", {}, 400))["success"]
+        assert await generated(scene) == before
+
+
+async def test_a_refused_part_behind_others_is_told_by_health(tmp_path: Path) -> None:
+    async with scene_of(tmp_path) as scene:
+        await sglang_join(scene, scene.trainer.group)
+        await post(scene, "/begin_weight_update", {"selector": "all"})
+        names = list(scene.stored)
+        await sglang_send(scene, names[:9], weight_version="6")
+        await scene.trainer.broadcast(names[9:])
+        body = sglang_body(scene, names[9:], weight_version="6", strange_key=1)
+        await post(scene, "/update_weights_from_distributed", body, 400)
+        assert (await post(scene, "/end_weight_update", {}, 400))["success"] is False
+        health = await scene.client.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "broken")
+        assert await asyncio.wait_for(scene.trainer.process.wait(), 60) != 0
+
+
+async def test_trl_whose_update_is_refused_hears_of_it_by_its_requests(tmp_path: Path) -> None:
+    """Its asynchronous GRPO reads no status of what it calls for weights: its own group, which is vLLM's, is refused,
+    and so are its tensors; then it finishes, and goes on."""
+    async with scene_of(tmp_path) as scene:
+        before = await generated(scene)
+        init = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
+        body = sglang_body(scene, list(scene.stored))
+        update = {"names": body["names"], "dtype_names": body["dtypes"], "shapes": body["shapes"], "packed": True}
+        for _ in range(2):
+            await post(scene, "/init_weight_transfer_engine", {"init_info": init}, 501)
+            assert (await scene.client.post("/pause", params={"mode": "keep"})).status_code == 200
+            await post(scene, "/start_weight_update", {"is_checkpoint_format": True})
+            await post(scene, "/update_weights", {"update_info": update}, 400)
+            # only what it finishes is its word for new weights
+            assert (await scene.client.get("/health")).status_code == 200
+            refused = await scene.client.post("/finish_weight_update")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unfinished")
+            await scene.client.post("/resume")
+            asked = {"prompt": PROMPT, "max_tokens": 2, "return_token_ids": True, "logprobs": 0}
+            answer = await post(scene, "/v1/completions", asked, 503)
+            assert "an update was refused" in answer["error"]["message"]
+            assert (await scene.client.get("/health")).status_code == 503
+            assert (await scene.client.get("/live")).status_code == 200
+        # one who reads what it is told: whatever brings weights ends it, and so does whoever gives the group up
+        await post(scene, "/destroy_weights_update_group", {"group_name": scene.trainer.group.name})
+        assert await generated(scene) == before
+        await post(scene, "/start_weight_update", {})
+        await post(scene, "/update_weights", {"update_info": update}, 400)
+        await post(scene, "/finish_weight_update", {}, 400)
+        await post(scene, "/update_weights", {"weight_dir": str(scene.new)})
+        assert await generated(scene) == await fresh_tokens(scene.new)
+        # a finish that is said twice does no harm
+        await post(scene, "/finish_weight_update", {}, 400)
+        assert await generated(scene) == await fresh_tokens(scene.new)
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ class Miles:
         one = ("nnodes", "gpu_id_step", "tp_size", "dp_size", "pp_size", "ep_size")
         assert [info[name] for name in one] == [1] * len(one)
         assert (info["node_rank"], info["base_gpu_id"], info["enable_memory_saver"]) == (0, 0, False)
+        assert info["enable_metrics"] is True
 
     async def version(self):
         return (await self.stage.get("/model_info"))["weight_version"]

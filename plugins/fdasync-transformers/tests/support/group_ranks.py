@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from fdasync import WeightsGroup
 
 dist: Any = torch_dist
 NAME = "w"
-# the parent may be gone before
+# longest that it waits for others
 _ALONE_S = 120.0
 
 
@@ -107,7 +108,9 @@ def main() -> None:
         connection, _ = server.accept()
         if not os.fork():
             server.close()
-            serve(connection, tensors)
+            with suppress(OSError):
+                # whoever asked is gone
+                serve(connection, tensors)
             os._exit(0)
         connection.close()
 

@@ -7,17 +7,20 @@ broadcast each. What a path says twice does no harm, but for a second update whi
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from fdasync import GroupTensors, TensorMeta, WeightsGroup
-from fdasync.errors import FdasyncError
-from fdasync_http.bodies import read_json
+from fdasync.errors import FdasyncError, UpdateUnderWay
+from fdasync_http.bodies import decode, read_body, read_json
 from fdasync_http.failures import Refused, refused_of
 from fdasync_http.replies import whole
 from fdasync_http.sglang.control import SGLangBody, Updated, reply
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -107,6 +110,7 @@ async def destroy_weights_update_group(request: Request, front: Front) -> Respon
     body = await read_json(request, LeaveBody, front.config)
 
     async def leave() -> None:
+        front.updates()
         await front.generator.abandon_weight_update()
         await front.generator.leave_weights_group(body.group_name)
 
@@ -125,6 +129,7 @@ class ReceiveBody(SGLangBody):
         expected_weights_id: as of `/update_weights_from_disk`; not of a part of an update.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`, for senders of `fdasync_transformers`.
         flush_cache, torch_empty_cache: SGLang's; they change nothing.
+        selector: Miles', of the models whose tensors come ("all", "target"); the names say it, so it changes nothing.
     """
 
     names: list[str]
@@ -139,6 +144,41 @@ class ReceiveBody(SGLangBody):
     checksum: bool = False
     flush_cache: Any = None
     torch_empty_cache: Any = None
+    selector: Any = None
+
+
+class _Named(msgspec.Struct):
+    """Of a body that is read in vain, too."""
+
+    group_name: str | None = None
+
+
+@asynccontextmanager
+async def of_group(front: Front, name: str) -> AsyncIterator[None]:
+    """Around an update by a group. Where it is refused, what began ends: an open update in parts, and the group, in
+    whose broadcasts the trainer waits for the ranks here. A second update while one is under way ends nothing.
+
+    Args:
+        name: of the group; "": none.
+    """
+    try:
+        yield
+    except UpdateUnderWay:
+        raise
+    except (Refused, FdasyncError) as error:
+        front.refused = refused_of(error).message
+        with suppress(FdasyncError):
+            await front.generator.abandon_weight_update()
+            if name:
+                await front.generator.leave_weights_group(name)
+        raise
+
+
+def group_in(body: bytes, front: Front) -> str:
+    """The name of the group that a body names, whatever else it has; SGLang's where it names none."""
+    with suppress(Refused):
+        return decode(body, _Named, front.config).group_name or _NAME
+    return _NAME
 
 
 def tensors_of(
@@ -157,19 +197,23 @@ def tensors_of(
 async def update_weights_from_distributed(request: Request, front: Front) -> Response:
     """`POST /update_weights_from_distributed`: answers once the tensors are in their places. Several calls are one
     update where a pause or `/begin_weight_update` came before them."""
-    body = await read_json(request, ReceiveBody, front.config)
+    sent = await read_body(request, front.config) or b"{}"
 
     async def receive() -> None:
-        if body.load_format not in (None, "auto"):
-            problem = f"load_format {body.load_format!r:.50} is not served over a group; send tensors one by one"
-            raise Refused(400, problem, param="load_format")
-        part = tensors_of(
-            body.names, body.dtypes, body.shapes, body.group_name, body.bucket_nbytes, checksum=body.checksum
-        )
-        mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
-        await front.generator.update_weights(body.weight_version, part, mode, expected=body.expected_weights_id)
+        async with of_group(front, group_in(sent, front)):
+            await _receive(decode(sent, ReceiveBody, front.config), front)
+        front.updates()
 
     return await told(receive(), front)
+
+
+async def _receive(body: ReceiveBody, front: Front) -> None:
+    if body.load_format not in (None, "auto"):
+        problem = f"load_format {body.load_format!r:.50} is not served over a group; send tensors one by one"
+        raise Refused(400, problem, param="load_format")
+    part = tensors_of(body.names, body.dtypes, body.shapes, body.group_name, body.bucket_nbytes, checksum=body.checksum)
+    mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
+    await front.generator.update_weights(body.weight_version, part, mode, expected=body.expected_weights_id)
 
 
 class BeginBody(SGLangBody):
@@ -185,7 +229,12 @@ class BeginBody(SGLangBody):
 async def begin_weight_update(request: Request, front: Front) -> Response:
     """`POST /begin_weight_update`: no step runs until `/end_weight_update`."""
     await read_json(request, BeginBody, front.config)
-    return await told(front.generator.begin_weight_update("keep"), front)
+
+    async def begin() -> None:
+        await front.generator.begin_weight_update("keep")
+        front.updates()
+
+    return await told(begin(), front)
 
 
 class EndBody(SGLangBody):

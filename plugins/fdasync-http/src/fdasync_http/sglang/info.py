@@ -35,8 +35,7 @@ async def model_info(_request: Request, front: Front) -> Response:
 
 async def server_info(request: Request, front: Front) -> Response:
     """`GET /server_info`, `/get_server_info`: SGLang's names for what this server knows of itself."""
-    # where the client found it; an app that is mounted knows no address of its own
-    host, port = request.scope.get("server") or ("", None)
+    host, port = _called(request)
     facts, load = front.generator.facts(), front.generator.load()
     return reply(
         {
@@ -48,7 +47,8 @@ async def server_info(request: Request, front: Front) -> Response:
             "context_length": facts.max_context_tokens,
             "weight_version": facts.weight_version,
             "dtype": facts.dtype or "auto",
-            "tp_size": 1,
+            # what a client counts as ranks of its groups: on a router all instances are one to it
+            "tp_size": facts.tensor_parallel or 1,
             "dp_size": 1,
             "pp_size": 1,
             "ep_size": 1,
@@ -57,10 +57,11 @@ async def server_info(request: Request, front: Front) -> Response:
             "node_rank": 0,
             "base_gpu_id": 0,
             "gpu_id_step": 1,
-            "num_gpus": facts.num_instances,
+            "num_gpus": facts.num_instances * (facts.tensor_parallel or 1),
             "disaggregation_mode": "null",
             "disaggregation_bootstrap_port": None,
             "encoder_only": False,
+            "enable_metrics": True,
             "load_balance_method": "round_robin",
             "prefill_round_robin_balance": False,
             "enable_memory_saver": facts.can_sleep and front.config.memory_saver == "auto",
@@ -70,6 +71,17 @@ async def server_info(request: Request, front: Front) -> Response:
             "internal_states": [{"num_running_reqs": load.running, "num_waiting_reqs": load.waiting}],
         }
     )
+
+
+def _called(request: Request) -> tuple[str, int | None]:
+    """The host and port that the client calls this server by, with which it compares them: as its Host header has them
+    (an address of IPv6 in brackets), or where it found it."""
+    host, colon, port = request.headers.get("host", "").rpartition(":")
+    if colon and port.isdecimal() and (":" not in host or host.endswith("]")):
+        return host, int(port)
+    found: tuple[str, int | None] = request.scope.get("server") or ("", None)
+    named = request.headers.get("host", "")
+    return named or found[0], found[1]
 
 
 async def get_weight_version(_request: Request, front: Front) -> Response:
@@ -90,6 +102,8 @@ _WAITS = {
 
 def _check_health(front: Front) -> Load:
     """Raise what makes requests fail; returns the load."""
+    if front.unfinished:
+        raise Refused(503, front.unfinished, code="unfinished")
     # raises where a router has no instance any more
     front.generator.facts()
     load = front.generator.load()

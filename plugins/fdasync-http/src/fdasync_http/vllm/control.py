@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from starlette.responses import Response
 
-from fdasync_http.bodies import read_json
+from fdasync_http.bodies import decode, read_body, read_json
 from fdasync_http.failures import Refused
 from fdasync_http.pulls.serve import fetched
 from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
-from fdasync_http.sglang.groups import tensors_of
+from fdasync_http.sglang.groups import of_group, tensors_of
 from fdasync_http.vllm.groups import STATELESS
 from fdasync_http.weights import folder_within
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from starlette.requests import Request
 
     from fdasync import GroupTensors, PauseMode
@@ -99,12 +102,9 @@ class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def wake_up(request: Request, front: Front) -> Response:
     """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
-    paused. Graphs come with the blocks. 202 where an update has to bring weights first."""
+    paused. 202 where an update has to bring weights first."""
     body = await read_json(request, WakeBody, front.config)
     tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
-    if tags is not None and "kv_cache" in tags:
-        # vLLM knows no part of its own for them
-        tags = [*tags, "cuda_graph"]
     return woken(await front.generator.wake(tags))
 
 
@@ -211,12 +211,35 @@ class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
 
 async def update_weights(request: Request, front: Front) -> Response:
     """`POST /update_weights`: requests that run go on, on the KV that they have."""
-    body = await read_json(request, UpdateBody, front.config)
-    info = body.update_info or body
-    await front.generator.update_weights(
-        info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
-    )
+    sent = await read_body(request, front.config) or b"{}"
+    async with _by_group(sent, front):
+        body = decode(sent, UpdateBody, front.config)
+        info = body.update_info or body
+        await front.generator.update_weights(
+            info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
+        )
+    front.updates()
     return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
+
+
+class _Named(msgspec.Struct):
+    """What a body that is read in vain, too, says of a group."""
+
+    update_info: dict[str, Any] | None = None
+    names: Any = None
+    group_name: Any = None
+
+
+def _by_group(body: bytes, front: Front) -> AbstractAsyncContextManager[None]:
+    """What is around an update: of tensors by a group, `of_group`; of a folder nothing, which nobody waits for."""
+    named = _Named()
+    with suppress(Refused):
+        named = decode(body, _Named, front.config)
+    fields = named.update_info or {"names": named.names, "group_name": named.group_name}
+    if fields.get("names") is None and fields.get("group_name") is None:
+        return nullcontext()
+    name = fields.get("group_name")
+    return of_group(front, name if isinstance(name, str) else "")
 
 
 def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:

@@ -125,6 +125,7 @@ async def start_weight_update(request: Request, front: Front) -> Response:
     """`POST /start_weight_update`: no step runs until `/finish_weight_update`."""
     await read_json(request, StartBody, front.config)
     await front.generator.begin_weight_update("keep")
+    front.updates()
     return reply({"message": "Weight update started"})
 
 
@@ -141,8 +142,18 @@ class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def finish_weight_update(request: Request, front: Front) -> Response:
-    """`POST /finish_weight_update`: the weights are whole."""
+    """`POST /finish_weight_update`: the weights are whole.
+
+    400 where the update was refused before it. TRL reads no status of these calls, only of its requests: these are
+    refused from then on, until an update begins or brings weights, since they would be answered from other weights than
+    the trainer's.
+    """
     body = await read_json(request, FinishBody, front.config)
+    if front.refused:
+        why, front.refused = front.refused, ""
+        front.unfinished = f"the weights are not the trainer's: an update was refused, and finished all the same: {why}"
+        raise Refused(400, front.unfinished, code="unfinished")
     await front.generator.end_weight_update(body.weight_version, expected=body.expected_weights_id)
+    front.updates()
     version = front.generator.facts().weight_version
     return reply({"message": "Weight update finished", "weight_version": version})

@@ -198,9 +198,7 @@ class JoinedGroup:
         del backend
 
 
-def _met(
-    group: WeightsGroup, interface: str, kind: str, store: Any, limit_s: float, stop: int
-) -> tuple[Any, str]:
+def _met(group: WeightsGroup, interface: str, kind: str, store: Any, limit_s: float, stop: int) -> tuple[Any, str]:
     """torch's object for the rank, and "" - or None, and why the ranks did not meet: whoever keeps an error keeps its
     frames, which hold listeners and connections here."""
     until = time.monotonic() + limit_s
