@@ -116,9 +116,9 @@ def matched_stop(front: Front, sample: Sample, stops: tuple[str, ...]) -> str | 
     """The stop string that ended a sample; None: none did."""
     if sample.finish_reason != "stop" or sample.stop_token_id is not None or front.tokenizer is None:
         return None
-    # the engine's text ends where it begins
-    rest = front.tokenizer.decode(sample.token_ids)[len(sample.text) :]
-    return next((stop for stop in stops if rest.startswith(stop)), None)
+    text = front.tokenizer.decode(sample.token_ids)
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _thinking(text: str) -> dict[str, Any]:
