@@ -49,6 +49,9 @@ async def test_every_path_asks_for_the_key_and_control_for_its_own(scene_of):
         for path in control:
             assert (await scene.client.get(path, headers={"authorization": f"Bearer {KEY}"})).status_code == 403
             assert (await scene.client.get(path, headers={"authorization": f"bearer {ADMIN}"})).status_code == 200
+            # as Anthropic's clients send it
+            for key, status in (("wrong-0123456789abcd", 401), (KEY, 403), (ADMIN, 200)):
+                assert (await scene.client.get(path, headers={"x-api-key": key})).status_code == status
         # the body of a request without a key is never read
         response = await scene.client.post("/generate", content=b"x" * 100_000)
         assert response.status_code == 401

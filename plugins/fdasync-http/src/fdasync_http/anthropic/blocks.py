@@ -91,9 +91,10 @@ def tools_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         field = f"tools[{at}]"
         if tool.get("type") not in (None, "custom"):
             raise unserved(f"{field}.type", f"{tool['type']!r:.100}; give tools with an input_schema")
-        told = {"name": _text(field, tool, "name")}
-        told |= {"description": tool["description"]} if tool.get("description") is not None else {}
-        made.append({"type": "function", "function": {**told, "parameters": tool.get("input_schema")}})
+        told = {"name": _text(field, tool, "name"), "description": tool.get("description"),
+                "parameters": tool.get("input_schema")}  # fmt: skip
+        function = {name: value for name, value in told.items() if value is not None}
+        made.append({"type": "function", "function": function})
     return made
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.anthropic.envelope import error_of
+from fdasync_http.openai.asked import stops_of
 from fdasync_http.translated.translation import Event, Kind, Translation
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class MessageEvents(Translation):
             "usage": _usage(len(asked.prompt), 0, 0),
         })  # fmt: skip
         self._front = front
-        self._stops = asked.params.stop
+        self._stops = stops_of(asked.body)
         self._is_cut_by_context = asked.params.max_tokens < max_tokens
         self._text: list[str] = []
 
@@ -115,9 +116,9 @@ def matched_stop(front: Front, sample: Sample, stops: tuple[str, ...]) -> str | 
     """The stop string that ended a sample; None: none did."""
     if sample.finish_reason != "stop" or sample.stop_token_id is not None or front.tokenizer is None:
         return None
-    # the engine's text ends where it begins
-    rest = front.tokenizer.decode(sample.token_ids)[len(sample.text) :]
-    return next((stop for stop in stops if rest.startswith(stop)), None)
+    text = front.tokenizer.decode(sample.token_ids)
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _thinking(text: str) -> dict[str, Any]:

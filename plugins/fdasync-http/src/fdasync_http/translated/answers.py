@@ -97,10 +97,12 @@ async def _streamed(
 
 def _put(front: Front, chat: Prepared, sample: Sample, place: dict[str, Any], parts: list[Part], spent: Spent) -> None:
     """Add what is asked for beside the dialect's own fields, as a choice of a chat has it."""
+    told: dict[str, Any] = {}
     if chat.asked.body.return_token_ids:
-        place["prompt_token_ids"] = chat.asked.prompt
-        place["token_ids"] = sample.token_ids
-    put_extras(front, chat.asked, sample, place, parts, spent)
+        told |= {"prompt_token_ids": chat.asked.prompt, "token_ids": sample.token_ids}
+    put_extras(front, chat.asked, sample, told, parts, spent)
+    # a word of both is the dialect's
+    place |= {name: value for name, value in told.items() if name not in place}
 
 
 def _logprobs_of(run: Sample | Delta, names: TokenNames) -> list[dict[str, Any]]:
