@@ -261,7 +261,7 @@ def test_every_kind_of_callback_is_timed(way: str) -> None:
             await task
         one.close()
         other.close()
-        assert 0.02 <= loop.longest_s < 0.2
+        assert loop.longest_s >= 0.02
         assert loop.callbacks > 0
         assert ("step" if way == "task" else "busy") in loop.longest
         loop.reset()
@@ -277,12 +277,12 @@ def test_what_a_loop_waits_for_is_not_its_work() -> None:
         assert isinstance(loop, TimedLoop)
         loop.reset()
         async with Ticker() as ticker:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
         assert ticker.late_s
         return loop
 
     with asyncio.Runner(loop_factory=TimedLoop) as runner:
-        assert runner.run(work()).longest_s < 0.05
+        assert runner.run(work()).longest_s < 0.25
 
 
 async def test_a_late_tick_is_seen() -> None:

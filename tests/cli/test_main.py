@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,9 +153,9 @@ def test_demo_refuses_what_does_not_go_together(
 def test_demo_refuses_what_is_no_store(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = errors(capsys, monkeypatch, "demo", "--model", str(model), "--store", "redis:x")
-    assert "'redis'" in told
-    assert "file, memory" in told
+    told = errors(capsys, monkeypatch, "demo", "--model", str(model), "--store", "no-such-store:x")
+    # other plugins may have stores of their own
+    assert re.search(r"'no-such-store'.*\bfile\b.*\bmemory\b", told, re.DOTALL)
 
 
 OPTIONS = DemoOptions(requests=4, concurrency=4, max_tokens=8, inline=True)
@@ -270,18 +271,19 @@ def wait_for_child(pid: int) -> int:
     raise AssertionError("no worker came up")
 
 
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int, *arguments: str) -> Any:
-    """What the command prints as JSON in this process when it ends with this code."""
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int | None, *arguments: str) -> Any:
+    """What the command prints as JSON in this process when it ends with this code; None: with any."""
     monkeypatch.setattr(sys, "argv", ["fdasync", *arguments, "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
-    assert ended.value.code == code, err
+    assert code in (None, ended.value.code), err
     return json.loads(out)
 
 
 def test_doctor_and_plugins(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = {finding["what"]: finding for finding in said(capsys, monkeypatch, 0, "doctor")}
+    # other plugins that are installed may be broken
+    findings = {finding["what"]: finding for finding in said(capsys, monkeypatch, None, "doctor")}
     assert findings["Python"]["state"] == "ok"
     assert findings["torch"]["found"]
     assert findings["pyzmq"]["state"] == findings["memory between processes"]["state"] == "ok"

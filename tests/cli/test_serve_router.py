@@ -76,7 +76,7 @@ def test_a_trainers_step_in_the_routers_process_costs_no_stream(tmp_path: Path) 
 
 
 def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> None:
-    config = config_file(tmp_path, {"step_s": 0.2})
+    config = config_file(tmp_path, {"step_s": 2.0})
     address = f"ipc://{tmp_path}/m0"
 
     async def watch() -> float:
@@ -84,7 +84,7 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
         async with fdasync.connect([address]) as router:
             began = time.monotonic()
             while (status := router.stats().instances[0].status) is None or status.running:
-                assert time.monotonic() - began < 20.0, "it runs for nobody"
+                assert time.monotonic() - began < 120.0, "it runs for nobody"
                 await asyncio.sleep(0.05)
             return time.monotonic() - began
 
@@ -94,5 +94,5 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
             assert asks.stdout is not None
             assert asks.stdout.readline() == b"began\n"
             asks.kill()
-        # 200 steps would take 40 s
+        # 200 steps would take 400 s
         assert uvloop.run(watch()) > 1.0

@@ -22,9 +22,10 @@ from tests.support.helpers import hold_up
 from tests.support.plugins import install_plugin
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
-CALL_S = 0.2
-KILL_S = 0.5
-BLOCKED_S = 0.8
+# what is late is so by much more than a busy machine takes
+CALL_S = 0.6
+KILL_S = 1.5
+BLOCKED_S = 2.4
 
 SLOW = '''
 import asyncio
@@ -51,9 +52,9 @@ def item(name):
 
 def make(max_calls=8, **options):
     """(the process, its store as engines wrap it, the breaker's states)"""
-    process_store = ProcessStore("slow", {}, close_deadline_s=10.0, respawn_s=0.0)
+    process_store = ProcessStore("slow", {}, close_deadline_s=120.0, respawn_s=0.0)
     states = []
-    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=60.0, reap_s=10.0)
+    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=120.0, reap_s=120.0)
     limited = Limits(store, max_calls=max_calls, max_nbytes=1 << 20, max_wait_s=CALL_S)
     values = {"cooldown_s": 0.01, "probe_s": CALL_S, **options}
     return process_store, Breaker(limited, on_state=lambda state, _: states.append(state), **values), states
@@ -96,7 +97,7 @@ async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow
         pid = process_store.pid
         # late for real; its answer comes while the loop is blocked, before it is too old
         with pytest.raises(StoreTimeout) as caught:
-            await store.put([item("350/a")])
+            await store.put([item("1050/a")])
         hold_up(BLOCKED_S)
         assert await caught.value.ended == [DONE]
         # nobody is on the way to kill it either

@@ -166,12 +166,12 @@ async def test_a_copy_that_is_overdue_fails_the_engine_and_is_named():
 
 
 async def test_a_copy_that_came_while_the_loop_was_blocked_is_not_overdue():
-    stage = Stage(Script([OUT]), step_deadline_s=0.02)
+    stage = Stage(Script([OUT]), step_deadline_s=1.0)
     stage.bus.publish(TimerFired())
     await stage.turns()
     # the copy's end is read only after its deadline's timer has rung
-    stage.loop.call_soon(hold_up, 0.1)
-    stage.loop.call_later(0.03, stage.runner.copies[0].set_result, CopyOutput(0, 0, 0))
+    stage.loop.call_soon(hold_up, 1.5)
+    stage.loop.call_later(1.1, stage.runner.copies[0].set_result, CopyOutput(0, 0, 0))
     await stage.driver.wait_until(lambda: not stage.driver._copies)
     assert stage.failures == []
     assert [type(event) for event in stage.scheduler.seen[1]] == [SwapDone]

@@ -27,6 +27,7 @@ from fdasync.testing import (
     check_sample,
     held_engine,
     oracle_of,
+    run_sim,
     synthetic_config,
     synthetic_engine,
     until,
@@ -180,20 +181,23 @@ async def test_a_deadline_ends_a_request_wherever_it_is(where, deadline_s):
         check_idle(engine)
 
 
-async def test_a_deadline_in_a_stream_keeps_what_came():
-    engine, faults = held_engine(synthetic_config(pipeline_depth=1))
-    async with engine:
-        faults.hold()
-        async with engine.generate(PROMPT, GREEDY, deadline_s=0.1) as stream:
-            for step_id in range(3):
-                await faults.reached(step_id)
-                faults.release(1)
-            deltas = [delta async for delta in stream]
-        assert sum(len(delta.token_ids) for delta in deltas) == 3
-        assert deltas[-1].finish_reason == "deadline"
-        check_sample(stream.result.samples[0], PROMPT, GREEDY, oracle_of(engine.config))
-        assert len(stream.result.routing.array) == len(PROMPT) + 2
-        faults.release()
+def test_a_deadline_in_a_stream_keeps_what_came():
+    async def play():
+        engine, faults = held_engine(synthetic_config(pipeline_depth=1))
+        async with engine:
+            faults.hold()
+            async with engine.generate(PROMPT, GREEDY, deadline_s=0.1) as stream:
+                for step_id in range(3):
+                    await faults.reached(step_id)
+                    faults.release(1)
+                deltas = [delta async for delta in stream]
+            assert sum(len(delta.token_ids) for delta in deltas) == 3
+            assert deltas[-1].finish_reason == "deadline"
+            check_sample(stream.result.samples[0], PROMPT, GREEDY, oracle_of(engine.config))
+            assert len(stream.result.routing.array) == len(PROMPT) + 2
+            faults.release()
+
+    run_sim(play())
 
 
 # -- life ---------------------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ async def test_a_start_has_a_deadline():
 @pytest.mark.both_loops
 @pytest.mark.parametrize("kind", ["fail", "die", "hang"])
 async def test_a_failed_step_fails_the_engine_and_everyone_gets_what_there_is(kind):
-    config = synthetic_config(step_deadline_s=0.2)
+    config = synthetic_config(step_deadline_s=1.0)
     engine, _ = held_engine(config, fault=StepFault(kind, 6))
     cause = {"fail": RunnerError, "die": WorkerDied, "hang": WorkerStuck}[kind]
     caught = []

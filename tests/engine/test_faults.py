@@ -29,6 +29,7 @@ from fdasync.testing import (
     check_sample,
     held_engine,
     oracle_of,
+    run_sim,
     synthetic_config,
     synthetic_engine,
     until,
@@ -128,14 +129,14 @@ async def test_a_callers_list_is_read_once():
 
 @pytest.mark.both_loops
 async def test_a_blocked_loop_stalls_the_engine_and_does_not_fail_it():
-    config = synthetic_config({"step_s": 0.05}, step_deadline_s=0.2)
+    config = synthetic_config({"step_s": 0.05}, step_deadline_s=1.0)
     async with synthetic_engine(config) as engine:
         async with engine.bus.subscribe(StepDone) as steps:
             call = asyncio.create_task(engine.complete(PROMPT, GREEDY))
             await anext(steps)
-        hold_up(0.5)
+        hold_up(1.5)
         check_sample((await call).samples[0], PROMPT, GREEDY, oracle_of(config))
-        assert engine.stats().loop_late_max_s > 0.2
+        assert engine.stats().loop_late_max_s > 1.0
 
 
 class Picky(LetterTokenizer):
@@ -198,17 +199,15 @@ async def test_a_runner_that_does_not_close_is_told_once_and_the_rest_is_freed(w
 
 
 async def test_a_runner_that_dies_while_the_engine_closes_is_not_waited_for():
-    engine, faults = held_engine(synthetic_config(close_deadline_s=30.0))
+    engine, faults = held_engine(synthetic_config(close_deadline_s=3600.0))
     async with engine:
         faults.hold()
         call = asyncio.create_task(engine.complete(PROMPT, GREEDY))
         await faults.reached(0)
-        started = asyncio.get_running_loop().time()
         closing = asyncio.create_task(engine.aclose())
         await asyncio.sleep(0)
         faults.die()
         await closing
-        assert asyncio.get_running_loop().time() - started < 10
         try:
             assert (await call).finish_reason == "abort"
         except EngineFailed as failure:
@@ -268,11 +267,14 @@ async def test_a_callers_stop_strings_are_read_once():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_a_steps_deadline_does_not_count_the_step_before_it(depth):
-    config = synthetic_config({"step_s": 0.15}, step_deadline_s=0.25, pipeline_depth=depth)
-    async with synthetic_engine(config) as engine:
-        params = SamplingParams(max_tokens=4, temperature=0.0)
-        check_sample((await engine.complete(PROMPT, params)).samples[0], PROMPT, params, oracle_of(config))
+def test_a_steps_deadline_does_not_count_the_step_before_it(depth):
+    async def play():
+        config = synthetic_config({"step_s": 0.15}, step_deadline_s=0.25, pipeline_depth=depth)
+        async with synthetic_engine(config) as engine:
+            params = SamplingParams(max_tokens=4, temperature=0.0)
+            check_sample((await engine.complete(PROMPT, params)).samples[0], PROMPT, params, oracle_of(config))
+
+    run_sim(play())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def new_weights(number: int):
 
 @pytest.mark.parametrize("verb", ["pause", "update", "aclose"])
 async def test_a_loop_blocked_past_a_step_s_deadline_fails_no_pause_update_or_close(verb):
-    config = synthetic_config({"step_s": 0.03}, process="worker", step_deadline_s=0.1, close_deadline_s=0.1)
+    # far above what a step takes on a busy machine
+    config = synthetic_config({"step_s": 0.03}, process="worker", step_deadline_s=2.0, close_deadline_s=2.0)
     engine = Engine(config)
     calls = {"pause": engine.pause, "update": lambda: engine.update_weights(1, new_weights(5)), "aclose": engine.aclose}
     await engine.start()
@@ -36,7 +37,7 @@ async def test_a_loop_blocked_past_a_step_s_deadline_fails_no_pause_update_or_cl
     call = asyncio.create_task(calls[verb]())
     # the wait has begun, and a step is still in flight
     await until(lambda: engine.stats().scheduler.paused or verb == "aclose")
-    hold_up(0.4)
+    hold_up(2.5)
     await call
     if verb == "pause":
         assert engine.stats().steps_in_flight == 0

@@ -46,7 +46,7 @@ async def test_a_restarted_engine_reads_what_the_last_one_wrote(tmp_path):
 
 @pytest.mark.parametrize("busy", [True, False], ids=["writing", "idle"])
 async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing_else(tmp_path, busy):
-    engine = Engine(file_config(tmp_path, close_deadline_s=0.5, store_deadline_s=60.0))
+    engine = Engine(file_config(tmp_path, close_deadline_s=0.5, store_deadline_s=3600.0))
     await engine.start()
     await ask(engine, 0)
     if not busy:
@@ -57,7 +57,8 @@ async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing
         await ask(engine, 1)
     begun = asyncio.get_running_loop().time()
     await engine.aclose()
-    assert asyncio.get_running_loop().time() - begun < 10
+    # far below what its verbs may take
+    assert asyncio.get_running_loop().time() - begun < 300
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -112,9 +112,9 @@ async def test_a_deadline_ends_the_wait(tokens):
 
 @pytest.mark.both_loops
 async def test_a_text_that_was_tokenised_while_the_loop_was_blocked_is_in_time(tokens):
-    (pid,) = await tokens.encode("pid", 20.0)
-    for blocked_s in (0.5, 0.15):
-        encoding = asyncio.ensure_future(tokens.encode("abc", 0.1))
+    (pid,) = await tokens.encode("pid", 300.0)
+    for blocked_s in (2.0, 1.2):
+        encoding = asyncio.ensure_future(tokens.encode("abc", 1.0))
         await asyncio.sleep(0)
         hold_up(blocked_s)
         assert await encoding == [97, 98, 99]

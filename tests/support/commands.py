@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COMMAND = [sys.executable, "-c", "from fdasync_command import main; main()"]
 RUNNER = {"vocab_size": 100, "block_tokens": 4, "num_blocks": 64, "max_context_tokens": 256}
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def interruptible() -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _LINKS = LinkConfig(beat_s=0.1, lost_s=1.5)
 _RULES = LeaseRules(ttl_s=2.0, receive_s=2.0, silent_s=1.0)
-_DEADLINE_S = 30.0
+_DEADLINE_S = 120.0
 # of each instance's stamps; who is to die comes first
 _STAMPS = 100_000
 _CHILD = "from fdasync.cli.main import main; main()"

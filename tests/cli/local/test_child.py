@@ -13,7 +13,7 @@ from fdasync.ipc.deadlines import Within
 if TYPE_CHECKING:
     from pathlib import Path
 
-_START_S = 60.0
+_START_S = 300.0
 
 
 @pytest.fixture

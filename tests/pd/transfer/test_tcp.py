@@ -441,9 +441,9 @@ async def test_right_bytes_and_then_too_many():
 @pytest.mark.parametrize("late", ["greeting", "request"])
 async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monkeypatch, late):
     """Neither a stranger's greeting nor the rest of what a receiver owed is late for it."""
-    monkeypatch.setattr(tcp_server, "_GREET_S", 0.2 if late == "greeting" else 30.0)
+    monkeypatch.setattr(tcp_server, "_GREET_S", 1.0 if late == "greeting" else 30.0)
     hooks = Hooks()
-    hooks.make = lambda: TcpTransport(stuck_s=30.0 if late == "greeting" else 0.3)
+    hooks.make = lambda: TcpTransport(stuck_s=30.0 if late == "greeting" else 1.5)
     async with hooks.sides(1) as (sender,):
         server = sender.transport._server
         parts, _ = sender.block("a", 1000)
@@ -470,7 +470,7 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
                 # a reader's callback: uvloop looks at its timers next, and reads after that
                 ours.recv(1)
                 sock.send(words[4:])
-                hold_up(0.8)
+                hold_up(2.4)
 
             with ours, theirs:
                 ours.setblocking(False)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 # limit of one life on a real loop, on a machine that may be busy
-_REAL_LIMIT_S = 170.0
+_REAL_LIMIT_S = 600.0
 
 
 class SimulationFailed(AssertionError):

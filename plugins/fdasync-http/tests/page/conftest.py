@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_ANSWER_S = 60.0
+_ANSWER_S = 300.0
 
 
 def chromium() -> str:

@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-START_S = 120.0
+START_S = 300.0
 TEMPLATE = (
     '{% if tools %}call <tool_call>{"name": n, "arguments": {}}</tool_call>{% endif %}'
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

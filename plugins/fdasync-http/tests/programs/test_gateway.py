@@ -15,7 +15,7 @@ BODY = {
     "input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
     "sampling_params": {"max_new_tokens": 6, "temperature": 0},
 }  # fmt: skip
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from fdasync import SamplingParams
 
 WHOLE_S = 30.0
 # for what no figure is told of
-SOON_S = 120.0
+SOON_S = 300.0
 PARAMS = SamplingParams(max_tokens=24, seed=7)
 PROMPT = list(range(2, 60))
 

@@ -69,15 +69,6 @@ async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, si
         await Driver.open(tmp_path, config={"device": "cpu", "graph_sizes": sizes})
 
 
-@pytest.mark.parametrize("name", ["hostfunc", "thread", ""])
-async def test_completion_ports_that_there_are_not_are_refused_with_those_that_there_are(
-    tmp_path: Path, name: str
-) -> None:
-    write_tiny_checkpoint(tmp_path, "qwen3_moe")
-    with pytest.raises(ConfigError, match=r"runner_config\.completion.*limit: adaptive"):
-        await Driver.open(tmp_path, config={"device": "cpu", "completion": name})
-
-
 @pytest.mark.parametrize("error", [RuntimeError("no room"), torch.OutOfMemoryError("no room")])
 async def test_what_fails_to_bind_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError

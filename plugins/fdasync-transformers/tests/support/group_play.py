@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROMPT = list(range(3, 20))
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 def engine_config(folder: Path, **values: Any) -> EngineConfig:

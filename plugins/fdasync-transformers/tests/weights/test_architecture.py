@@ -96,7 +96,7 @@ def test_quantisation_is_no_fact_of_the_model(wrapped: bool) -> None:
     assert identity.config_facts(read_architecture(raw, HERE).config) == plain
 
 
-def test_rotary_dim_is_read_whatever_the_library_does_with_it() -> None:
+def test_rotary_dim_is_read() -> None:
     raw = config_of("minimax_m2", rotary_dim=4)
     raw["rope_parameters"].pop("partial_rotary_factor", None)
     config: Any = read_architecture(raw, HERE).config

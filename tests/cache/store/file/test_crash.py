@@ -27,7 +27,7 @@ writer = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(writer)
 
 ALL_KEYS = [key for number in range(writer.WORKERS) for key in writer.keys_of(number)]
-LIMIT_S = 60
+LIMIT_S = 300
 
 
 class Writer:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL_S, DEADLINE_S = 0.01, 10.0
+POLL_S, DEADLINE_S = 0.01, 300.0
 
 
 class Stage(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-START_S, END_S = 60.0, 20.0
+START_S, END_S = 300.0, 300.0
 
 
 @asynccontextmanager

@@ -236,7 +236,7 @@ def _phimoe(module: Any) -> RouterKind:
     return RouterKind(RouterRule(), near=2 * float(module.router_jitter_noise))
 
 
-# by reading the library's source, releases 5.17 and 5.23
+# by reading the library's source, release 5.23
 _FORMS: dict[Callable[[Any], RouterKind], str] = {
     _softmax: "FlexOlmoTopKRouter MellumTopKRouter MiniMaxTopKRouter MixtralTopKRouter OlmoeTopKRouter"
     " Qwen2MoeTopKRouter Qwen3MoeTopKRouter Qwen3NextTopKRouter Qwen3OmniMoeTalkerTextTopKRouter"

@@ -42,9 +42,9 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         instance, instances: this runner's number, of so many runners that start on this machine together. With "auto"
             they take the GPUs in turn; runners on one device share its free memory evenly. A rank of a group takes
             the first GPU that its process sees: the engine chose it.
-        logits_dtype: the dtype that sampling and log-probs work in. num_threads: of torch in the runner's process.
-        None: on a CPU device one fewer than there are cores (the engine's
-            loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
+        logits_dtype: the dtype that sampling and log-probs work in.
+        num_threads: of torch in the runner's process. None: on a CPU device one fewer than there are cores (the
+            engine's loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
         experts: their implementation. "fused": kernels of our own, where a family's experts are proven to be what
             they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
             "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
@@ -74,12 +74,11 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             the same. On CPUs ranks sum in shared memory, and the others are refused.
         ranks_share_gpu: several ranks may have one GPU, which then gives each a while at a time: for tests.
         mtp: load the checkpoint's multi-token prediction layers, and keep their KV. They draft tokens for sequences
-            without drafts of the host, as many as `RunnerLimits.speculation`. On CPUs, with whole sums.
+            without drafts of the host, as many as `RunnerLimits.speculation`. Sums must be whole (`sum_slices=1`).
         sleep: weights and blocks lie where a GPU's memory can be released (`Engine.sleep`). CPUs need no such choice.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
-        completion: the completion port, by its `name`; see `fdasync.gpu.completion`.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -105,13 +104,10 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     graph_sizes: tuple[int, ...] | None = None
     graph_tokens: tuple[int, ...] | None = None
     aux: tuple[Literal["routing_weights", "layer_norms"], ...] = ()
-    completion: str = "adaptive"
 
 
 def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
     """Raise ConfigError naming the first key that makes no sense."""
-    if config.completion != "adaptive":
-        raise ConfigError("runner_config.completion", f"{config.completion!r} is no completion port", limit="adaptive")
     sizes = config.graph_sizes
     if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
         raise ConfigError(

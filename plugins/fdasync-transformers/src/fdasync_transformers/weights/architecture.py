@@ -48,8 +48,6 @@ ALIASES = {
 }
 # keys of config.json that the model is built without
 _NOT_BUILT = ("quantization_config", "compression_config", "attn_implementation", "_attn_implementation")
-# families whose published configs say how much of a head is rotated by `rotary_dim`
-_ROTARY_DIM = ("minimax_m2",)
 
 
 @dataclass(frozen=True)
@@ -123,10 +121,6 @@ def _config(
         config: PreTrainedConfig = CONFIG_MAPPING[known].from_dict(values)
     except Exception as error:  # the library checks configs with errors of many types
         raise CheckpointError(str(config_file), f"is no valid {known} config: {error}") from error
-    rope: Any = getattr(config, "rope_parameters", None)
-    if known in _ROTARY_DIM and isinstance(rope, dict) and isinstance(raw.get("rotary_dim"), int):
-        # older versions of the library (5.17) do not read this field, and rotate whole heads
-        rope.setdefault("partial_rotary_factor", raw["rotary_dim"] / config.head_dim)
     return config
 
 

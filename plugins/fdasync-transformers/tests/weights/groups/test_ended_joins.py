@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-# of a join that has minutes left
-_SOON_S = 5.0
+# of a join that has an hour left
+_SOON_S = 300.0
 
 
 def group_at(port: int, world_size: int = 2) -> WeightsGroup:
-    return WeightsGroup(name="w", address="127.0.0.1", port=port, world_size=world_size, timeout_s=120.0)
+    return WeightsGroup(name="w", address="127.0.0.1", port=port, world_size=world_size, timeout_s=3600.0)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A fused layer is: merged product, preparation with the write of KV, attention, output projection, residual and norm,
 router, experts, and the end of the layer with the norm of the next one (`layer.py`). Layers are known by class: someone
-read the library's code and found that structure (transformers 5.17 and 5.23). Each is compared with the library's own
+read the library's code and found that structure (transformers 5.23). Each is compared with the library's own
 before it is replaced (`proof.py`); what differs keeps the library's code. Knows no steps. Called at start-up.
 """
 
