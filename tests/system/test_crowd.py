@@ -1,5 +1,5 @@
-"""Everything at once on one engine, in virtual time: groups with log-probs of their prompts and chosen positions, pauses,
-resumes, updates, sleeps and wakes in each mode, aborts, cancels, deadlines, stores, drafts and faults."""
+"""Everything at once on one engine, in virtual time: groups with log-probs of their prompts and chosen positions,
+pauses, resumes, updates, sleeps and wakes in each mode, aborts, cancels, deadlines, stores, drafts and faults."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Everything at once on one engine: calls that stop it, change it or let it go on, at any time and beside each other, and
-requests that want the positions that indexers choose.
+"""Everything at once on one engine: calls that stop it, change it or let it go on, at any time and beside each other,
+and requests that want the positions that indexers choose.
 
-`crowded` makes a workload of `workload.py` such a one; `Crowd` plays the calls. Whatever they are, every request ends, and
-once all is undone nothing is left of them. Called by `simulation.py`.
+`crowded` makes a workload of `workload.py` such a one; `Crowd` plays the calls. Whatever they are, every request ends,
+and once all is undone nothing is left of them. Called by `simulation.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fdasync.result import Sample
     from fdasync.runner.synthetic.oracle import Oracle
     from fdasync.testing.harness.pass_model import Read
-    from tests.support.sim_engine.workload import Workload
+    from tests.support.sim_engine.workload import RequestPlan, Workload
 
 Kind = Literal["pause", "resume", "update", "parts", "sleep", "wake", "reset", "abort_all", "hash"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -91,16 +91,25 @@ def crowded(work: Workload) -> Workload:
         )
         for _ in range(random.randint(3, 16))
     )
-    # calls that meet in one turn
-    controls = tuple(
-        [change(one, at_s=random.choice(controls).at_s) if random.random() < 0.3 else one for one in controls]
+    # some meet in one turn
+    meets = [random.choice(controls).at_s if random.random() < 0.3 else one.at_s for one in controls]
+    controls = tuple([change(one, at_s=at_s) for one, at_s in zip(controls, meets, strict=True)])
+    if random.random() < 0.6:
+        # where nothing ends requests they are whole
+        controls = tuple([one for one in controls if not one.may_abort])
+    room = work.runner.max_context_tokens
+    work = change(
+        work,
+        updates=(),
+        controls=controls,
+        requests=_with_retries(work.requests, room, random),
+        again=_with_retries(work.again, room, random),
     )
-    work = change(work, updates=(), controls=controls)
     if work.config.tensor_parallel > 1 or random.random() < 0.2:
         # groups of ranks tell no positions
         return work
-    requests = tuple([_choosing(plan, random) for plan in work.requests])
-    again = tuple([_choosing(plan, random) for plan in work.again])
+    requests = tuple([_choosing(plan, work.config.max_requests, random) for plan in work.requests])
+    again = tuple([_choosing(plan, work.config.max_requests, random) for plan in work.again])
     shape = ChosenShape((0, 2), 3)
     most = max([chosen_nbytes(shape, plan.params, len(plan.prompt)) for plan in (*requests, *again)], default=0)
     # some wait for the bytes of others
@@ -114,11 +123,35 @@ def crowded(work: Workload) -> Workload:
     )
 
 
-def _choosing(plan, random: Random):
-    if random.random() < 0.5:
+def _with_retries(plans: tuple[RequestPlan, ...], room: int, random: Random) -> tuple[RequestPlan, ...]:
+    """Some prompts come back whole, as those of rollouts do."""
+    change, retried = msgspec.structs.replace, []
+    for plan in plans:
+        prompt, params = random.choice(plans).prompt, plan.params
+        if random.random() < 0.5 and len(prompt) + params.max_tokens <= room:
+            last = len(prompt) - 1
+            scored = params.prompt_logprobs_start
+            params = change(params, prompt_logprobs_start=None if scored is None else min(scored, last))
+            plan = change(plan, prompt=prompt, params=params, start=min(plan.start, last))
+        retried.append(plan)
+    return tuple(retried)
+
+
+def _choosing(plan: RequestPlan, most_samples: int, random: Random) -> RequestPlan:
+    """Some want chosen positions, many of them for several samples, and with short answers: one may end early."""
+    if random.random() < 0.4:
         return plan
+    change, params = msgspec.structs.replace, plan.params
     start = random.choice((0, len(plan.prompt) - 1, random.randrange(len(plan.prompt))))
-    return msgspec.structs.replace(plan, params=msgspec.structs.replace(plan.params, chosen_positions_start=start))
+    max_tokens = min(params.max_tokens, random.choice((1, 3, 1 << 20)))
+    params = change(
+        params,
+        chosen_positions_start=start,
+        n=min(random.choice((params.n, 2, 3)), most_samples),
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+    )
+    return change(plan, params=params)
 
 
 class Crowd:
@@ -188,13 +221,23 @@ class Crowd:
     async def _undo(self) -> None:
         engine = self._engine
         while engine.state in ("running", "draining"):
-            with suppress(UpdateUnderWay, EngineClosed, EngineFailed):
-                await engine.abandon_weight_update()
-                await engine.wake()
-                await engine.resume()
+            with suppress(UpdateUnderWay, EngineClosed):
+                try:
+                    await engine.abandon_weight_update()
+                    await engine.wake()
+                    await engine.resume()
+                except EngineFailed as error:
+                    self._saw(error)
+                    return
                 if engine.load().doing == "running":
                     return
             await asyncio.sleep(0.01)
+        if engine.state == "failed":
+            # a change whose caller has given up may be the only one that met the failure
+            try:
+                engine.load()
+            except EngineFailed as error:
+                self._saw(error)
 
 
 def check_chosen(

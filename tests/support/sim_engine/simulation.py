@@ -518,7 +518,7 @@ class _Simulation:
 
 
 def _check_groups(turns: Sequence[Turn]) -> None:
-    """A request that is cut short ends as a whole: in the turn in which one of its samples is, all that are left end."""
+    """A request that is cut short ends as a whole: where one of its samples is, all that are left end in that turn."""
     groups: dict[int, set[int]] = {}
     group_of: dict[int, int] = {}
     for turn in turns:
