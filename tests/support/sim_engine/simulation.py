@@ -46,10 +46,11 @@ from fdasync.testing.stores.faults import FaultyStore
 from tests.support.drafters import Foretold, answers_of
 from tests.support.groups import ranked
 from tests.support.helpers import check_early_samples
+from tests.support.sim_engine.crowd import Crowd, check_chosen, crowded
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from fdasync.cache.store.base import Store
@@ -110,15 +111,22 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(
-    seed: int, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None, folder: Path | None = None
+    seed: int,
+    *,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    folder: Path | None = None,
+    crowd: bool = False,
 ) -> SimulationReport:
     """Draw the workload of this seed, play it, check it. Raises SimulationFailed.
 
     Args:
         loop: makes the loop of a hurried play in real time; None: virtual time.
         folder: an empty one, for a file store where the workload has a store; None: the store is in memory.
+        crowd: with everything at once (`crowd.py`).
     """
     work = Workload.draw(seed)
+    if crowd:
+        work = crowded(work)
     if loop is not None:
         work = work.hurried()
     memory = MemoryStore(MemoryConfig(max_nbytes=work.store_nbytes))
@@ -145,6 +153,9 @@ def simulate(
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
+        if crowd:
+            again = f"pytest tests/system/test_crowd.py --sim-seed {seed}"
+            raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
         again = "" if loop is None else f"pytest tests/system/test_simulation.py -k real_time --sim-seed {seed}"
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
 
@@ -189,8 +200,9 @@ class _Simulation:
             work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=given, drafter=self._drafter()
         )
         self.versions = {0: work.runner.weights_id}
+        self.crowd = Crowd(self.engine, work, self.versions, self._saw)
         self.damaged = 0
-        self.aborting = False
+        self.aborting = self.crowd.may_abort
         self.outcomes: Counter[str] = Counter()
         self.rows = 0
         self.long_runs = 0
@@ -239,6 +251,7 @@ class _Simulation:
                 forgets = [group.create_task(self._forget(at_s), name="forget") for at_s in work.forgets_at_s]
                 for number, update in enumerate(work.updates):
                     group.create_task(self._update(number, update), name=f"update-{number}")
+                crowd = group.create_task(self.crowd.play(), name="crowd")
                 callers = [
                     group.create_task(self._call(number, plan), name=f"caller-{number}")
                     for number, plan in enumerate(work.requests)
@@ -246,7 +259,7 @@ class _Simulation:
                 if work.ends != "wait":
                     await asyncio.sleep(work.ends_at_s)
                     await self._end_early()
-                await asyncio.wait(callers)
+                await asyncio.wait([*callers, crowd])
                 for task in (audit, *forgets):
                     task.cancel()
         except EngineFailed as error:
@@ -264,6 +277,8 @@ class _Simulation:
         stats = engine.stats().scheduler
         if not self.failed:
             check_idle(engine)
+            assert engine.stats().live == 0, "places of requests that have ended are taken"
+            assert not any(runner._lent._rows for runner in self.synthetic), "rows are lent for nobody"
         return SimulationReport(
             outcomes=dict(self.outcomes),
             steps=stats.steps,
@@ -440,6 +455,8 @@ class _Simulation:
         seen = self.passes.seen.get(owner, []) if len(self.versions) > 1 else None
         names = [spec.name for spec in specs]
         check_sample(sample, plan.prompt, plan.params, self.oracle, start=plan.start, names=names, seen=seen)
+        first_seen = None if seen is None else self.passes.seen.get((plan.params.seed or 0, 0), [])
+        check_chosen(sample, plan.prompt, plan.params, self.oracle, seen, first_seen)
         if seen is not None:
             self._check_versions(plan, sample, seen)
         if sample.finish_reason in ("stop", "length"):
@@ -488,6 +505,7 @@ class _Simulation:
         trace = self.engine.trace().encode()
         decoder = msgspec.json.Decoder(Turn)
         turns = [decoder.decode(line) for line in trace.splitlines()[1:]]
+        _check_groups(turns)
         came = [event.key for turn in turns for event in turn.events if isinstance(event, RequestPrepared)]
         ended = Counter(action.key for turn in turns for action in turn.actions if isinstance(action, FinishRequest))
         twice = [key for key, count in ended.items() if count > 1]
@@ -497,3 +515,22 @@ class _Simulation:
         assert not never or self.failed, f"sequences {sorted(never)} never ended"
         again = self._drafter()
         assert replay(trace, **({} if again is None else {"make_drafter": lambda *_: again})) == len(turns)
+
+
+def _check_groups(turns: Sequence[Turn]) -> None:
+    """A request that is cut short ends as a whole: where one of its samples is, all that are left end in that turn."""
+    groups: dict[int, set[int]] = {}
+    group_of: dict[int, int] = {}
+    for turn in turns:
+        for event in turn.events:
+            if isinstance(event, RequestPrepared):
+                group_of[event.key] = event.group
+                groups.setdefault(event.group, set()).add(event.key)
+        cut: set[int] = set()
+        for action in turn.actions:
+            if isinstance(action, FinishRequest):
+                groups[group_of[action.key]].discard(action.key)
+                if action.reason in ("abort", "deadline"):
+                    cut.add(group_of[action.key])
+        left = [group for group in cut if groups[group]]
+        assert not left, f"of requests {left} some samples were cut short, and others went on"

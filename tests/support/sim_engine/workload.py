@@ -18,6 +18,7 @@ from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing.harness.fault_runner import StepFault, StepFaultKind
 from fdasync.testing.stores.faults import StoreFaults
 from tests.support.drafters import Kind
+from tests.support.sim_engine.crowd import Control
 
 Way = Literal["complete", "stream", "slow", "leave", "abort", "cancel"]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -86,6 +87,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         again: requests for a second engine on the same store.
         forgets_at_s: when the store loses all objects.
         fault_rank: the rank that has the fault, in a group.
+        controls: calls that stop the engine, change it or let it go on (`crowd.py`).
     """
 
     seed: int
@@ -102,6 +104,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     again: tuple[RequestPlan, ...]
     forgets_at_s: tuple[float, ...]
     fault_rank: int = 0
+    controls: tuple[Control, ...] = ()
 
     def second_life(self) -> Workload | None:
         """The workload of a second engine on the same store, if there is one."""
@@ -112,6 +115,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             requests=self.again,
             again=(),
             updates=(),
+            controls=(),
             step_fault=None,
             ends="wait",
             ends_at_s=0.0,
