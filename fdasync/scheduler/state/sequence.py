@@ -187,9 +187,7 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(
-        self, event: RequestPrepared, order: Order, weights: Weights, first: Sequence | None = None
-    ) -> None:
+    def __init__(self, event: RequestPrepared, order: Order, weights: Weights, first: Sequence | None = None) -> None:
         self.key = event.key
         self.group = event.group
         self.first = first

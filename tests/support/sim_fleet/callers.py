@@ -51,9 +51,7 @@ class Callers:
             else:
                 if plan.way == "abort":
                     loop.call_later(plan.after_s, self._abort, name)
-                result = await self._router(name).complete(
-                    plan.prompt, plan.params, request_id=name, **arguments(plan)
-                )
+                result = await self._router(name).complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
         except (InstanceLost, DeadlineExceeded, PeerUnreachable) as error:
             self._check_error(plan, error)
             self._fleet.outcomes[type(error).__name__] += 1
@@ -84,9 +82,7 @@ class Callers:
     async def _cancelled(self, name: str, plan: RequestPlan) -> Result | None:
         try:
             async with asyncio.timeout(plan.after_s):
-                return await self._router(name).complete(
-                    plan.prompt, plan.params, request_id=name, **arguments(plan)
-                )
+                return await self._router(name).complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
         except DeadlineExceeded:
             raise
         except TimeoutError:
