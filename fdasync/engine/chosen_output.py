@@ -2,9 +2,10 @@
 
 Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
 begin with the prompt's last token, which every sample computes, and take the rows before it from the first: none of
-them starts before the steps are planned that write those (`Sequence.wants_room`). When a sample has ended and is read, its rows are copied, slice by slice, and the regions are freed. A region counts against
-the engine's limit for as long as it is there: until the caller has taken its request's last result, or let go of the
-request. Knows no blocks and no scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
+them starts before the steps are planned that write those (`Sequence.wants_room`). When a sample has ended and is read,
+its rows are copied, slice by slice, and the regions are freed. A region counts against the engine's limit for as long
+as it is there: until the caller has taken its request's last result, or let go of the request. Knows no blocks and no
+scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
 """
 
 from __future__ import annotations

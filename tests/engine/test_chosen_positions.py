@@ -21,7 +21,16 @@ from fdasync.runner.chosen import ChosenRows
 from fdasync.runner.synthetic.runner import SyntheticRunner
 from fdasync.runner.worker import proxy
 from fdasync.runner.worker.messages import Lend
-from fdasync.testing import check_idle, check_sample, held_engine, oracle_of, run_sim, synthetic_config, synthetic_engine, until
+from fdasync.testing import (
+    check_idle,
+    check_sample,
+    held_engine,
+    oracle_of,
+    run_sim,
+    synthetic_config,
+    synthetic_engine,
+    until,
+)
 from tests.support.drafters import Foretold, answers_of
 
 PROMPT = [token % 90 for token in range(50)]
@@ -121,7 +130,8 @@ def test_no_sample_ends_before_the_rows_stand_that_it_shares(seed):
         await asyncio.sleep(own.uniform(0, 2))
         prompt = own.choice(prompts)
         params = choosing(
-            own.randrange(len(prompt)), n=own.choice([1, 2, 3]), temperature=1.0, seed=number, max_tokens=own.randint(1, 4)
+            own.randrange(len(prompt)), n=own.choice([1, 2, 3]), temperature=1.0, seed=number,
+            max_tokens=own.randint(1, 4),
         )  # fmt: skip
         async with engine.generate(prompt, params) as stream:
             async for delta in stream:

@@ -389,8 +389,8 @@ class PrefillSide:
         self.ends += [(seq, end, reason) for seq in hand_off.seqs]
 
     def _close(self, hand_off: HandOff, *, tell: bool, ended: PartEnd = "") -> None:
-        """End what happens under its lease; `tell`: give the lease up, `ended`: see `GiveUpLease`. Offered blocks stay in place until their offer
-        has ended."""
+        """End what happens under its lease; `tell`: give the lease up, `ended`: see `GiveUpLease`. Offered blocks stay in
+        place until their offer has ended."""
         if hand_off.state in ("asked", "granted") and tell:
             self.actions.append(GiveUpLease(hand_off.group, hand_off.attempt, hand_off.peer, ended))
         if hand_off.granted:

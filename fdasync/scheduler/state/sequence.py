@@ -1,6 +1,7 @@
 """The scheduler's state of one sample of one request: tokens, blocks, and how far it got. Pure.
 
-Knows no queue, and of other sequences only what the samples of a request share. Changed by `core.py`, `step_planner.py`, `queues.py`, `tiers/` and `disagg/`.
+Knows no queue, and of other sequences the first sample of its request alone. Changed by `core.py`, `step_planner.py`,
+`queues.py`, `tiers/` and `disagg/`.
 """
 
 from __future__ import annotations
