@@ -491,8 +491,8 @@ class Dispatch:
         self._cut(request, "abort" if request.aborted else "deadline", problem)
 
     def _cut(self, request: RoutedRequest, reason: Literal["abort", "deadline"], problem: str) -> None:
-        """End a request that no instance ends. Of a sample that is not whole nobody here knows the rows and weights: one
-        that has tokens is no result (docs/design.md, rule 13)."""
+        """End a request that no instance ends. Rows and weights of a sample that is not whole are not known here, so
+        one that has tokens is no result (docs/design.md, rule 13)."""
         if request.is_torn:
             self.finish(request, None, InstanceLost(request.request_id, problem, request.so_far("failed")))
         else:
