@@ -644,7 +644,8 @@ class PeerBusy(TransientError):
 
 
 class InstanceLost(TransientError):
-    """The instance that served a request is gone, and no other one could serve it; trying again may help.
+    """The instance that served a request is gone, or did not end it in time, and no other one could serve it; trying
+    again may help.
 
     Attributes:
         request_id: the caller's name for the request.

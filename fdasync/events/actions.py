@@ -23,7 +23,7 @@ from fdasync.request import SamplerSpec
 
 # the scheduler knows it from here
 from fdasync.result import FinishReason as FinishReason
-from fdasync.result import PartEnd
+from fdasync.result import PartEnd as PartEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -318,7 +318,10 @@ async def test_what_the_scheduler_salvaged_is_in_the_partial_result():
     write(stage.arena, 1, 1, 0, 4)
     stage.processor.fail(
         OSError("disk"),
-        [CopyRows((RowSpan(0, (1,), (1,), 0, 4, 0),)), FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, "0", ""),))],
+        [
+            CopyRows((RowSpan(0, (1,), (1,), 0, 4, 0),)),
+            FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, "0", ""),)),
+        ],
     )
     sample = stage.sample
     assert (sample.finish_reason, sample.text, sample.token_ids) == ("failed", "ab", (97, 98))

@@ -311,7 +311,8 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
             self.turn(False)
         self.version += 1
         self.runner.load(self.version)
-        self.queue.append(WeightsChanged(version=str(self.version), namespace=namespace_of_version(self.version), weights_id=f"of {self.version}"))
+        version, namespace = str(self.version), namespace_of_version(self.version)
+        self.queue.append(WeightsChanged(version=version, namespace=namespace, weights_id=f"of {version}"))
         if resume:
             self.queue.append(ResumeRequested())
         self.turn(False)
@@ -481,8 +482,8 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
 
     def check_spans(self, end):
         """Where the weights changed under the returned tokens."""
-        versions = self.runner.sampled.get(end.key, [])[: len(end.token_ids)]
-        spans = [span(at, str(version)) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+        ran = self.runner.sampled.get(end.key, [])[: len(end.token_ids)]
+        spans = [span(at, str(version)) for at, version in enumerate(ran) if at == 0 or ran[at - 1] != version]
         assert list(end.spans) == spans
 
     @invariant()

@@ -138,7 +138,11 @@ def test_without_prefix_cache_nothing_is_hashed():
     assert turned.hashes == []
     assert table.turn(stale).hashes == []
     table.run()
-    assert [table.finished[key].spans for key in (2, 3, 1)] == [(span(0, "0"), span(1, "3")), (span(0, "3"),), (span(0, "3"),)]
+    assert [table.finished[key].spans for key in (2, 3, 1)] == [
+        (span(0, "0"), span(1, "3")),
+        (span(0, "3"),),
+        (span(0, "3"),),
+    ]
 
 
 @pytest.mark.parametrize("arrived", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,8 @@ def test_pd_simulation(pd_seeds: SimSeeds):
         assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost", "TooLong"} - outcomes.keys()
         incidents = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall",
                     "old_weights", "unequal", "left_out", "groups",
-                    "unequal_widths", "rank_dies", "rank_hangs", "ranks_blamed")  # fmt: skip
+                    "unequal_widths", "rank_dies", "rank_hangs", "ranks_blamed", "two_routers", "label",
+                    "abort_all", "wake")  # fmt: skip
         work = (
             "handed_over",
             "scored",
@@ -63,6 +65,26 @@ def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):
     """`--pd-seeds` says how many in all."""
     count = request.config.getoption("--pd-seeds")
     play(range(part, _SLOW_SEEDS if count is None else count, _PARTS))
+
+
+def of_two_routers(count: int) -> list[int]:
+    """Seeds whose fleets have two routers that change weights, and more, at once."""
+    found = (seed for seed in itertools.count() if (work := PdWorkload.draw(seed)).routers == 2 and not work.calm)
+    return list(itertools.islice(found, count))
+
+
+def test_two_routers_control_one_fleet():
+    """Both update, label, pause, put to sleep, wake and abort, while instances die and come, and requests of both are
+    in flight: no request outlasts its deadline, every barrier opens, and what each result says is one valid history."""
+    _, counts = play(of_two_routers(14))
+    kinds = ("update", "label", "pause", "wake", "abort_all", "kill", "results", "updates_refused")
+    assert all(counts[kind] for kind in kinds), words(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_two_routers_control_one_fleet_for_many_seeds(part: int):
+    play(of_two_routers(1500)[part::_PARTS])
 
 
 def test_a_seed_gives_the_same_fleet_again():

@@ -194,9 +194,14 @@ def test_words_that_are_no_text():
     assert found["key"] == "???/abababababababab"
     long = summary(BreakerChanged(store="s", state="open", problem="x\n" * 5000))
     assert len(long["problem"]) == 500
-    assert summary(catalog.WeightsChanged(version="1", namespace=b"\xff" * 16, weights_id="a" * 32))["namespace"] == "f" * 16
+    assert (
+        summary(catalog.WeightsChanged(version="1", namespace=b"\xff" * 16, weights_id="a" * 32))["namespace"]
+        == "f" * 16
+    )
     assert summary(catalog.LoopHeldUp(seconds=float("inf")))["seconds"] is None
-    assert summary(catalog.AbortRequested(keys=tuple(range(100)))) == {"num_keys": 100, "begun_only": False}
+    assert summary(catalog.AbortRequested(keys=tuple(range(100)))) == {
+        "num_keys": 100, "begun_only": False, "reason": "abort"
+    }  # fmt: skip
 
 
 async def test_what_is_asked_for():

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import Part
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
-    from fdasync.result import PartEnd
     from fdasync.request import GenerateRequest
+    from fdasync.result import PartEnd
 
 # decode instances of which it is told why they were not reached
 _MAX_UNREACHED = 8

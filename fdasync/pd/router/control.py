@@ -371,7 +371,9 @@ class ControlPlane:
         if parts is None:
             raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
         wanted = checked_fingerprint(expected)
-        label = checked_version(version) if version is not None else parts.label or next_version(self._table.weight_version)
+        label = (
+            checked_version(version) if version is not None else parts.label or next_version(self._table.weight_version)
+        )
         weights_id = "" if wanted is None else wanted.weights_id
         await parts.ask(Command(0, "end_update", version=label, expected=weights_id))
 

@@ -96,7 +96,7 @@ class Dispatch:
         self._loop = asyncio.get_running_loop()
         self._is_held = False
         # each looks again when the barrier opens
-        self._held: set[asyncio.Future[None]] = set()
+        self._held: dict[asyncio.Future[None], None] = {}
         self._count = 0
         self._live: dict[str, RoutedRequest] = {}
         self._by_name: dict[str, RoutedRequest] = {}
@@ -118,12 +118,12 @@ class Dispatch:
         until = self._loop.time() + limit_s
         while self._is_held and (ended is None or not ended.done()):
             waiter: asyncio.Future[None] = self._loop.create_future()
-            self._held.add(waiter)
+            self._held[waiter] = None
             try:
                 waits = [waiter] if ended is None else [waiter, ended]
                 done, _ = await wait_within(waits, until - self._loop.time(), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                self._held.discard(waiter)
+                del self._held[waiter]
             if not done:
                 raise DeadlineExceeded("waiting for a weight update to end", limit_s)
 
@@ -491,8 +491,8 @@ class Dispatch:
         self._cut(request, "abort" if request.aborted else "deadline", problem)
 
     def _cut(self, request: RoutedRequest, reason: Literal["abort", "deadline"], problem: str) -> None:
-        """End a request that no instance ends. Of a sample that is not whole nobody knows the rows and weights: one that
-        has tokens is no result (docs/design.md, rule 13)."""
+        """End a request that no instance ends. Rows and weights of a sample that is not whole are not known here, so
+        one that has tokens is no result (docs/design.md, rule 13)."""
         if request.is_torn:
             self.finish(request, None, InstanceLost(request.request_id, problem, request.so_far("failed")))
         else:

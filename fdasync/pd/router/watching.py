@@ -45,6 +45,8 @@ class _Known:
         self.sight: Sight | None = None
         self.answer: asyncio.Future[None] | None = None
         self.number, self.whole, self.version = 0, False, ""
+        # of the weights when it was last asked for all
+        self.namespace = b""
 
     def take(self, sight: Sight, now: float) -> None:
         """An answer: what is kept and what is new."""
@@ -95,7 +97,10 @@ class Watching:
         sight = known.sight
         moments = () if sight is None else sight.moments
         # with new weights, or a new label, the last counts under the old ones are still to come
-        known.whole = sight is None or not known.version == sight.weight_version == instance.weight_version
+        same = sight is not None and known.version == sight.weight_version == instance.weight_version
+        known.whole = not (same and known.namespace == instance.namespace)
+        if known.whole:
+            known.namespace = instance.namespace
         self._number += 1
         known.number, known.asked_at = self._number, now
         try:
@@ -130,5 +135,5 @@ def _joined(before: tuple[Picks, ...], now: tuple[Picks, ...]) -> tuple[Picks, .
     """Tables, newest first: those of the answer, then those that were known and are not in it."""
     if not now:
         return ()
-    versions = {picks.version for picks in now}
-    return (*now, *[picks for picks in before if picks.version not in versions])[:MOST_TABLES]
+    told = {(picks.version, picks.namespace) for picks in now}
+    return (*now, *[picks for picks in before if (picks.version, picks.namespace) not in told])[:MOST_TABLES]

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fdasync.cache.snapshots import Snapshot
-    from fdasync.events.actions import Action, FinishReason
+    from fdasync.events.actions import Action, FinishReason, PartEnd
     from fdasync.events.catalog import RequestPrepared
-    from fdasync.result import PartEnd
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.pausing import Pausing
     from fdasync.scheduler.state.policy import Order
@@ -389,8 +388,8 @@ class PrefillSide:
         self.ends += [(seq, end, reason) for seq in hand_off.seqs]
 
     def _close(self, hand_off: HandOff, *, tell: bool, ended: PartEnd = "") -> None:
-        """End what happens under its lease; `tell`: give the lease up, `ended`: see `GiveUpLease`. Offered blocks stay in place until their offer
-        has ended."""
+        """End what happens under its lease; `tell`: give the lease up, `ended`: see `GiveUpLease`. Offered blocks stay
+        in place until their offer has ended."""
         if hand_off.state in ("asked", "granted") and tell:
             self.actions.append(GiveUpLease(hand_off.group, hand_off.attempt, hand_off.peer, ended))
         if hand_off.granted:

@@ -51,11 +51,11 @@ def experts_of(tables: Sequence[Sequence[Picks]]) -> tuple[Experts, ...]:
     Args:
         tables: of each engine, newest first.
     """
-    by_version: dict[str, list[Picks]] = {}
+    by_weights: dict[tuple[str, bytes], list[Picks]] = {}
     for own in tables:
         for picks in own:
-            by_version.setdefault(picks.version, []).append(picks)
-    return tuple([_sum_of(version, parts) for version, parts in by_version.items()])
+            by_weights.setdefault((picks.version, picks.namespace), []).append(picks)
+    return tuple([_sum_of(version, parts) for (version, _), parts in by_weights.items()])
 
 
 def _sum_of(version: str, parts: Sequence[Picks]) -> Experts:

@@ -73,6 +73,7 @@ class Picks(msgspec.Struct, frozen=True):
         counted: those of them that were looked at: all, or up to a number of each step (`cache/picks.py`).
         table: int64 little-endian [layers, experts]: picks, each counted for as many tokens as its token stands for.
             They are estimates where `counted` is below `rows`.
+        namespace: of the weights, on every instance that has them; a label may have named several.
     """
 
     version: _Name
@@ -81,6 +82,7 @@ class Picks(msgspec.Struct, frozen=True):
     rows: _Count
     counted: _Count
     table: Annotated[bytes, Meta(max_length=MAX_PICKS_NBYTES)]
+    namespace: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,7 +94,7 @@ def test_time_in_which_the_loop_was_blocked_is_no_absence(tmp_path: Path, run: A
 @pytest.mark.both_loops
 async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() -> None:
     loop = asyncio.get_running_loop()
-    one, other = (SimpleNamespace(first=None) for _ in range(2))
+    one, other = (SimpleNamespace(first=None, delivered=False) for _ in range(2))
     live, restarted = [one, other], []
     dispatch: Any = SimpleNamespace(being_handed_over=lambda: list(live), restart=restarted.append)
     config = RouterConfig(handoff_s=1.0)

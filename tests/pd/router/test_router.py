@@ -284,20 +284,22 @@ async def test_an_abort_between_two_tries_ends_it(scene):
 
 
 @in_scene("m0")
-async def test_a_deadline_without_a_word_of_the_instance_ends_the_request_with_its_output_so_far(scene):
+async def test_a_deadline_without_a_word_of_the_instance_is_an_error_that_has_the_output_so_far(scene):
+    """Rows and weights of its tokens are the instance's to tell."""
     async with scene.router.generate(PROMPT, deadline_s=2.0) as stream:
         await settle()
         assert scene.m0.submits[0].deadline_s == pytest.approx(2.0, abs=0.1)
         scene.m0.tokens(scene.m0.submits[0].request, 7)
-        deltas = [delta async for delta in stream]
-    assert [delta.token_ids for delta in deltas] == [(7,)]
-    assert (stream.result.finish_reason, stream.result.token_ids) == ("deadline", (7,))
+        assert (await anext(stream)).token_ids == (7,)
+        with pytest.raises(InstanceLost, match="m0 did not end it in time") as caught:
+            await anext(stream)
+    assert caught.value.partial.token_ids == (7,)
     await settle()
     assert len(scene.m0.aborts) == 1
 
 
 @in_scene("m0")
-async def test_what_fails_for_want_of_time_is_a_deadline_and_no_loss(scene):
+async def test_what_fails_for_want_of_time_waits_for_no_grace(scene):
     """Something of it was delivered, so it could not be tried again."""
     async with scene.router.generate(PROMPT, deadline_s=2.0) as stream:
         await settle()
@@ -306,10 +308,12 @@ async def test_what_fails_for_want_of_time_is_a_deadline_and_no_loss(scene):
         # the router's own end comes a grace later
         await settle(1.9)
         scene.m0.failed(name, "InstanceLost")
-        deltas = [delta async for delta in stream]
-    assert [delta.token_ids for delta in deltas] == [(7,)]
-    assert (stream.result.finish_reason, stream.result.token_ids) == ("deadline", (7,))
-    assert stream.result.total_s < 2.0 + grace_s(2.0)
+        began = asyncio.get_running_loop().time()
+        assert (await anext(stream)).token_ids == (7,)
+        with pytest.raises(InstanceLost) as caught:
+            await anext(stream)
+    assert caught.value.partial.token_ids == (7,)
+    assert asyncio.get_running_loop().time() - began < grace_s(2.0)
 
 
 @in_scene("m0")

@@ -11,8 +11,9 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, UpdateUnderWay, WeightsDiffer, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, PeerBusy, UpdateUnderWay, WeightsDiffer, WeightsRejected
 from fdasync.pd.messages import Command, Done
+from fdasync.pd.router.instances import InstanceHandle
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import run_sim, synthetic_config, until
 from tests.support.broadcast_runner import LOW as META
@@ -21,7 +22,7 @@ from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, scen
 
 if TYPE_CHECKING:
     from pathlib import Path
-from tests.pd.router.weights_scene import come_back, dropped, problems, serve
+from tests.pd.router.weights_scene import Sleeper, come_back, dropped, problems, serve
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -329,3 +330,55 @@ async def test_an_update_that_another_routers_came_after_is_not_told_any_more(sc
     assert [told.version for told in again.commands] == ["1"]
     assert dropped(scene) == {}
     assert problems(scene) == {"m0": "", "m1": "", "m2": ""}
+
+
+# -- what comes in the turn in which an instance has come up to date, or awake
+
+
+def handle_of(scene, name):
+    return next(one for one in scene.router.table.instances.values() if one.peer.name == name)
+
+
+@in_scene("m0", "m1")
+async def test_one_that_tells_of_other_weights_as_it_has_come_up_to_date_is_judged(scene):
+    await scene.router.update_weights(1, "/w")
+    again = await come_back(scene, "m1")
+    (command,) = again.commands
+    handle, loop = handle_of(scene, "m1"), asyncio.get_running_loop()
+    told, has = kv_batch(OTHER, 5, True, (), ()), InstanceHandle.has
+
+    def then(instance, *words):
+        has(instance, *words)
+        # behind the last step of the task that brought it there, and ahead of who hears of the task's end
+        loop.call_soon(scene.router.on_message, handle.peer, told, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InstanceHandle, "has", then)
+        again.router.send(done(command.number, "", "", NEW, 1))
+        await settle(0.1)
+    assert handle.namespace == OTHER
+    assert handle.behind, "it gets no requests with other weights"
+
+
+@in_scene("m0", "m1")
+async def test_one_that_owes_a_wake_as_another_wake_of_it_ends_is_woken(scene):
+    both = [Sleeper(script) for script in scene.scripts.values()]
+    await scene.router.sleep()
+    scene.m1.links.hang_up(scene.m1.router)
+    await settle(0.1)
+    await scene.router.wake()
+    handle, wakes, loop = handle_of(scene, "m1"), scene.router.commands.wakes, asyncio.get_running_loop()
+    took, late = wakes._took, []
+
+    def then(instance, outcome):
+        error = took(instance, outcome)
+        if instance is handle and not late:
+            late.append(outcome)
+            loop.call_soon(took, handle, PeerBusy("m1", 0))
+        return error
+
+    wakes._took = then
+    await settle(20.0)
+    assert late, "it was woken late"
+    assert not handle.owes_wake
+    assert [verb for verb, _ in both[1].told].count("wake") == 2

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from fdasync.pd.messages import Seen, Watch
+from fdasync.telemetry.sight.experts import experts_of
 from fdasync.telemetry.sight.sight import MOST_MOMENTS
 from tests.support.router_scene import in_scene, kv_batch, settle
 from tests.telemetry.sight.scene import moment, picks, sight
@@ -99,6 +102,28 @@ async def test_only_what_is_new_is_asked_for(scene):
     (told,) = await scene.router.watch()
     assert not shown.asked[-1].past_picks
     assert [one.number for one in told.sight.moments] == list(range(4, 4 + MOST_MOMENTS))
+
+
+@in_scene("m0")
+async def test_a_label_that_returns_with_other_weights_has_a_table_of_its_own(scene):
+    shown = Shown(scene.m0)
+    before, now = (
+        msgspec.structs.replace(picks([cells], "0", rows=rows), namespace=name)
+        for cells, rows, name in (([1, 2], 5, b"n" * 16), ([3, 4], 7, b"x" * 16))
+    )
+    shown.values = {"picks": (before,)}
+    await scene.router.watch()
+    scene.m0.router.send(kv_batch(b"x" * 16, 0, True, (), ()))
+    await settle(1.1)
+    shown.values = {"picks": (now, before)}
+    await scene.router.watch()
+    assert shown.asked[-1].past_picks, "the last counts under the old weights"
+    await settle(1.1)
+    shown.values = {"picks": (now,)}
+    (told,) = await scene.router.watch()
+    assert not shown.asked[-1].past_picks
+    assert [(one.version, one.rows) for one in told.sight.picks] == [("0", 7), ("0", 5)]
+    assert [(one.version, one.table) for one in experts_of([told.sight.picks])] == [("0", [[3, 4]]), ("0", [[1, 2]])]
 
 
 @in_scene("m0")

@@ -31,9 +31,10 @@ class Callers:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    @property
-    def _router(self) -> Router:
-        return self._fleet.router
+    def _router(self, name: str) -> Router:
+        """The router that a request goes to."""
+        routers = self._fleet.routers
+        return routers[int(name.removeprefix("request-")) % len(routers)]
 
     async def call(self, number: int, plan: RequestPlan) -> None:
         """One request, from its arrival to its end."""
@@ -50,12 +51,12 @@ class Callers:
             else:
                 if plan.way == "abort":
                     loop.call_later(plan.after_s, self._abort, name)
-                result = await self._router.complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
+                result = await self._router(name).complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
         except (InstanceLost, DeadlineExceeded, PeerUnreachable) as error:
             self._check_error(plan, error)
             self._fleet.outcomes[type(error).__name__] += 1
         except TooLong as error:
-            self._check_too_long(plan, error)
+            self._check_too_long(name, plan, error)
             self._fleet.outcomes["TooLong"] += 1
         else:
             if result is None:
@@ -75,13 +76,13 @@ class Callers:
             assert spent < plan.deadline_s + _GRACE_S, f"{name} took {spent} s, its deadline was {plan.deadline_s} s"
 
     def _abort(self, name: str) -> None:
-        self._router.abort(name)
-        self._router.abort(name)
+        self._router(name).abort(name)
+        self._router(name).abort(name)
 
     async def _cancelled(self, name: str, plan: RequestPlan) -> Result | None:
         try:
             async with asyncio.timeout(plan.after_s):
-                return await self._router.complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
+                return await self._router(name).complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
         except DeadlineExceeded:
             raise
         except TimeoutError:
@@ -90,7 +91,8 @@ class Callers:
     async def _read(self, name: str, plan: RequestPlan) -> Result:
         deltas: list[Delta] = []
         early: list[Sample] = []
-        async with self._router.generate(plan.prompt, plan.params, request_id=name, **arguments(plan)) as stream:
+        call = self._router(name).generate(plan.prompt, plan.params, request_id=name, **arguments(plan))
+        async with call as stream:
             async for delta in stream:
                 deltas.append(delta)
                 if delta.finish_reason is not None:
@@ -107,16 +109,18 @@ class Callers:
     # -- checks ---------------------------------------------------------------------------------------
 
     def _check_error(self, plan: RequestPlan, error: FdasyncError) -> None:
-        impatient = isinstance(error, DeadlineExceeded) and plan.deadline_s < PATIENT_S
+        # a link that is slow may tell an instance's end of a short request too late
+        late = isinstance(error, DeadlineExceeded) or (isinstance(error, InstanceLost) and "in time" in error.problem)
+        impatient = late and plan.deadline_s < PATIENT_S
         assert impatient or not self._fleet.work.calm, f"nothing went wrong, and yet: {error}"
         partial = error.partial if isinstance(error, InstanceLost) else None
-        if partial is not None and len(self._fleet.versions) == 1:
+        if partial is not None and self._fleet.steady:
             self._check_tokens(plan, partial)
 
-    def _check_too_long(self, plan: RequestPlan, error: TooLong) -> None:
+    def _check_too_long(self, name: str, plan: RequestPlan, error: TooLong) -> None:
         """No instance that the router knows can hold the request, and the error names the largest limit among them."""
         sizes = {machine.address: machine.plan.most_tokens for machine in self._fleet.machines}
-        limit = max(sizes[member.address] for member in self._router.table.instances.values())
+        limit = max(sizes[member.address] for member in self._router(name).table.instances.values())
         count = len(plan.prompt)
         assert count + plan.params.max_tokens > limit, f"refused, and one holds {limit} tokens: {error}"
         assert (error.limit, error.prompt_tokens) == (limit, count)
@@ -166,15 +170,15 @@ class Callers:
             assert not any(sample.token_ids for sample in cut), "tokens without rows and versions"
             for sample in whole:
                 served = self._served(self._fleet.began[name], plan, sample.index)
-                check_served(plan, sample, served, self._fleet.versions)
+                check_served(plan, sample, served, steady=self._fleet.steady)
             self._fleet.counts["kept_samples"] += len(whole)
             return
         # a request that ended before it was prepared has no prompt
         assert result.prompt_token_ids in (plan.prompt, ())
         for sample in result.samples:
-            check_served(plan, sample, self._served(answered, plan, sample.index), self._fleet.versions)
+            check_served(plan, sample, self._served(answered, plan, sample.index), steady=self._fleet.steady)
         served = self._served(answered, plan, 0)
-        seen = served.seen(len(plan.prompt)) if len(self._fleet.versions) > 1 else None
+        seen = None if self._fleet.steady else served.seen(len(plan.prompt))
         check_prompt_logprobs(result, plan.prompt, plan.params, served.last.oracle, seen)
         self._fleet.counts["scored"] += plan.params.prompt_logprobs_start is not None
         needs = len(plan.prompt) + plan.params.max_tokens

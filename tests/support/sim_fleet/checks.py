@@ -18,8 +18,6 @@ from fdasync.scheduler.replay import replay
 from fdasync.testing.harness.engines import check_sample, expected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fdasync.result import Sample
     from fdasync.testing.harness.pass_model import Owner, Read
     from tests.support.sim_engine.workload import RequestPlan
@@ -68,10 +66,10 @@ class Served:
             assert number < shared or stamp in allowed, problem
 
 
-def check_served(plan: RequestPlan, sample: Sample, served: Served, versions: Mapping[int, int]) -> None:
-    """Check a sample that an instance answered."""
+def check_served(plan: RequestPlan, sample: Sample, served: Served, *, steady: bool) -> None:
+    """Check a sample that an instance answered. `steady`: weights never changed."""
     prompt_len = len(plan.prompt)
-    seen = served.seen(prompt_len) if len(versions) > 1 else None
+    seen = None if steady else served.seen(prompt_len)
     oracle = served.last.oracle
     specs = wanted_specs(served.last.engine.capacity.aux_specs, plan.routing, plan.aux)
     names = [spec.name for spec in specs]
@@ -92,7 +90,7 @@ def check_served(plan: RequestPlan, sample: Sample, served: Served, versions: Ma
         stop = span.stop
         if seen is not None:
             ids = {seen[prompt_len - 1 + number].weights_id for number in range(span.start, span.stop)}
-            assert ids == {versions[int(span.version)]}, f"{span} was sampled under {ids}"
+            assert ids == {int(span.weights_id, 16)}, f"{span} was sampled under {ids}"
     assert stop == len(sample.token_ids)
 
 

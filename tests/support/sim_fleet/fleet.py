@@ -44,16 +44,19 @@ class _Router(Router):
 
 
 class Fleet:
-    """All machines and the router.
+    """All machines and the routers, which live in one process.
 
     Attributes:
         machines: present and past ones.
-        versions: weights id of each version.
+        routers: one, or two.
+        versions: weights id that each version named last.
+        steady: no update has begun.
         answered: the instance that answered each request, and the request's name there.
         began: the instance that last sent a whole sample of each request, and the request's name there.
         aborting: an update may have aborted requests.
         updates: number of updates that began.
-        current: the version that all answers must be of; None while an update is under way, and after a failed one.
+        current: the version that all answers must be of; None while an update is under way, after a failed one, and
+            where two routers may update.
     """
 
     def __init__(self, work: PdWorkload, folder: str) -> None:
@@ -70,14 +73,18 @@ class Fleet:
         self.began: dict[str, tuple[str, str]] = {}
         self.aborting = False
         self.updates = 0
-        self.current: int | None = 0
+        self.steady = True
+        self.current: int | None = 0 if work.routers == 1 else None
         self._random = Random(f"versions {work.seed}")
-        self.wire = ProcessWire(self.network, self.process)
+        self.wires = [ProcessWire(self.network, self.process) for _ in range(work.routers)]
         self.router_died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         addresses = [plan.address for plan in work.instances]
-        self.router = _Router(addresses, work.router, links=work.links, wire=self.wire, seed=work.seed)
-        self.router.answered = self.answered
-        self.router.began = self.began
+        self.routers = [
+            _Router(addresses, work.router, links=work.links, wire=wire, seed=work.seed + number)
+            for number, wire in enumerate(self.wires)
+        ]
+        for router in self.routers:
+            router.answered, router.began = self.answered, self.began
 
     def machine(self, plan: InstancePlan) -> Machine:
         """Add a machine, with the latest weights or with older ones."""
@@ -99,7 +106,8 @@ class Fleet:
 
     def kill_router(self) -> None:
         self.process.stop()
-        self.network.kill(self.wire)
+        for wire in self.wires:
+            self.network.kill(wire)
         if not self.router_died.done():
             self.router_died.set_result(None)
 
@@ -122,17 +130,21 @@ class Fleet:
                 raise machine.problem
             fine = machine.failing or machine.dead or machine.gone or machine.engine.state == "running"
             assert fine, f"{machine.name} is {machine.engine.state}: {machine.engine._failure!r}"
-        router = self.router
         if self.router_died.done():
             return
-        assert not router.dispatch.num_held, f"the router still has {router.live}"
-        for member in router.table.instances.values():
-            assert not member.live, f"{member.address} has {member.live} requests, says the router"
-            assert not member.tokens, f"{member.address} has {member.tokens} tokens, says the router"
+        for router in self.routers:
+            assert router.failure is None
+            assert not router.dispatch.num_held, f"the router still has {router.live}"
+            assert not router.commands.is_updating, "an update has not ended"
+            await router.dispatch.wait_open(0.0)
+            for member in router.table.instances.values():
+                assert not member.live, f"{member.address} has {member.live} requests, says the router"
+                assert not member.tokens, f"{member.address} has {member.tokens} tokens, says the router"
 
     async def aclose(self) -> None:
         self.process.go_on()
-        await self.process.start(self.router.aclose(), "close")
+        for router in self.routers:
+            await self.process.start(router.aclose(), "close")
         for machine in self.machines:
             await machine.aclose()
         for machine in self.machines:
@@ -140,6 +152,7 @@ class Fleet:
 
     def count(self) -> None:
         self.counts["unequal"] += self.work.unequal
+        self.counts["two_routers"] += self.work.routers > 1
         widths = {len(machine.ranks) for machine in self.machines}
         self.counts["groups"] += widths != {1}
         self.counts["unequal_widths"] += len(widths) > 1

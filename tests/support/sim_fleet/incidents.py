@@ -16,6 +16,7 @@ from fdasync.request import PauseMode
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
+    from fdasync.pd.router.router import Router
     from tests.support.sim_fleet.fleet import Fleet
     from tests.support.sim_fleet.machine import Machine
     from tests.support.sim_fleet.workload import Incident
@@ -66,7 +67,7 @@ class Incidents:
     async def _part(self, incident: Incident, target: Machine, there: list[Machine]) -> None:
         fleet = self._fleet
         other = there[incident.other % len(there)]
-        wire = fleet.wire if incident.target < 0 else target.wire
+        wire = fleet.wires[incident.router] if incident.target < 0 else target.wire
         if wire is other.wire:
             return
         fleet.network.partition(wire, other.wire)
@@ -82,12 +83,13 @@ class Incidents:
 
         async def drain() -> None:
             try:
-                await fleet.router.drain(target.address, incident.for_s)
+                await fleet.routers[incident.router].drain(target.address, incident.for_s)
             except FdasyncError:
                 # some request did not end in time, or the instance is gone
                 fleet.counts["drains_failed"] += 1
-            if fleet.router.table.find(target.address) is not None:
-                fleet.router.remove(target.address)
+            for router in fleet.routers:
+                if router.table.find(target.address) is not None:
+                    router.remove(target.address)
 
         target.leaving = True
         await fleet.wait(fleet.process.start(drain(), "drain"))
@@ -102,10 +104,11 @@ class Incidents:
         await machine.start()
 
         async def add() -> None:
-            try:
-                await fleet.router.add(machine.address)
-            except FdasyncError:
-                fleet.counts["joins_failed"] += 1
+            for router in fleet.routers:
+                try:
+                    await router.add(machine.address)
+                except FdasyncError:
+                    fleet.counts["joins_failed"] += 1
 
         await fleet.wait(fleet.process.start(add(), "join"))
 
@@ -119,7 +122,7 @@ class Incidents:
         target.break_rank(incident.other, silent=True)
 
     async def _pause(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
-        router = self._fleet.router
+        router = self._fleet.routers[incident.router]
         modes: tuple[PauseMode, ...] = get_args(PauseMode)
         mode = modes[incident.other % len(modes)]
         self._fleet.aborting = self._fleet.aborting or mode == "abort"
@@ -141,18 +144,18 @@ class Incidents:
                     await router.reset_cache()
             try:
                 if sleeps:
-                    await self._wake()
+                    await self._wake_soon(router)
                 await router.resume()
             except FdasyncError:
                 self._fleet.counts["resumes_failed"] += 1
 
         await self._fleet.wait(self._fleet.process.start(pause(), "pause"))
 
-    async def _wake(self) -> None:
+    async def _wake_soon(self, router: Router) -> None:
         """Also where an update is under way, or an instance does not answer for now."""
         for _ in range(200):
             try:
-                await self._fleet.router.wake()
+                await router.wake()
                 return
             except FdasyncError:
                 await asyncio.sleep(0.05)
@@ -160,16 +163,18 @@ class Incidents:
 
     async def _update(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
         fleet = self._fleet
-        version = max(fleet.versions) + 1
+        version = max(fleet.versions) + 1 if incident.label is None else incident.label
         fleet.versions[version] = incident.weights_id
+        fleet.steady = False
         fleet.aborting = fleet.aborting or incident.mode == "abort"
 
         async def update() -> None:
             fleet.updates += 1
             before, fleet.current = fleet.current, None
             number = fleet.updates
+            router = fleet.routers[incident.router]
             try:
-                await fleet.router.update_weights(version, f"{fleet.folder}/{incident.weights_id}", incident.mode)
+                await router.update_weights(version, f"{fleet.folder}/{incident.weights_id}", incident.mode)
             except UpdateUnderWay:
                 # the other update decides
                 fleet.counts["updates_refused"] += 1
@@ -178,7 +183,34 @@ class Incidents:
             except FdasyncError:
                 fleet.counts["updates_failed"] += 1
             else:
-                assert number == fleet.updates
-                fleet.current = version
+                if len(fleet.routers) == 1:
+                    assert number == fleet.updates
+                    fleet.current = version
 
         await fleet.wait(fleet.process.start(update(), "update"))
+
+    async def _label(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
+        fleet = self._fleet
+
+        async def relabel() -> None:
+            try:
+                await fleet.routers[incident.router].set_weight_version(incident.label or 0)
+            except FdasyncError:
+                fleet.counts["labels_failed"] += 1
+
+        await fleet.wait(fleet.process.start(relabel(), "label"))
+
+    async def _wake(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
+        """One that nobody asked for."""
+        fleet = self._fleet
+
+        async def wake() -> None:
+            with contextlib.suppress(FdasyncError):
+                await fleet.routers[incident.router].wake()
+
+        await fleet.wait(fleet.process.start(wake(), "wake"))
+
+    async def _abort_all(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
+        fleet = self._fleet
+        fleet.aborting = True
+        fleet.process.call(lambda: fleet.counts.update(aborted=fleet.routers[incident.router].abort_all()))

@@ -74,7 +74,8 @@ async def _play(fleet: Fleet) -> PdReport:
     work = fleet.work
     for plan in work.instances:
         await fleet.machine(plan).start()
-    await fleet.process.start(fleet.router.start(), "start")
+    for router in fleet.routers:
+        await fleet.process.start(router.start(), "start")
     incidents, callers = Incidents(fleet), Callers(fleet)
     async with asyncio.TaskGroup() as group:
         for incident in work.incidents:

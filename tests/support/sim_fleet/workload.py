@@ -21,7 +21,10 @@ from fdasync.testing.sim.transport import SimFaults
 from tests.support.sim_engine.workload import RequestDraw, RequestPlan, with_policy
 
 InstanceRole = Literal["mixed", "prefill", "decode"]
-Kind = Literal["kill", "freeze", "part", "drain", "join", "update", "pause", "die", "router", "rank_dies", "rank_hangs"]
+Kind = Literal[
+    "kill", "freeze", "part", "drain", "join", "update", "pause", "die", "router", "rank_dies", "rank_hangs", "label",
+    "abort_all", "wake",
+]  # fmt: skip
 #: deadline of requests that are meant to end earlier
 PATIENT_S = 200.0
 #: distance between the first stamps of two instances
@@ -61,12 +64,15 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: when.
         kind: "part": the target and `other` do not hear each other; "join": the instance of `plan` comes; "die": the
-            target's runner dies; "router": the router is killed, and with it all requests; "rank_dies", "rank_hangs":
-            rank `other` of the target's group dies, or answers no step any more.
+            target's runner dies; "router": the routers are killed, and with them all requests; "rank_dies",
+            "rank_hangs": rank `other` of the target's group dies, or answers no step any more; "label": the weights in
+            use get another; "abort_all": of one router's requests.
         target, other: numbers of instances among those that are present then; -1: the router.
         for_s: length of a freeze, a parting, a pause or a drain; time until a killed instance is back (0: never).
         plan: of a joining instance.
         mode, weights_id: of an update.
+        label: of an update, or of the weights in use; it may have been used before. None: a new one.
+        router: number of the router that does it.
     """
 
     at_s: float
@@ -77,6 +83,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     plan: InstancePlan | None = None
     mode: Literal["abort", "keep"] = "keep"
     weights_id: int = 0
+    label: int | None = None
+    router: int = 0
 
 
 class PdWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +98,7 @@ class PdWorkload(msgspec.Struct, frozen=True, kw_only=True):
         conditions, faults: of the network, and of transports.
         calm: there are no incidents and faults, and rules are patient: every request must succeed.
         unequal: instances differ widely in size, and few requests are too large for all of them.
+        routers: how many routers control the fleet, each with requests of its own.
     """
 
     seed: int
@@ -103,6 +112,7 @@ class PdWorkload(msgspec.Struct, frozen=True, kw_only=True):
     faults: SimFaults
     calm: bool
     unequal: bool
+    routers: int
 
     @classmethod
     def draw(cls, seed: int) -> PdWorkload:
@@ -118,6 +128,8 @@ class _Draw:
         # from a stream of its own, so that the other draws of a seed stay
         self.sizes = Random(f"sizes {seed}")
         self.unequal = self.sizes.random() < 0.35
+        # likewise: a third of the fleets have two routers
+        self.routers = 1 + (Random(f"routers {seed}").random() < 0.35)
         self.block_tokens = random.choice((2, 4, 4, 8))
         self.rules = self._rules()
         self.shape = SyntheticConfig(
@@ -170,6 +182,7 @@ class _Draw:
             faults=self._faults(),
             calm=self.calm,
             unequal=self.unequal,
+            routers=self.routers,
         )
 
     def _rules(self) -> LeaseRules:
@@ -383,7 +396,36 @@ class _Draw:
             plans.append(Incident(at_s=random.uniform(0.0, max(self.span_s, 0.3)), kind="router"))
         plans += self._after_updates(plans)
         plans += self._of_ranks()
+        if self.routers > 1:
+            plans = self._of_two_routers(plans)
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
+
+    def _of_two_routers(self, plans: list[Incident]) -> list[Incident]:
+        """Either router does what is done; and more that both do at once: updates under few labels, labels, pauses,
+        sleeps, wakes, aborts. Drawn from a stream of its own."""
+        random = Random(f"two routers {self.seed}")
+        given = [msgspec.structs.replace(plan, router=random.randint(0, 1)) for plan in plans]
+        kinds: tuple[Kind, ...] = ("update", "update", "label", "label", "pause", "pause", "wake", "abort_all")
+        span_s = max(self.span_s, 0.3) * 1.5
+        at_s = 0.0
+        for _ in range(random.choice((2, 6, 12))):
+            # now and then in the same turn
+            at_s = random.choice((at_s, random.uniform(0.0, span_s)))
+            given.append(
+                Incident(
+                    at_s=at_s,
+                    kind=random.choice(kinds),
+                    target=random.randint(0, 5),
+                    other=random.randint(0, 40),
+                    for_s=random.choice((0.0, 0.05, 0.3, 1.0)),
+                    mode=random.choice(("abort", "keep")),
+                    # few, so that they return
+                    weights_id=random.randint(1, 3),
+                    label=random.choice((None, *range(4))),
+                    router=random.randint(0, 1),
+                )
+            )
+        return given
 
     def _of_ranks(self) -> list[Incident]:
         """A rank that dies or goes silent. Drawn from a stream of its own."""

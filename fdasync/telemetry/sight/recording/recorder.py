@@ -88,6 +88,7 @@ class PickRecorder:
             rows=now.rows - before.rows,
             counted=now.counted - before.counted,
             table=(now.table - before.table).astype("<i8").tobytes(),
+            namespace=self._namespace,
         )
 
 
