@@ -14,9 +14,10 @@ from fdasync.engine.tokenizer import TokenKinds, WithPieces, WithSpecials
 from fdasync_http.prompt_scores import SLICE_TOKENS, finite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fdasync import Delta, Result, Sample, TopLogprobs
+    from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
 
 _MAX_NAMES = 1 << 16
@@ -35,12 +36,17 @@ class TokenNames:
     """
 
     def __init__(self, front: Front, *, as_ids: bool) -> None:
-        own = front.tokenizer
+        own: Tokenizer | None = front.tokenizer
         self.as_ids = as_ids or own is None
-        self._kinds = None if own is None else TokenKinds(own)
-        shown = own.with_specials() if isinstance(own, WithSpecials) else own
-        self._decode = None if shown is None else shown.decode
-        self._piece = shown.piece if isinstance(shown, WithPieces) else None
+        self._kinds: TokenKinds | None = None
+        self._decode: Callable[[Sequence[int]], str] | None = None
+        self._piece: Callable[[int], bytes] | None = None
+        if own is not None:
+            self._kinds = TokenKinds(own)
+            shown: Tokenizer = own.with_specials() if isinstance(own, WithSpecials) else own
+            self._decode = shown.decode
+            if isinstance(shown, WithPieces):
+                self._piece = shown.piece
         self._pieces: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> str:
