@@ -340,7 +340,9 @@ class Director:
             guest.faulted = True
             await guest.open()
             await asyncio.wait_for(guest.ready.wait(), _START_LIMIT_S)
-            await self._router.add(guest.address)
+            async with asyncio.timeout(_START_LIMIT_S):
+                while not await self.weights.added(guest):
+                    pass
             guest.faulted = False
             return
         leaver = fleet.nodes.get(self._spare)

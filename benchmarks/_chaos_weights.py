@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks._chaos_versions import FIRST_NUMBER
-from fdasync.errors import BadInput, FdasyncError, PeerUnreachable, RemoteError, TransientError
+from fdasync.errors import BadInput, FdasyncError, PeerRefused, PeerUnreachable, RemoteError, TransientError
 
 if TYPE_CHECKING:
     from random import Random
@@ -117,18 +117,24 @@ class WeightFaults:
                 self._seen = len(dropped)
                 await asyncio.sleep(0.1)
 
+    async def added(self, node: Node) -> bool:
+        """Add an instance to the router; False, a moment later: it is not reached, or cannot have the fleet's weights
+        as long as their folder is away."""
+        try:
+            await self._router.add(node.address)
+        except (PeerUnreachable, PeerRefused):
+            await asyncio.sleep(0.3)
+            return False
+        return True
+
     async def _bring_back(self, node: Node) -> None:
         fleet = self._fleet
         try:
             async with asyncio.timeout(_BACK_S):
                 while fleet.nodes.get(node.name) is node and not node.leaves:
                     await node.ready.wait()
-                    try:
-                        # one that fell asleep with the others is woken, too
-                        await self._router.add(node.address)
-                    except PeerUnreachable:
-                        await asyncio.sleep(0.3)
-                    else:
+                    # one that fell asleep with the others is woken, too
+                    if await self.added(node):
                         return
         except TimeoutError:
             self._notes.wrong.append(f"{node.name} was dropped, and did not come back in {_BACK_S:g} s")

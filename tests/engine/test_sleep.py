@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from itertools import permutations
 from random import Random
 
 import msgspec
@@ -189,28 +188,6 @@ def test_parts_come_back_one_by_one_and_new_weights_between():
             result = await running
             assert [version for *_, version in spans(result)] == ["0", "1"]
             await ask(engine, 5)
-            check_end(engine)
-
-    play(work)
-
-
-@pytest.mark.parametrize("released", [ALL, ("weights", "cuda_graph"), ("kv_cache", "cuda_graph"), ("cuda_graph",)])
-def test_graphs_come_back_with_the_last_of_the_memory_that_they_need(released):
-    """In any order of the others, named or not: xtuner, AReaL and ROLL name weights and blocks alone."""
-
-    async def work():
-        async with Engine(config()) as engine:
-            for order in permutations(released):
-                for tags in (order, [tag for tag in order if tag != "cuda_graph"] or ["kv_cache"]):
-                    await engine.sleep(tags=released)
-                    missing = set(released) - {"cuda_graph"}
-                    for tag in tags:
-                        await engine.wake([tag])
-                        missing.discard(tag)
-                        # before the others they would hold addresses of nothing
-                        assert set(engine.stats().released) == (missing | {"cuda_graph"} if missing else set())
-                    assert engine.load().doing == "running"
-                    check(await call(engine), 0, engine)
             check_end(engine)
 
     play(work)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx2
 import pytest
+from fdasync_http.application import app
+from fdasync_http.config import HttpConfig
 
-from fdasync import SamplingParams
-from fdasync.testing import until
+from fdasync import Engine, SamplingParams
+from fdasync.testing import synthetic_config, until
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -246,3 +249,28 @@ async def test_the_engine_that_failed_is_503(scene_of):
         response = await post(scene, "/generate", {"input_ids": PROMPT})
         assert response.status_code == 503
         assert "on fire" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("named", "host", "port"),
+    [
+        ("node-7.cluster:30000", "node-7.cluster", 30000), ("10.0.0.7:30000", "10.0.0.7", 30000),
+        ("[fd00::7]:30000", "[fd00::7]", 30000), ("node-7", "node-7", None), ("[fd00::7]", "[fd00::7]", None),
+    ],
+)  # fmt: skip
+async def test_the_host_and_port_are_those_that_the_client_called(scene_of, named, host, port):
+    """Miles compares them with its own view of the server, which has an address of IPv6 in brackets."""
+    async with scene_of() as scene:
+        info = (await scene.client.get("/get_server_info", headers={"host": named})).json()
+        # without a port in it: where the server listens
+        assert (info["host"], info["port"]) == (host, port or scene.port)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_the_ranks_that_a_trainer_counts_are_the_engine_s(ranks, forked_children):
+    process = "inline" if ranks == 1 else "worker"
+    async with Engine(synthetic_config(tensor_parallel=ranks, process=process)) as engine:
+        transport = httpx2.ASGITransport(app(engine, HttpConfig()))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://front") as client:
+            info = (await client.get("/server_info")).json()
+    assert (info["tp_size"], info["num_gpus"], info["enable_metrics"]) == (ranks, ranks, True)

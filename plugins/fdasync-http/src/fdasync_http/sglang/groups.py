@@ -199,9 +199,13 @@ async def update_weights_from_distributed(request: Request, front: Front) -> Res
     update where a pause or `/begin_weight_update` came before them."""
     sent = await read_body(request, front.config) or b"{}"
 
+    group = group_in(sent, front)
+    async with of_group(front, group):
+        body = decode(sent, ReceiveBody, front.config)
+
     async def receive() -> None:
-        async with of_group(front, group_in(sent, front)):
-            await _receive(decode(sent, ReceiveBody, front.config), front)
+        async with of_group(front, group):
+            await _receive(body, front)
         front.updates()
 
     return await told(receive(), front)

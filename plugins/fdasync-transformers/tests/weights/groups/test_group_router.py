@@ -64,7 +64,12 @@ async def test_all_instances_get_the_weights_of_one_broadcast(tmp_path: Path) ->
             with pytest.raises(UpdateUnderWay):
                 await router.update_weights("x", str(tmp_path / "new"))
             for part in parts_of(new, 3):
-                await send(sender, router, part)
+                await send(sender, router, part, "two")
+            # once more, as Miles says it; the weights have it when the update has ended
+            await router.set_weight_version("two")
+            with pytest.raises(UpdateUnderWay):
+                await router.set_weight_version("three")
+            assert router.facts().weight_version != "two"
             await router.end_weight_update("two", expected=fingerprint(new).weights_id)
             assert labels(router) == {"two"}
             assert router.facts().weight_version == "two"
