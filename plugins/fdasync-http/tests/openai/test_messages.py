@@ -163,6 +163,8 @@ async def test_stop_sequences_are_told(claude):
     # a message that says nothing has no blocks
     whole, _ = await both(client, stop_sequences=[text[:2]], extra_body={"seed": 7})
     assert (told(whole), whole.stop_sequence) == ([], text[:2])
+    after = await client.messages.create(**{**BODY, "messages": [USER, whole.to_param(), USER]})
+    assert after.usage.output_tokens == 12
 
 
 async def test_an_answer_goes_on_with_what_the_assistant_began(claude_of, scripted):
@@ -298,6 +300,9 @@ REFUSED = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "leap"}}, "tool_choice"),
     ({"tools": [LOOK], "tool_choice": {"type": "some"}}, "tool_choice"),
+    ({"tools": [LOOK], "tool_choice": {"type": ["any"]}}, "tool_choice"),
+    ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": ["look"]}}, "tool_choice"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format"),
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
