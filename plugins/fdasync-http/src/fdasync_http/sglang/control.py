@@ -55,7 +55,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 async def pause_generation(request: Request, front: Front) -> Response:
     """`POST /pause_generation`: no step runs when it answers; requests that come meanwhile wait."""
     mode: PauseMode = (await read_json(request, PauseBody, front.config)).mode
-    await front.generator.pause(mode)
+    await front.pause(mode)
     return reply({"message": f"paused ({mode})", "status": "ok"})
 
 
@@ -115,9 +115,7 @@ async def abort_request(request: Request, front: Front) -> Response:
     elif body.rid and body.prefix:
         front.generator.abort_all(body.rid)
     elif body.rid:
-        front.generator.abort(body.rid)
-        # the requests of a list have names made of its own
-        front.generator.abort_all(f"{body.rid}_")
+        front.abort(body.rid)
     else:
         raise Refused(400, "rid or abort_all is needed", param="rid")
     return Response()

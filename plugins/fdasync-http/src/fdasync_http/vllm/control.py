@@ -43,7 +43,7 @@ async def pause(request: Request, front: Front) -> Response:
     if mode not in _MODES:
         raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
     clear = _flag(request, "clear_cache", True)
-    await front.generator.pause(_MODES[mode])
+    await front.pause(_MODES[mode])
     if clear:
         await front.generator.reset_cache()
     return reply({"status": "paused"})
@@ -128,11 +128,8 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 async def abort_requests(request: Request, front: Front) -> Response:
     """`POST /abort_requests`."""
     body = await read_json(request, AbortBody, front.config)
-    if body.request_ids:
-        aborted = sum([front.generator.abort(name) for name in body.request_ids])
-    else:
-        aborted = front.generator.abort_all()
-    return reply({"status": "aborted", "aborted": aborted})
+    named = [front.abort(name) for name in body.request_ids]
+    return reply({"status": "aborted", "aborted": sum(named) if named else front.generator.abort_all()})
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,13 +145,8 @@ class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
 async def reset_prefix_cache(request: Request, front: Front) -> Response:
     """`POST /reset_prefix_cache`."""
     body = await read_json(request, ResetBody, front.config)
-    running = body.reset_running_requests or _flag(request, "reset_running_requests", False)
-    if running and not front.generator.load().paused:
-        await front.generator.pause("retract")
-        try:
-            await front.generator.reset_cache()
-        finally:
-            await front.generator.resume()
+    if body.reset_running_requests or _flag(request, "reset_running_requests", False):
+        await front.reset_running()
     else:
         await front.generator.reset_cache()
     return reply({"status": "reset"})
