@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
+from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.serve import fetched
 from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
@@ -165,9 +166,12 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
         group_name: of a group of `torch.distributed` that was joined by `/init_weight_transfer_engine`.
         packed: vLLM's own buckets, which are refused.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`.
-        packed_buffer_size_bytes, packed_num_buffers: vLLM's; without `packed` they mean nothing.
-        version, sync_dir, uri, update_kind: SkyRL's, of which `target_version` says enough.
     """
+
+    RULES: ClassVar[Table] = {
+        **ignored("without packed they mean nothing", "packed_buffer_size_bytes", "packed_num_buffers"),
+        **ignored("target_version says enough", "version", "sync_dir", "uri", "update_kind"),
+    }
 
     weight_dir: str | None = None
     weights_path: str | None = None
@@ -181,12 +185,6 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
     packed: bool = False
     bucket_nbytes: int = 0
     checksum: bool = False
-    packed_buffer_size_bytes: Any = None
-    packed_num_buffers: Any = None
-    version: Any = None
-    sync_dir: Any = None
-    uri: Any = None
-    update_kind: Any = None
 
 
 class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
