@@ -57,7 +57,9 @@ def _names_of(front: Front, body: GenerateBody) -> TokenNames | None:
 
 
 async def _answer(front: Front, asked: list[Asked], many: bool, names: TokenNames | None) -> Response:
-    with front.place():
+    rid = asked[0].body.rid
+    requests = [one.options["request_id"] for one in asked]
+    with front.place(), front.group(rid if isinstance(rid, str) else None, requests):
         results = await all_of([_result_of(front, one) for one in asked])
     answers: list[dict[str, Any]] = []
     parts: list[Part] = []
