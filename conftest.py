@@ -7,7 +7,6 @@ import atexit
 import gc
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from blockbuster import BlockBuster
 
@@ -63,23 +62,11 @@ def _quicken_interpreter() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU; those marked `interpreted` where their
-    kernels would run in an interpreter of Triton's that cannot run them."""
-    _skip(items, "gpu", lambda: not _has_gpu(), "needs a CUDA GPU")
-    _skip(items, "interpreted", _is_interpreter_old, "Triton's interpreter before 3.9 rounds an fma twice: needs a GPU")
-
-
-def _skip(items: list[pytest.Item], mark: str, holds: Callable[[], bool], reason: str) -> None:
-    marked = [item for item in items if item.get_closest_marker(mark)]
-    if marked and holds():
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _is_interpreter_old() -> bool:
-    # of a release, "3.9.0"
-    numbers = tuple(int(part) for part in version("triton").split(".")[:2])
-    return os.environ.get("TRITON_INTERPRET") == "1" and numbers < (3, 9)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def _has_gpu() -> bool:

@@ -18,7 +18,6 @@ def no_blocking() -> None:
     """In place of the one that looks: the benchmark samples on its own loop."""
 
 
-@pytest.mark.interpreted
 def test_it_is_rehearsed_on_every_kind(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     with pytest.raises(SystemExit) as ended:
@@ -42,7 +41,6 @@ def test_it_refuses_what_is_not_there(arguments: list[str], capsys: pytest.Captu
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.interpreted
 def test_a_token_that_is_not_the_hosts_fails_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
