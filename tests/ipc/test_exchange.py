@@ -32,12 +32,12 @@ def group(ranks: int, work: Callable[[Exchange], None], **options: Any) -> Itera
         if not child:
             status = 1
             try:
-                work(Exchange(rank, ranks, own_fds(meeting, rank), slot_nbytes=64, deadline_s=20, **options))
+                work(Exchange(rank, ranks, own_fds(meeting, rank), slot_nbytes=64, deadline_s=300, **options))
                 status = 0
             finally:
                 os._exit(status)
         children.append(child)
-    mine = Exchange(0, ranks, own_fds(meeting, 0), slot_nbytes=64, deadline_s=20)
+    mine = Exchange(0, ranks, own_fds(meeting, 0), slot_nbytes=64, deadline_s=300)
     try:
         yield meeting, mine
         assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)

@@ -107,7 +107,7 @@ class TestBehindEdges(TestSynthetic):
 @pytest.mark.usefixtures("forked_children")
 class TestInAWorker(TestSynthetic):
     def make(self, limits):
-        return WorkerRunner("synthetic", dict(self.config), limits, close_deadline_s=10.0)
+        return WorkerRunner("synthetic", dict(self.config), limits, close_deadline_s=120.0)
 
 
 # -- the suite finds broken runners -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from fdasync.cache.store.base import DONE, Outcome
 from fdasync.testing import SimLoop, TransportTests
 from fdasync.testing.sim.transport import SimFabric, SimTransport
+from fdasync.testing.transports import lifetimes
 
 
 class Suite(TransportTests):
@@ -213,6 +215,19 @@ def test_what_is_broken_is_found(broken, test):
     suite.broken = broken
     with pytest.raises(AssertionError):
         getattr(suite, test)()
+
+
+@pytest.mark.parametrize("slower", [0.001, 1.0, 1000.0])
+@pytest.mark.parametrize(("transport", "fair"), [(AllInOneGo, False), (SimTransport, True)])
+def test_whether_the_loop_runs_does_not_depend_on_how_fast_a_core_is(monkeypatch, slower, transport, fair):
+    monkeypatch.setattr(lifetimes, "thread_time", lambda: slower * time.thread_time())
+    suite = Suite()
+    suite.broken = transport
+    if fair:
+        suite.test_the_loop_runs_meanwhile()
+        return
+    with pytest.raises(AssertionError, match="the loop runs while"):
+        suite.test_the_loop_runs_meanwhile()
 
 
 @pytest.mark.slow  # `TestSim` of `test_transports.py` is the same suite, with more patience

@@ -119,8 +119,8 @@ async def test_handed_over_from_prefill_to_decode(tmp_path: Path, family: str, a
             instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, transfer_process=False)
             addresses.append((await stack.enter_async_context(instance)).address)
         router = await stack.enter_async_context(fdasync.connect(addresses))
-        first = check(await router.complete(prompt(0), PARAMS, deadline_s=60.0), model, prompt(0), aux)
+        first = check(await router.complete(prompt(0), PARAMS, deadline_s=300.0), model, prompt(0), aux)
         # what the decode side has already is neither computed nor sent again
-        again = await router.complete(prompt(0), PARAMS, deadline_s=60.0)
+        again = await router.complete(prompt(0), PARAMS, deadline_s=300.0)
         assert again.cached.total == 20
         assert_kept(check(again, model, prompt(0), aux), first, 20)

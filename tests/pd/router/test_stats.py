@@ -24,7 +24,7 @@ async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) 
     with pytest.raises(EngineClosed):
         router.stats()
     async with instance("prefill", "p0"), instance("decode", "d0") as decode, router:
-        result = await router.complete(list(range(40)), SamplingParams(max_tokens=9), deadline_s=10)
+        result = await router.complete(list(range(40)), SamplingParams(max_tokens=9), deadline_s=300)
         until = asyncio.get_running_loop().time()
         async with asyncio.timeout(300):
             while any(one.status_at < until for one in router.stats().instances):  # noqa: ASYNC110 - nobody announces it

@@ -73,8 +73,8 @@ class TestWorkers(test_synthetic.TestSynthetic):
             "synthetic",
             dict(self.config),
             msgspec.structs.replace(limits, tensor_parallel=2),
-            close_deadline_s=10.0,
-            exchange_deadline_s=20.0,
+            close_deadline_s=120.0,
+            exchange_deadline_s=300.0,
         )
 
 

@@ -27,8 +27,8 @@ def make(ranks: int = 1, *, shows: bool = True):
         max_running=2, max_step_tokens=64, block_tokens=16, num_blocks=8, tensor_parallel=ranks, shows_blocks=shows
     )
     if ranks == 1:
-        return WorkerRunner("synthetic", CONFIG, limits, close_deadline_s=5.0)
-    return WorkerGroup("synthetic", CONFIG, limits, close_deadline_s=5.0, exchange_deadline_s=20.0)
+        return WorkerRunner("synthetic", CONFIG, limits, close_deadline_s=120.0)
+    return WorkerGroup("synthetic", CONFIG, limits, close_deadline_s=120.0, exchange_deadline_s=300.0)
 
 
 async def started(runner, fill: int | None = None):

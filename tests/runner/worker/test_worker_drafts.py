@@ -14,7 +14,7 @@ LIMITS = RunnerLimits(max_running=4, max_step_tokens=64, block_tokens=16, num_bl
 
 
 async def test_drafts_are_verified_in_the_worker_and_bytes_that_do_not_fit_fail_the_step():
-    async with on_bench(WorkerRunner("synthetic", {}, LIMITS, close_deadline_s=10.0)) as on:
+    async with on_bench(WorkerRunner("synthetic", {}, LIMITS, close_deadline_s=120.0)) as on:
         prompt = on.prompt(4)
         stream = prompt + (await on.answer(0, prompt, 12, [0])).tokens
         await on.launch_prefill(on.start(1, prompt, [1]))

@@ -43,7 +43,7 @@ class TestFolder(InFolder):
         async def start(self):
             config = {"path": path}
             store = (
-                ProcessStore("file", config, close_deadline_s=10.0) if own_process else FileStore(FileConfig(**config))
+                ProcessStore("file", config, close_deadline_s=120.0) if own_process else FileStore(FileConfig(**config))
             )
             # a lone surrogate cannot even be sent
             with pytest.raises((StoreRejected, ConfigError), match=r"path|store_config") as found:

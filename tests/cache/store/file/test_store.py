@@ -47,7 +47,7 @@ class TestFileInProcess(InFolder, StoreTests):
 
     def store(self, **config):
         config = {"path": str(self.path), **config}
-        return ProcessStore("file", config, close_deadline_s=10.0, respawn_s=0.05)
+        return ProcessStore("file", config, close_deadline_s=120.0, respawn_s=0.05)
 
 
 class TestRoom(InFolder):
