@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of
-from fdasync_http.bodies import read_json
 from fdasync_http.openai.chat import prepared
 from fdasync_http.openai.types import ChatBody
 from fdasync_http.sglang.control import reply
