@@ -17,7 +17,7 @@ REFUSED = [
     (SGLANG, {**IDS, "sampling_params": {"max_new_tokens": 10**6}}, "sampling_params.max_new_tokens"),
     (SGLANG, {**IDS, "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
     (SGLANG, {**IDS, "sampling_params": {"sampling_seed": -1}}, "sampling_params.sampling_seed"),
-    (SGLANG, {**IDS, "sampling_params": {"logit_bias": {"1": 1000}}}, "sampling_params.logit_bias[1]"),
+    (SGLANG, {**IDS, "sampling_params": {"logit_bias": {"100000": 1}}}, "sampling_params.logit_bias"),
     (SGLANG, {**IDS, "sampling_params": {"min_new_tokens": 500}}, "sampling_params.min_new_tokens"),
     (SGLANG, {**IDS, "sampling_params": {"regex": "nonsense"}}, "sampling_params.regex"),
     (SGLANG, {**IDS, "return_logprob": True, "logprob_start_len": 7}, "logprob_start_len"),

@@ -79,6 +79,69 @@ async def test_what_is_no_request_is_told_so_as_every_error(scene_of, sent):
         line.close()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"", b"host: a\r\nhost: a", b"host: a\r\nHost: b", b"host: a b", b"host: a/b", b"host: a@b", b"host: \xff",
+        b"host: a, b",
+    ],
+)  # fmt: skip
+async def test_a_request_is_for_one_host(scene_of, head):
+    async with scene_of() as scene:
+        for offer in (b"", b"connection: upgrade\r\nupgrade: h2c\r\n"):
+            line = await line_to(scene)
+            line.send(b"GET /ping HTTP/1.1\r\n" + offer + head + b"\r\n" * bool(head) + b"\r\n")
+            told, body = await line.answer()
+            assert told.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(body)["error"]["code"] == "bad_http"
+            assert await line.rest() == b""
+            line.close()
+
+
+@pytest.mark.parametrize(
+    "request_line", [b"GET /ping HTTP/1.1\r\nhost:\r\n", b"GET /ping HTTP/1.1\r\nHost: [::1]:8000\r\n",
+                     b"GET /ping HTTP/1.0\r\n", b"GET /ping HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n"]
+)  # fmt: skip
+async def test_a_host_may_be_empty_and_old_clients_name_none(scene_of, request_line):
+    async with scene_of() as scene:
+        line = await line_to(scene)
+        line.send(request_line + b"connection: close\r\n\r\n")
+        assert (await line.rest()).startswith(b"HTTP/1.1 200 ")
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "head"),
+    [
+        (b"1.1", b"gzip, chunked"), (b"1.1", b"gzip\r\ntransfer-encoding: chunked"), (b"1.1", b"chunked, chunked"),
+        (b"1.1", b"chunked\r\ntransfer-encoding: chunked"), (b"1.1", b"identity, chunked"), (b"1.1", b"gzip"),
+        (b"1.1", b"xchunked"), (b"1.1", b"chunked, gzip"), (b"1.1", b"chunked\r\ncontent-length: 5"),
+        (b"1.1", b"\r\ntransfer-encoding: chunked"), (b"1.0", b"chunked"),
+    ],
+)  # fmt: skip
+async def test_a_body_has_no_coding_but_chunks(scene_of, version, head):
+    async with scene_of() as scene:
+        line = await line_to(scene)
+        line.send(b"POST /generate HTTP/%s\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n" % (version, head))
+        line.send(b"2\r\n{}\r\n0\r\n\r\n")
+        told, body = await line.answer()
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "bad_http"
+        assert not (await line.rest()).startswith(b"HTTP")
+        line.close()
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b" Chunked ", b"CHUNKED"])
+async def test_a_body_in_chunks_is_read(scene_of, coding):
+    async with scene_of() as scene:
+        line = await line_to(scene)
+        body = json.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}).encode()
+        line.send(b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %s\r\n\r\n" % coding)
+        line.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        assert (await line.answer())[0].startswith(b"HTTP/1.1 200 ")
+        line.close()
+
+
 async def test_the_rest_of_a_body_that_was_refused_has_a_limit(scene_of):
     async with scene_of(listen=listen(header_s=0.2), api_key=KEY) as scene:
         line = await line_to(scene)

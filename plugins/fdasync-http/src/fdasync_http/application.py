@@ -10,6 +10,7 @@ stand in tables of their own, because they may need another key. Called by embed
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,7 @@ from fdasync_http.config import HttpConfig
 from fdasync_http.contract import HTML, query_of
 from fdasync_http.docs_page import HEADERS, page
 from fdasync_http.failures import JSON, Refused, answer, on_error
+from fdasync_http.fields import IGNORED
 from fdasync_http.front import Front
 from fdasync_http.known import check_query
 from fdasync_http.openapi import description
@@ -113,6 +115,7 @@ class _Endpoint:
         self._path = path
         self._front = front
         self._query = query_of(path)
+        self._ignore = partial(front.ignore, path.path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -120,7 +123,7 @@ class _Endpoint:
                 self._front.answers[self._path.path, message["status"]] += 1
             await send(message)
 
-        request = Request({**scope, BUDGET: self._front.bodies}, receive, counted)
+        request = Request({**scope, BUDGET: self._front.bodies, IGNORED: self._ignore}, receive, counted)
         try:
             if self._query is not None:
                 check_query(request.query_params.keys(), self._query)

@@ -7,15 +7,15 @@ Knows no paths. Called by every endpoint that takes a body.
 from __future__ import annotations
 
 import asyncio
-import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import msgspec
 import numpy as np
 
 from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.failures import TOO_LONG, Refused
-from fdasync_http.known import known_at, listed
+from fdasync_http.fields import IGNORED, Ignore, read_by
+from fdasync_http.known import listed, words_at
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,8 +30,8 @@ T = TypeVar("T")
 _MAX_TOKEN_CHARS = 64
 #: arrays and objects of a body; millions of empty ones would keep the loop for seconds
 MAX_PARTS = 50_000
-# in msgspec's words
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+# some clients begin a text with it
+_BOM = b"\xef\xbb\xbf"
 _PIECE_NBYTES = 1 << 20
 _OPENS, _CLOSES, _QUOTE = 1, -1, 2
 
@@ -82,15 +82,25 @@ def _too_large(config: HttpConfig) -> Refused:
     return Refused(413, told, code="too_large")
 
 
-def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
-    """The body as a `kind`. Raises Refused (400), which names the field, for anything else."""
+def decode(body: bytes, kind: type[T], config: HttpConfig, ignore: Ignore = lambda _: None) -> T:
+    """The body as a `kind`: a struct, whose fields `fields.py` has the rule of, or anything else that JSON has. A whole
+    number may be written as 2.0, and numbers and flags as texts.
+
+    Args:
+        ignore: called with the name of each field that changes nothing.
+
+    Raises Refused (400), which names the field, for anything else.
+    """
+    body = body.removeprefix(_BOM)
     depth, parts = _shape_of(body, config.max_json_depth)
     if depth > config.max_json_depth:
         raise Refused(400, f"the JSON is deeper than {config.max_json_depth} levels", code="bad_json")
     if parts > MAX_PARTS:
         raise Refused(400, f"the JSON has more than {MAX_PARTS} arrays and objects", code="bad_json")
     try:
-        return msgspec.json.decode(body, type=kind)
+        if issubclass(get_origin(kind) or kind, msgspec.Struct):
+            body = msgspec.json.encode(read_by(kind, body, ignore))
+        return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -99,16 +109,13 @@ def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
 
 def _invalid(told: str, kind: Any) -> Refused:
     """Of what msgspec says of a body; with what it could have said instead."""
-    words, _, path = told.partition(" - at `$")
-    path = path.rstrip("`")
-    field, code = path.lstrip("."), "bad_input"
-    if unknown := _UNKNOWN.fullmatch(words):
-        where = f" in {field}" if field else ""
-        words = f"there is no such key{where}; known are: {listed(known_at(kind, path, keys=True))}"
-        field, code = f"{field}.{unknown[1]}".lstrip("."), "unknown_key"
-    elif words.startswith("Invalid enum value") and (known := known_at(kind, path, keys=False)):
+    # of a key, msgspec says "at `key` in `$.field`"
+    words, _, place = told.partition(" - at `")
+    path = place.rstrip("`").rpartition("$")[2]
+    if words.startswith("Invalid enum value") and (known := words_at(kind, path)):
         words = f"{words[len('Invalid enum value ') :]} is none of {listed(known)}"
-    return Refused(400, f"{field}: {words}" if field else words, param=field, code=code)
+    field = path.lstrip(".")
+    return Refused(400, f"{field}: {words}" if field else words, param=field, code="bad_input")
 
 
 def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
@@ -150,5 +157,7 @@ def check_text_size(field: str, text: str, front: Front) -> None:
 
 
 async def read_json(request: Request, kind: type[T], config: HttpConfig) -> T:
-    """The body of a request as a `kind`; an empty body counts as `{}`. Raises Refused."""
-    return decode(await read_body(request, config) or b"{}", kind, config)
+    """The body of a request as a `kind`; an empty body counts as `{}`. Fields that change nothing are counted. Raises
+    Refused."""
+    ignore: Ignore = request.scope.get(IGNORED) or (lambda _: None)
+    return decode(await read_body(request, config) or b"{}", kind, config, ignore)

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from fdasync_http.config import HttpConfig
 
 
+# of each path: names of ignored fields that are kept, and what counts the others
+_MAX_NAMES = 100
+_NAME_CHARS = 100
+_OTHERS = "others"
+
+
 def model_name(config: HttpConfig, facts: ModelFacts) -> str:
     """Name of the model in answers: as configured, else that of the checkpoint's folder, else as the runner names it.
 
@@ -50,6 +56,7 @@ class Front:
         bodies: bytes of bodies that are being read.
         is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
+        ignored: how often a field came that changes nothing, by path and name.
         snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
         pulling: held while a checkpoint is pulled.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
@@ -69,9 +76,16 @@ class Front:
         self.is_draining = is_draining
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.ignored: dict[str, Counter[str]] = {}
         self.snapshot = ""
         self.pulling = asyncio.Lock()
         self.local_checkpoint = ""
+
+    def ignore(self, path: str, field: str) -> None:
+        """Count a field of a body that changes nothing there. Clients choose the names, so only so many are kept."""
+        fields = self.ignored.setdefault(path, Counter())
+        name = field[:_NAME_CHARS]
+        fields[name if name in fields or len(fields) < _MAX_NAMES else _OTHERS] += 1
 
     @contextmanager
     def place(self) -> Iterator[None]:

@@ -76,9 +76,12 @@ def _response_format(value: Mapping[str, Any], field: str) -> Grammar | None:
     if kind == "json_schema":
         inner = value.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else None
-        if schema is None:
-            raise Refused(400, f"{field}.json_schema.schema is missing", param=field, code="bad_input")
-        return _schema(schema, f"{field}.json_schema.schema")
+        if schema is not None:
+            return _schema(schema, f"{field}.json_schema.schema")
+        # beside `type`, as SGLang reads it
+        if value.get("schema") is not None:
+            return _schema(value["schema"], f"{field}.schema")
+        raise Refused(400, f"{field}.json_schema.schema is missing", param=field, code="bad_input")
     words = f"{field}.type: {kind!r:.100} is not served; there are text, json_object and json_schema"
     raise Refused(400, words, param=field, code="not_served")
 

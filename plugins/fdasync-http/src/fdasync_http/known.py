@@ -21,17 +21,13 @@ _STEP = re.compile(r"\.([^.\[]+)|\[[^\]]*\]")
 _MOST = 40
 
 
-def known_at(kind: Any, path: str, *, keys: bool) -> tuple[str, ...]:
-    """The keys of the object, or the words of the choice, that a type has at a path of msgspec's (`.tags[0]`); (): it
-    has none there."""
+def words_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The words of the choice that a type has at a path of msgspec's (`.tags[0]`); (): it has none there."""
     found = _all_of(inspect.type_info(kind))
     for step in _STEP.finditer(path):
         found = [inner for one in found for inner in _within(one, step[1])]
-    if keys:
-        names = [field.encode_name for one in found if isinstance(one, inspect.StructType) for field in one.fields]
-    else:
-        names = [str(value) for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
-    return tuple(dict.fromkeys(names))
+    words = [str(value) for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
+    return tuple(dict.fromkeys(words))
 
 
 def _all_of(one: inspect.Type) -> list[inspect.Type]:

@@ -1,14 +1,15 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: of connections, of headers, and of half-sent requests.
 
 uvicorn answers 503 at its own limit, where clients need a 429. It waits for ever for headers that do not end, and for
-the rest of a body whose request was answered already; with httptools it takes headers and trailers of any length, and
-any number of requests behind one that is under way. A request that offers an upgrade (Java's client offers HTTP/2 with
-each first one) loses its body there. The app bounds bodies (`bodies.py`). Knows no paths. Made by
-uvicorn, as `server.py` tells it to.
+the rest of a body whose request was answered already; with httptools it takes headers and trailers of any length, any
+number of requests behind one that is under way, requests for no host or for two, and bodies with other codings than
+chunks. A request that offers an upgrade (Java's client offers HTTP/2 with each first one) loses its body there. The app
+bounds bodies (`bodies.py`). Knows no paths. Made by uvicorn, as `server.py` tells it to.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
+# a name or an address, with or without a port; or nothing
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+;=:\[\]-]*")
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 # chunks of one byte have six bytes for each
 _FRAME_NBYTES = 8
@@ -127,7 +130,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.send_400_response(str(why) if isinstance(why, _Unwanted) else "this is no HTTP request")
 
     def _head_without_upgrade(self) -> bytes:
-        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name not in _OF_UPGRADE]
         if not self.parser.should_keep_alive():
             lines.append(b"connection: close")
@@ -148,9 +152,23 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._header_nbytes = self._behind_nbytes = self._body_nbytes = 0
         self._end_header_timer()
         if not self.parser.should_upgrade():
+            self._check_framing()
             super().on_headers_complete()
         elif self.parser.get_method() == b"CONNECT":
             raise _Unwanted("this is no proxy")
+
+    def _check_framing(self) -> None:
+        """Raise for a request of which a proxy before this server could think otherwise: for whom it is, or where it
+        ends (RFC 9112, 3.2 and 6.1)."""
+        version = self.parser.get_http_version()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise _Unwanted(f"one host header is needed, and there are {len(hosts)}")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise _Unwanted("the host header names no host")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (version != "1.1" or [value.strip().lower() for value in codings] != [b"chunked"]):
+            raise _Unwanted("a body comes as it is, or in chunks: transfer-encoding is chunked, and nothing else")
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)

@@ -6,6 +6,7 @@ this module decodes a sample's tokens once more, in the front's process. Called 
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds, WithSpecials
@@ -20,23 +21,40 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text. Raises TokenizerFailed for every error of the tokenizer, as engines do."""
+def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Tokens of a text. Raises TokenizerFailed for every error of the tokenizer, as engines do.
+
+    Args:
+        add_special_tokens: False: without those that the tokenizer puts around a text.
+    """
     try:
-        return list(tokenizer.encode(text))
+        tokens = list(tokenizer.encode(text))
     except FdasyncError:
         raise
     except Exception as error:
         problem = f"encode raised {type(error).__name__}: {error}"
         raise TokenizerFailed(type(tokenizer).__name__, problem) from error
+    if add_special_tokens:
+        return tokens
+    before, behind = added_by(tokenizer)
+    return tokens[len(before) : len(tokens) - len(behind)]
 
 
-def prompt_tokens(front: Front, field: str, text: str) -> list[int]:
+def added_by(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before a text and behind it. Raises TokenizerFailed."""
+    around = encoded(tokenizer, "")
+    # those that a text has before it as well
+    pairs = zip(around, encoded(tokenizer, "x"), strict=False)
+    before = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return before, around[len(before) :]
+
+
+def prompt_tokens(front: Front, field: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Tokens of a prompt, where the answer depends on them before the engine tells them. Raises Refused (400)."""
     if front.tokenizer is None:
         raise Refused(400, f"{field}: this server has no tokenizer; give token ids", param=field)
     check_text_size(field, text, front)
-    return encoded(front.tokenizer, text)
+    return encoded(front.tokenizer, text, add_special_tokens=add_special_tokens)
 
 
 class TextForm:

@@ -47,8 +47,8 @@ def resolved(named: str, field: str) -> str:
     """A path that a client names, wherever it leads. Raises Refused (400) for one that can be none."""
     if not named or "\0" in named:
         raise Refused(400, f"{named!r} is no folder", param=field)
-    # links are followed first: one inside a root may lead out of it
-    return str(Path(named).resolve())
+    # links are followed first: one inside a root may lead out of it. A loop of them leads nowhere, and is no folder
+    return os.path.realpath(named)
 
 
 def _is_within(folder: Path, root: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.anthropic.envelope import error_of
-from fdasync_http.openai.asked import stops_of
+from fdasync_http.sampling import texts_of
 from fdasync_http.translated.translation import Event, Kind, Translation
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class MessageEvents(Translation):
             "usage": _usage(len(asked.prompt), 0, 0),
         })  # fmt: skip
         self._front = front
-        self._stops = stops_of(asked.body)
+        self._stops = texts_of(asked.body.stop)
         self._is_cut_by_context = asked.params.max_tokens < max_tokens
         self._text: list[str] = []
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Literal
 
-from fdasync import SamplingParams
 from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
+from fdasync_http.fields import asked_by
+from fdasync_http.sampling import params_of
 from fdasync_http.sglang.meta import first_row
 from fdasync_http.text import TextForm
 
@@ -19,27 +20,9 @@ if TYPE_CHECKING:
 
     from fdasync import Grammar
     from fdasync.request import GenerateOptions, LogprobKind
-    from fdasync_http.client_names import Table
     from fdasync_http.front import Front
     from fdasync_http.openai.types import CommonBody
 
-# SGLang's words for "all" of top_k
-_ALL = (-1, 0, 1 << 30)
-# by the engine's field: those of completions and chats that ask for it
-_FIELDS: Table = {
-    "prompt": ("input_ids", "messages", "prompt"),
-    "max_tokens": ("max_completion_tokens", "max_tokens"),
-    "logprobs": ("logprobs",),
-    # a completion's `logprobs` is a number
-    "top_logprobs": ("top_logprobs", "logprobs"),
-    "prompt_logprobs_start": ("prompt_logprobs", "echo"),
-    "prompt_top_logprobs": ("prompt_logprobs", "logprobs"),
-    "request_id": ("request_id", "rid"),
-    "cache_salt": ("cache_salt", "extra_key"),
-    "routing": ("routed_experts_prompt_start", "return_routed_experts"),
-    "start": ("routed_experts_prompt_start", "routed_experts_start_len"),
-    "chosen_positions_start": ("return_indexer_topk",),
-}
 # engines take seeds below it; OpenAI's may be any integer
 _SEEDS = 1 << 63
 
@@ -84,7 +67,7 @@ class Asked:
         echo: bool = False,
     ) -> None:
         self.body = body
-        self.names = Names(_FIELDS, body, grammar_field)
+        self.names = Names(asked_by(type(body)), body, grammar_field)
         self.echo = echo
         self.prompt = prompt
         name = body.request_id or body.rid
@@ -92,7 +75,6 @@ class Asked:
             name = f"{prefix}-{secrets.token_hex(12)}"
         self.request_id = name if number is None else f"{name}-{number}"
         told = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        stop = stops_of(body)
         self.scores_only = echo and told == 0
         told = 1 if self.scores_only else told
         scored = body.prompt_logprobs
@@ -101,23 +83,11 @@ class Asked:
             raise Refused(400, words, param="prompt_logprobs", code="not_served")
         if echo and with_logprobs:
             scored = max(scored or 0, top_logprobs)
-        self.params = SamplingParams(
+        self.params = params_of(
+            body,
             max_tokens=max_tokens if told is None else told,
-            min_tokens=body.min_tokens,
-            temperature=body.temperature,
-            top_k=0 if body.top_k in _ALL else body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
             seed=None if body.seed is None else body.seed % _SEEDS,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=body.logit_bias,
             grammar=grammar,
-            n=body.n,
-            stop=stop,
-            stop_token_ids=tuple(body.stop_token_ids),
-            ignore_eos=body.ignore_eos,
             logprobs=_kind(front, body) if with_logprobs else "none",
             top_logprobs=top_logprobs,
             prompt_logprobs_start=None if scored is None else 0,
@@ -141,13 +111,8 @@ class Asked:
             front,
             specials=specials or not body.skip_special_tokens,
             keeps_stop=asks_for_stops(body),
-            stop=stop,
+            stop=self.params.stop,
         )
-
-
-def stops_of(body: CommonBody) -> tuple[str, ...]:
-    """The stop strings of a request."""
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
 
 
 def asks_for_stops(body: CommonBody) -> bool:

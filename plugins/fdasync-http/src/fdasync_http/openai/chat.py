@@ -13,10 +13,11 @@ import msgspec
 
 from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
 from fdasync.errors import TokenizerFailed
+from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
-from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops_of
+from fdasync_http.openai.asked import Asked, asks_for_stops, check_common
 from fdasync_http.openai.chat_stream import streamed, tool_call
 from fdasync_http.openai.declared import DeclaredReader
 from fdasync_http.openai.forced import forced_of
@@ -24,9 +25,10 @@ from fdasync_http.openai.growing import Growing
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.openai.messages import tokens_of
 from fdasync_http.openai.tools import OPEN, PlainReader, TagReader, hides_tags, shows_tags
-from fdasync_http.openai.types import ChatBody, Tool, converted, read_known
+from fdasync_http.openai.types import ChatBody, Tool, converted
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, whole
+from fdasync_http.sampling import texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +46,7 @@ _BEGINNING_TOKENS = 512
 
 async def chat_completions(request: Request, front: Front) -> Response:
     """`POST /v1/chat/completions`."""
-    asked, new_reader = prepared(front, await read_known(request, ChatBody, front.config))
+    asked, new_reader = prepared(front, await read_json(request, ChatBody, front.config))
     if asked.body.stream:
         return Events(streamed(front, asked, new_reader))
     return await whole(request, _answer(front, asked, new_reader))
@@ -115,17 +117,25 @@ def prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> list
     """Tokens of the conversation. Raises Refused or BadInput (400)."""
     if body.input_ids is not None:
         return body.input_ids
-    variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
     return tokens_of(
         front,
         body.messages,
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=variables,
+        template_kwargs={**_thinking_of(body), **body.chat_template_kwargs},
+        add_special_tokens=body.add_special_tokens,
     )
+
+
+def _thinking_of(body: ChatBody) -> dict[str, Any]:
+    """Variables of the template that say how a model thinks; templates know different ones."""
+    effort = body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    enabled = False if effort == "none" else body.reasoning.enabled
+    if enabled is not None:
+        variables |= {"enable_thinking": enabled, "thinking": enabled}
+    return variables
 
 
 def _reader_of(
@@ -142,7 +152,7 @@ def _reader_of(
                 field = "separate_reasoning"
                 words = f"{field}: this model's tool calls are read together with its reasoning"
                 raise Refused(400, words, param=field, code="not_served")
-            stop = () if asks_for_stops(body) else stops_of(body)
+            stop = () if asks_for_stops(body) else texts_of(body.stop)
             return partial(DeclaredReader, tokenizer, beginning, tools, stop), False
         if tools and shows_tags(tokenizer.chat_template(with_tools=True)):
             hidden = hides_tags(tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
@@ -16,9 +17,10 @@ from fdasync_http.openai.asked import Asked, check_common
 from fdasync_http.openai.completion_stream import KIND, choice_of, echo_of, result_of, streamed, with_echo
 from fdasync_http.openai.heads import common_name
 from fdasync_http.openai.logprobs import TokenNames
-from fdasync_http.openai.types import CompletionBody, read_known
+from fdasync_http.openai.types import CompletionBody
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, all_of, whole
+from fdasync_http.sampling import count_of
 from fdasync_http.text import prompt_tokens
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _MAX_TOKENS = 16
 
 async def completions(request: Request, front: Front) -> Response:
     """`POST /v1/completions`."""
-    body = await read_known(request, CompletionBody, front.config)
+    body = await read_json(request, CompletionBody, front.config)
     check_common(front, body)
     asked = _asked_of(front, body)
     if not body.stream:
@@ -43,10 +45,11 @@ async def completions(request: Request, front: Front) -> Response:
 
 def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
     prompts = _prompts_of(body)
+    tops = count_of(body.logprobs)
     asked = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) and _early(body):
-            prompt = prompt_tokens(front, "prompt", prompt)
+            prompt = prompt_tokens(front, "prompt", prompt, add_special_tokens=body.add_special_tokens)
         asked.append(
             Asked(
                 front,
@@ -54,8 +57,8 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
                 prompt,
                 prefix="cmpl",
                 max_tokens=_MAX_TOKENS,
-                with_logprobs=body.logprobs is not None,
-                top_logprobs=body.logprobs or 0,
+                with_logprobs=tops is not None,
+                top_logprobs=tops or 0,
                 number=number if len(prompts) > 1 else None,
                 grammar=grammar_of(body),
                 grammar_field=partial(field_of, body),
@@ -66,8 +69,10 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
 
 
 def _early(body: CompletionBody) -> bool:
-    """Whether the first event tells of the prompt's tokens, before the engine does."""
-    return body.return_token_ids or (body.stream and body.stream_options.continuous_usage_stats)
+    """Whether a prompt is made tokens here: the first event tells of them before the engine does, or they are others
+    than the engine's."""
+    tells = body.return_token_ids or (body.stream and body.stream_options.continuous_usage_stats)
+    return tells or not body.add_special_tokens
 
 
 def _prompts_of(body: CompletionBody) -> list[str | list[int]]:

@@ -13,6 +13,7 @@ import msgspec
 from fdasync.engine.tokenizer import chat_of
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
+from fdasync_http.text import added_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,11 +37,13 @@ def tokens_of(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
+    add_special_tokens: bool,
 ) -> list[int]:
     """Tokens of a conversation, by the template of the checkpoint.
 
     Args:
         add_generation_prompt: None: unless the last message is continued.
+        add_special_tokens: the tokenizer puts its own around them, as around a text.
 
     Raises Refused or BadInput (400), with the template's own words for messages that it refuses.
     """
@@ -48,13 +51,17 @@ def tokens_of(
     if not messages:
         raise Refused(400, "messages are empty; give at least one", param="messages", code="bad_input")
     check_text_size("messages", msgspec.json.encode([messages, tools]).decode(), front)
-    return chat.apply_chat_template(
+    tokens = chat.apply_chat_template(
         [message_of(number, message) for number, message in enumerate(messages)],
         tools=list(tools) or None,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=template_kwargs,
     )
+    if not add_special_tokens or front.tokenizer is None:
+        return tokens
+    before, behind = added_by(front.tokenizer)
+    return [*before, *tokens, *behind]
 
 
 def message_of(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def message_of(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     field = f"messages[{number}]"
     if not isinstance(message.get("role"), str):
         raise Refused(400, f"{field}.role is missing, or no text", param=f"{field}.role", code="bad_input")
-    made = dict(message)
+    made = {**message, "role": message["role"].lower()}
     content = message.get("content")
     if isinstance(content, list):
         made["content"] = "\n".join([_text_of(f"{field}.content[{at}]", part) for at, part in enumerate(content)])
@@ -70,8 +77,10 @@ def message_of(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(400, f"{field}.content is neither text nor a list", param=f"{field}.content", code="bad_input")
     elif content is None:
         made["content"] = ""
-    if message.get("tool_calls"):
-        made["tool_calls"] = _calls_of(f"{field}.tool_calls", message["tool_calls"])
+    # templates look whether the key is there
+    calls = made.pop("tool_calls", None)
+    if calls:
+        made["tool_calls"] = _calls_of(f"{field}.tool_calls", calls)
     return made
 
 
@@ -97,12 +106,15 @@ def _call_of(field: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, f"{field}.function has no name", param=field, code="bad_input")
-    arguments: Any = function.get("arguments") or {}
+    arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments)
+            # clients say in many ways that there are none
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else None
         except (msgspec.DecodeError, RecursionError):
-            arguments = None
+            arguments = ""
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         field = f"{field}.function.arguments"
         raise Refused(400, f"{field} is no JSON object", param=field, code="bad_input")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of
 from fdasync_http.openai.chat import prepared
-from fdasync_http.openai.types import ChatBody, read_known
+from fdasync_http.openai.types import ChatBody
 from fdasync_http.sglang.control import reply
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _KINDS = {"json_schema": "json", "regex": "regex", "gbnf": "grammar"}
 
 async def render(request: Request, front: Front) -> Response:
     """`POST /v1/chat/completions/render`."""
-    body = await read_known(request, ChatBody, front.config)
+    body = await read_json(request, ChatBody, front.config)
     asked = prepared(front, body).asked
     return reply(
         {

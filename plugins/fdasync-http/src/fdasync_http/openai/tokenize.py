@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from fdasync.engine.tokenizer import WithSpecials
-from fdasync_http.bodies import check_text_size
+from fdasync_http.bodies import check_text_size, read_json
 from fdasync_http.failures import Refused
+from fdasync_http.fields import Table
+from fdasync_http.openai.fields import FIELDS
 from fdasync_http.openai.messages import tokens_of
-from fdasync_http.openai.types import read_known
 from fdasync_http.sglang.control import reply
 from fdasync_http.text import encoded
 
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 
-class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of `/tokenize`.
 
     Attributes:
         model: not looked at.
         prompt, messages: one of the two.
-        add_special_tokens: False: without those that the tokenizer puts around a text.
+        add_special_tokens: with those that the tokenizer puts around a text; None: of a text with them, of messages,
+            which have those of the template, without.
         tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for a chat.
         return_token_strs: the text of each token, too.
     """
 
+    RULES: ClassVar[Table] = FIELDS
+
     model: str = ""
     prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     tools: list[dict[str, Any]] = []
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -44,7 +48,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of `/detokenize`.
 
     Attributes:
@@ -53,6 +57,8 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
         skip_special_tokens: None: in SGLang's dialect, as its server does; in vLLM's they are shown.
     """
 
+    RULES: ClassVar[Table] = FIELDS
+
     model: str = ""
     tokens: list[int | list[int]]
     skip_special_tokens: bool | None = None
@@ -60,7 +66,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(request: Request, front: Front) -> Response:
     """`POST /tokenize`."""
-    body = await read_known(request, TokenizeBody, front.config)
+    body = await read_json(request, TokenizeBody, front.config)
     tokenizer = _tokenizer(front)
     if (body.prompt is None) == (body.messages is None):
         raise Refused(400, "one of prompt and messages is needed", param="prompt", code="bad_input")
@@ -73,15 +79,14 @@ async def tokenize(request: Request, front: Front) -> Response:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs,
+                add_special_tokens=bool(body.add_special_tokens),
             )
         ]
     else:
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         check_text_size("prompt", "".join(prompts), front)
-        if not body.add_special_tokens and tokenizer.encode(""):
-            field = "add_special_tokens"
-            raise Refused(400, f"{field}: this tokenizer always adds its own", param=field, code="not_served")
-        told = [encoded(tokenizer, prompt) for prompt in prompts]
+        adds = body.add_special_tokens is not False
+        told = [encoded(tokenizer, prompt, add_special_tokens=adds) for prompt in prompts]
     names = [tokenizer.decode([token]) for token in told[0]] if body.return_token_strs and told else None
     many = isinstance(body.prompt, list)
     return reply(
@@ -96,7 +101,7 @@ async def tokenize(request: Request, front: Front) -> Response:
 
 async def detokenize(request: Request, front: Front) -> Response:
     """`POST /detokenize`."""
-    body = await read_known(request, DetokenizeBody, front.config)
+    body = await read_json(request, DetokenizeBody, front.config)
     tokenizer = _tokenizer(front)
     skips = front.config.dialect == "sglang" if body.skip_special_tokens is None else body.skip_special_tokens
     if not skips:

@@ -1,51 +1,17 @@
 """The bodies of OpenAI's paths, with the fields of SGLang's and vLLM's servers beside them. Pure.
 
-A field that asks for something that is not served is refused by name, as is an unknown one. A field with the value null
-counts as left out. Called by the other modules of this room.
+`fields.py` has the table beside them. Called by the other modules of this room.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from fdasync_http.config import HttpConfig
-
-# fields that change nothing in an answer here: bookkeeping of OpenAI's, and of engines that this one is not
-_IGNORED = frozenset((
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "session_id", "stream_interval", "spaces_between_special_tokens", "stream_reasoning",
-    "log_metrics", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "bootstrap_host", "bootstrap_port",
-    "bootstrap_room", "conversation_id", "skip_reading_prefix_cache",
-))  # fmt: skip
-# fields for which a value other than these asks for something that is not served
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (), "echo": (False,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1.0,),
-    "functions": ([],), "function_call": ("none",), "audio": (), "modalities": (["text"],), "prediction": (),
-    "web_search_options": (), "documents": ([],), "chat_template": (), "verbosity": ("medium",), "lora_path": ("",),
-    "prompt_embeds": (), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},),
-    "logits_processors": ([],), "allowed_token_ids": (), "bad_words": ([],), "logprob_token_ids": ([],),
-    "thinking_token_budget": (), "repetition_detection": (), "truncate_prompt_tokens": (), "stop_regex": ("", []),
-    "custom_params": ({},), "custom_logit_processor": (), "session_params": (), "return_hidden_states": (False,),
-    "return_cached_tokens_details": (False,), "include_reasoning": (True,), "logprob_start_len": (-1,),
-    "add_special_tokens": (),
-}  # fmt: skip
-_REASONS = {
-    "structural_tag": "give response_format, structured_outputs, regex, ebnf or json_schema",
-    "echo": "a conversation is not repeated; prompt_logprobs scores it",
-    "functions": "functions are not served; give tools",
-    "function_call": "functions are not served; give tools",
-    "chat_template": "the checkpoint's own template is used; chat_template_kwargs sets its variables",
-    "lora_path": "LoRA adapters are not served",
-    "stop_regex": "stop patterns are not served; give stop",
-}
+from fdasync_http.fields import Table
+from fdasync_http.openai.fields import COMPLETION_FIELDS, FIELDS
 
 T = TypeVar("T")
 
@@ -62,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
+class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that completions and chats share; see the documentation of OpenAI, of SGLang and of vLLM.
 
     Attributes:
@@ -72,6 +38,9 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
         routed_experts_prompt_start, include_stop_str_in_output, request_id: vLLM's.
         prompt_logprobs: vLLM's: how many alternatives beside each token of the prompt; None: no log-probs of it.
     """
+
+    RULES: ClassVar[Table] = FIELDS
+    OBJECTS: ClassVar[Any] = {"stream_options": StreamOptions}
 
     model: str = ""
     stream: bool = False
@@ -87,7 +56,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     min_tokens: int = 0
     stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int | None] = []
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -125,13 +94,17 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
 
     Attributes:
         prompt: text, token ids, or a list of either.
-        logprobs: how many alternatives beside each token; None: no log-probs.
+        logprobs: how many alternatives beside each token; None and false: no log-probs; true: one.
         echo: the answer begins with the prompt, and with its log-probs where `logprobs` asks for some. It may then ask
             for no new tokens.
+        add_special_tokens: False: a prompt of text is without those that the tokenizer puts around one.
     """
 
+    RULES: ClassVar[Table] = COMPLETION_FIELDS
+
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
+    add_special_tokens: bool = True
     echo: bool = False
 
 
@@ -157,6 +130,18 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "function"
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    """How a model shall think.
+
+    Attributes:
+        effort: as `reasoning_effort`, which it goes before.
+        enabled: False: not at all.
+    """
+
+    effort: str | float | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(CommonBody, frozen=True, kw_only=True):
     """Of `/v1/chat/completions`.
 
@@ -167,9 +152,14 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
         tools: JSON schemas of functions, for the template.
         tool_choice: "auto", "none", "required", or a function of `tools`.
         parallel_tool_calls: with a tool choice that forces calls: more than one may follow another.
-        chat_template_kwargs, reasoning_effort: variables of the template.
+        chat_template_kwargs: variables of the template.
+        reasoning_effort: one more; "none" switches thinking off.
+        reasoning: the same as an object, as SGLang reads it.
+        add_special_tokens: the tokenizer puts its own around what the template makes.
         separate_reasoning: False: reasoning stays in the text.
     """
+
+    OBJECTS: ClassVar[Any] = {**CommonBody.OBJECTS, "reasoning": Reasoning}
 
     messages: list[dict[str, Any]] = []
     input_ids: list[int] | None = None
@@ -179,29 +169,12 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: Reasoning = Reasoning()
+    add_special_tokens: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     separate_reasoning: bool = True
-
-
-async def read_known(request: Request, kind: type[T], config: HttpConfig) -> T:
-    """The body of a request as a `kind`. Raises Refused (400), which names a field that is unknown, not served or
-    wrong."""
-    raw = await read_json(request, dict[str, msgspec.Raw], config)
-    raw = {name: value for name, value in raw.items() if bytes(value) != b"null"}
-    known = kind.__struct_fields__  # type: ignore[attr-defined]
-    for name in [name for name in raw if name not in known]:
-        value = raw.pop(name)
-        if name in _IGNORED:
-            continue
-        if name not in _UNSERVED:
-            raise Refused(400, f"unknown field {name!r}", param=name, code="unknown_field")
-        if msgspec.json.decode(value) not in _UNSERVED[name]:
-            reason = _REASONS.get(name, "")
-            words = f"{name} is not served: {reason}" if reason else f"{name} is not served"
-            raise Refused(400, words, param=name, code="not_served")
-    return converted(msgspec.json.encode(raw), kind)
 
 
 def converted(body: bytes, kind: type[T], field: str = "") -> T:

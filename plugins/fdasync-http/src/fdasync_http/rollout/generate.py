@@ -45,7 +45,7 @@ class RolloutBody(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         token_ids, text: the prompt; one of the two.
-        sampling: fields of `fdasync.SamplingParams`.
+        sampling: fields of `fdasync.SamplingParams`; null is the default.
         request_id, priority, deadline_s, routing, aux, start, cache_salt: as in `fdasync.GenerateOptions`.
     """
 
@@ -67,7 +67,8 @@ async def rollout(request: Request, front: Front) -> Response:
     if (body.token_ids is None) == (body.text is None):
         raise Refused(400, "one of token_ids and text is needed", param="token_ids")
     with _names(body, within="sampling.").told_to_client():
-        params = SamplingParams.from_mapping({"logprobs": "raw", **body.sampling})
+        told = {name: value for name, value in body.sampling.items() if value is not None}
+        params = SamplingParams.from_mapping({"logprobs": "raw", **told})
     if params.n > 1:
         return Streamed(_files(front, body, params), MANY)
     return await whole(request, _answer(front, body, params))

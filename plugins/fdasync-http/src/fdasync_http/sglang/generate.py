@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import Result, Sample
+from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.parts import assembled, event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
-from fdasync_http.sglang.asked import Asked, asked_of, read_generate
+from fdasync_http.sglang.asked import Asked, GenerateBody, asked_of
 from fdasync_http.sglang.meta import logprobs_of, meta_of, prompt_meta_of, put_chosen, put_rows, top_of
 from fdasync_http.streams import read
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 async def generate(request: Request, front: Front) -> Response:
     """`POST /generate`."""
-    body = await read_generate(request, front)
+    body = await read_json(request, GenerateBody, front.config)
     asked, many = asked_of(front, body)
     if body.stream:
         if many:

@@ -65,6 +65,8 @@ async def server_info(request: Request, front: Front) -> Response:
             "prefill_round_robin_balance": False,
             "enable_memory_saver": facts.can_sleep and front.config.memory_saver == "auto",
             "enable_return_routed_experts": facts.captures_routing,
+            # by path: fields that clients sent and that change nothing here, and how often they came
+            "ignored_fields": front.ignored,
             "internal_states": [{"num_running_reqs": load.running, "num_waiting_reqs": load.waiting}],
         }
     )

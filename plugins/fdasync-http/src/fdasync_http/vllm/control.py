@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -203,6 +203,8 @@ class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
     Attributes:
         update_info: the fields.
     """
+
+    OBJECTS: ClassVar[Any] = {"update_info": UpdateInfo}
 
     update_info: UpdateInfo | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
@@ -17,13 +17,16 @@ from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
-from fdasync_http.grammars import field_of
+from fdasync_http.fields import Table, asked_by, engine, same, unserved
+from fdasync_http.grammars import field_of, grammar_of
+from fdasync_http.openai.types import StreamOptions
 from fdasync_http.parts import MARK, assembled, event_with
 from fdasync_http.prompt_scores import finite, prompt_logprobs_of
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
+from fdasync_http.sampling import count_of, params_of
 from fdasync_http.streams import read
 from fdasync_http.text import TextForm
-from fdasync_http.vllm.sampling import FIELDS, params_of, sampling_of
+from fdasync_http.vllm.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,32 +40,32 @@ if TYPE_CHECKING:
 
 RowForm = Literal["npy", "prime_rl", "skyrl", "none"]
 
-_UNSERVED = ("features", "content_parts", "kv_transfer_params", "lora_request", "mm_processor_kwargs")
+
+GENERATE: Table = {
+    "token_ids": engine("prompt"),
+    **same("request_id", "priority", "cache_salt"),
+    **unserved("images, sound and video are not read", "features", "content_parts", "mm_processor_kwargs"),
+    **unserved("instances hand blocks to each other by themselves", "kv_transfer_params", "ec_transfer_params"),
+    **unserved("LoRA adapters are not served", "lora_request"),
+}
 
 
 class GenerateBody(msgspec.Struct):
-    """The fields on the wire; see vLLM's documentation. Fields that are not named here or in `_UNSERVED` change
-    nothing.
+    """The fields on the wire; see vLLM's documentation."""
 
-    Attributes:
-        features, content_parts, kv_transfer_params, lora_request, mm_processor_kwargs: not served.
-    """
+    RULES: ClassVar[Table] = GENERATE
+    OBJECTS: ClassVar[Any] = {"sampling_params": Sampling, "stream_options": StreamOptions}
 
     token_ids: list[int]
-    sampling_params: dict[str, Any] = {}
+    sampling_params: Sampling = Sampling()
     model: str | None = None
     request_id: str | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions = StreamOptions()
     output_mode: Literal["tokens", "text"] = "tokens"
-    return_token_ids: bool | None = None
+    return_token_ids: bool = False
     cache_salt: str | None = None
     priority: int = 0
-    features: Any = None
-    content_parts: Any = None
-    kv_transfer_params: Any = None
-    lora_request: Any = None
-    mm_processor_kwargs: Any = None
 
 
 class _Asked:
@@ -77,16 +80,24 @@ class _Asked:
     """
 
     def __init__(self, front: Front, body: GenerateBody, form: RowForm) -> None:
-        for name in _UNSERVED:
-            if getattr(body, name):
-                raise Refused(400, f"{name} is not served", param=name, code="not_served")
         facts = front.generator.facts()
         if body.model not in (None, "", front.model, facts.model, facts.model_path):
             raise Refused(404, f"there is no model {body.model!r}; this is {front.model!r}", param="model")
-        sampling = sampling_of(body.sampling_params)
+        sampling = body.sampling_params
         self.body = body
-        self.names = Names(FIELDS, body, partial(field_of, sampling, "sampling_params."))
-        self.params = params_of(sampling, room_tokens=facts.max_context_tokens - len(body.token_ids))
+        self.names = Names(asked_by(type(body)), body, partial(field_of, sampling, "sampling_params."))
+        room = max(facts.max_context_tokens - len(body.token_ids), 1)
+        tops, scored = count_of(sampling.logprobs), count_of(sampling.prompt_logprobs)
+        self.params = params_of(
+            sampling,
+            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            grammar=grammar_of(sampling, "sampling_params."),
+            # the model's own, as vLLM's are unless it is told otherwise
+            logprobs="none" if tops is None else "raw",
+            top_logprobs=max(tops or 0, 0),
+            prompt_logprobs_start=None if scored is None else 0,
+            prompt_top_logprobs=max(scored or 0, 0),
+        )
         self.rows: RowForm = form if facts.captures_routing else "none"
         if form == "skyrl" and not facts.captures_routing:
             raise Refused(400, "this engine captures no expert routing; use /inference/v1/generate", code="not_served")
@@ -248,7 +259,7 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
                     said = text.add(item.text, item.token_ids)
                 yield event_of(msgspec.json.encode({**head, "choices": [_delta(asked, item, said)]}))
             result = stream.result
-    if (asked.body.stream_options or {}).get("include_usage"):
+    if asked.body.stream_options.include_usage:
         usage = result.usage
         counted = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
         yield event_of(msgspec.json.encode({**head, "choices": [], "usage": counted}))

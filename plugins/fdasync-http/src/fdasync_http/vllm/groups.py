@@ -7,7 +7,7 @@ clients make it; SkyRL's, where it has deltas, names a checkpoint's folder inste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -74,6 +74,8 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         init_info: the group.
     """
+
+    OBJECTS: ClassVar[Any] = {"init_info": InitInfo}
 
     init_info: InitInfo
 

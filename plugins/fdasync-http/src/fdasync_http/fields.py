@@ -1,0 +1,172 @@
+"""One rule for the fields of bodies, and the tables that say it for each dialect.
+
+What changes the meaning of a request is served, or refused by name. What only another server knows is ignored, counted,
+and named in `/server_info`. The type of a body says what is read. The table beside it says what its fields ask of the
+engine, and what becomes of fields that the type has not. A field that neither of them has is refused where the type
+refuses unknown fields, since it may mean anything there, and ignored elsewhere.
+
+null is the default, of each field at each level. Knows no endpoint. Called by `bodies.py`, which reads every body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from fdasync_http.failures import Refused
+from fdasync_http.known import listed
+
+#: name in an ASGI scope of what counts a field that is ignored
+IGNORED = "fdasync_http.ignored"
+Ignore: TypeAlias = Callable[[str], None]
+
+# values with which most fields ask for nothing
+_NOTHING: tuple[Any, ...] = (False, "", [], {})
+
+
+class Engine(NamedTuple):
+    """A field that asks the engine for something.
+
+    Attributes:
+        fields: of `SamplingParams` or `GenerateOptions`, the one whose value it is first; or "prompt".
+        reads_null: null is a value of its own, and not the default.
+    """
+
+    fields: tuple[str, ...]
+    reads_null: bool = False
+
+
+class Ignored(NamedTuple):
+    """A field that changes nothing here.
+
+    Attributes:
+        why: not.
+    """
+
+    why: str
+
+
+class Unserved(NamedTuple):
+    """A field that asks for something that is not served.
+
+    Attributes:
+        why: not, or what to give in its place.
+        unless: values with which it asks for nothing; null is always one.
+    """
+
+    why: str
+    unless: tuple[Any, ...] = _NOTHING
+
+
+Table: TypeAlias = Mapping[str, Engine | Ignored | Unserved]
+
+
+def engine(*fields: str) -> Engine:
+    """See `Engine`."""
+    return Engine(fields)
+
+
+def same(*names: str) -> dict[str, Engine]:
+    """Fields that the engine has under the same names."""
+    return {name: Engine((name,)) for name in names}
+
+
+def ignored(why: str, *names: str) -> dict[str, Ignored]:
+    """Fields that are ignored for one reason."""
+    return dict.fromkeys(names, Ignored(why))
+
+
+def unserved(why: str, *names: str) -> dict[str, Unserved]:
+    """Fields that are refused for one reason."""
+    return dict.fromkeys(names, Unserved(why))
+
+
+class Described(Protocol):
+    """A body, or an object within one, that has a table of its dialect beside its type.
+
+    Attributes:
+        RULES: what its fields ask of the engine, and what becomes of those that it has not. Types without one refuse
+            or ignore those.
+
+    `OBJECTS`, where a type has it, names the types of fields that are objects themselves, or lists of them.
+    """
+
+    RULES: ClassVar[Table]
+
+
+def asked_by(kind: type[Described]) -> dict[str, tuple[str, ...]]:
+    """By the engine's field: the fields of a body that ask for it, in the table's order."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, rule in kind.RULES.items():
+        for field in rule.fields if isinstance(rule, Engine) else ():
+            found[field] = (*found.get(field, ()), name)
+    for name, inner in _inner_of(kind).items():
+        for field, names in asked_by(inner).items() if hasattr(inner, "RULES") else ():
+            found[field] = (*found.get(field, ()), *[f"{name}.{one}" for one in names])
+    return found
+
+
+def read_by(kind: type[Any], body: bytes | msgspec.Raw, ignore: Ignore, where: str = "") -> dict[str, Any]:
+    """The fields of an object that its type reads, as they came; those that are null are left out.
+
+    Args:
+        body: JSON.
+        ignore: called with the name of each field that changes nothing.
+        where: what the object stands in, with a dot; "": it is the body.
+
+    Raises Refused (400), which names a field that is not served or not known; msgspec's errors, and UnicodeDecodeError,
+    for what is no JSON object.
+    """
+    table, inner = _table_of(kind), _inner_of(kind)
+    kept: dict[str, Any] = {}
+    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        field, rule = where + name, table.get(name)
+        if _begins(value, b"null") and not (isinstance(rule, Engine) and rule.reads_null):
+            continue
+        if name in inner:
+            kept[name] = _inner(inner[name], value, ignore, field)
+        elif name in kind.__struct_fields__:
+            kept[name] = value
+        elif isinstance(rule, Unserved):
+            if msgspec.json.decode(value) not in rule.unless:
+                raise Refused(400, f"{field} is not served: {rule.why}", param=field, code="not_served")
+        elif isinstance(rule, Ignored) or not kind.__struct_config__.forbid_unknown_fields:
+            # JSON it must be
+            msgspec.json.decode(value)
+            ignore(field)
+        else:
+            raise _unknown(kind, field, where)
+    return kept
+
+
+def _table_of(kind: type[Any]) -> Table:
+    table: Table = getattr(kind, "RULES", {})
+    return table
+
+
+def _inner_of(kind: type[Any]) -> Mapping[str, type[Any]]:
+    inner: Mapping[str, type[Any]] = getattr(kind, "OBJECTS", {})
+    return inner
+
+
+def _begins(value: msgspec.Raw, text: bytes) -> bool:
+    return bytes(memoryview(value)[: len(text)]) == text
+
+
+def _inner(kind: type[Any], value: msgspec.Raw, ignore: Ignore, field: str) -> Any:
+    if _begins(value, b"{"):
+        return read_by(kind, value, ignore, f"{field}.")
+    if _begins(value, b"["):
+        values = msgspec.json.decode(value, type=list[msgspec.Raw])
+        return [_inner(kind, one, ignore, f"{field}[{at}]") for at, one in enumerate(values)]
+    # for its type to refuse
+    return value
+
+
+def _unknown(kind: type[Any], field: str, where: str) -> Refused:
+    inside = f" in {where.rstrip('.')}" if where else ""
+    known = [*kind.__struct_fields__, *[name for name, rule in _table_of(kind).items() if isinstance(rule, Ignored)]]
+    words = f"{field:.100}: there is no such key{inside}; known are: {listed(known)}"
+    return Refused(400, words, param=field[:100], code="unknown_key")
