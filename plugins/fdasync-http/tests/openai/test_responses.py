@@ -308,6 +308,7 @@ REFUSED = [
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema"),
     # the synthetic runner keeps no such format
     ({"text": {"format": {"type": "json_object"}}}, "text.format"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -325,6 +326,8 @@ REFUSED = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
     ({"input": [USER, {"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[1].call_id"),
+    ({"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input[1].arguments"),
+    ({"input": [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": 3}]}, "input[1].arguments"),
     ({"input": [USER, {"type": "function_call_output", "call_id": "1", "output": 3}]}, "input[1].output"),
     ({"input": [USER, {"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[1].encrypted_content"),
 ]  # fmt: skip

@@ -103,7 +103,7 @@ def tool_choice_of(choice: dict[str, Any]) -> Any:
     kind = choice.get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise wrong("tool_choice", f"is {kind!r:.100}; there are auto, none, any and tool")
     return _CHOICES[kind]
 
@@ -112,6 +112,6 @@ def format_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """The `response_format` of a chat. Raises Refused (400)."""
     if given is None:
         return None
-    if given.get("type") != "json_schema" or given.get("schema") is None:
+    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
         raise wrong("output_config.format", "is no json_schema with a schema")
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}

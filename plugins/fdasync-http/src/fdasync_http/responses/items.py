@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fdasync_http.failures import Refused
+import msgspec
+
 from fdasync_http.translated.conversation import Conversation
 from fdasync_http.translated.fields import unserved, wrong
 
@@ -38,7 +39,7 @@ def _put(made: Conversation, field: str, item: dict[str, Any]) -> None:
             raise wrong(f"{field}.role", f"is {role!r:.100}; there are {', '.join(_ROLES)}")
         made.say(_ROLES[role.lower()], _texts_of(f"{field}.content", item.get("content")))
     elif kind == "function_call":
-        made.call(_text(field, item, "call_id"), _text(field, item, "name"), item.get("arguments") or "{}")
+        made.call(_text(field, item, "call_id"), _text(field, item, "name"), _arguments_of(field, item))
     elif kind == "function_call_output":
         made.result(_text(field, item, "call_id"), _texts_of(f"{field}.output", item.get("output")))
     elif kind == "reasoning":
@@ -55,6 +56,18 @@ def _text(field: str, item: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise wrong(f"{field}.{name}", "is missing, or no text")
     return value
+
+
+def _arguments_of(field: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Arguments, which are JSON text; blank: there are none."""
+    text = item.get("arguments") or "{}"
+    try:
+        arguments = msgspec.json.decode(text) if isinstance(text, str) and text.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    if not isinstance(text, str) or not isinstance(arguments, dict):
+        raise wrong(f"{field}.arguments", "is no JSON object")
+    return arguments
 
 
 def _texts_of(field: str, content: Any) -> list[str]:
@@ -106,6 +119,6 @@ def format_of(given: dict[str, Any] | None, verbosity: str | None) -> dict[str, 
         raise unserved("text.verbosity")
     if given is None or given.get("type") != "json_schema":
         return given
-    if given.get("schema") is None:
-        raise Refused(400, "text.format.schema is missing", param="text.format.schema", code="bad_input")
+    if not isinstance(given.get("schema"), dict):
+        raise wrong("text.format.schema", "is missing, or no JSON schema")
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
