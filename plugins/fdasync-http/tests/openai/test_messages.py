@@ -163,6 +163,8 @@ async def test_stop_sequences_are_told(claude):
     # a message that says nothing has no blocks
     whole, _ = await both(client, stop_sequences=[text[:2]], extra_body={"seed": 7})
     assert (told(whole), whole.stop_sequence) == ([], text[:2])
+    after = await client.messages.create(**{**BODY, "messages": [USER, whole.to_param(), USER]})
+    assert after.usage.output_tokens == 12
 
 
 async def test_an_answer_goes_on_with_what_the_assistant_began(claude_of, scripted):

@@ -27,6 +27,9 @@ def messages_of(system: str | list[dict[str, Any]], given: list[dict[str, Any]])
             continue
         if not isinstance(content, list):
             raise wrong(f"{field}.content", "is neither text nor a list")
+        if not content:
+            # an answer without blocks, which came back
+            made.say(role, [])
         for at, block in enumerate(content):
             _put(made, f"{field}.content[{at}]", role, block)
     if not given:
