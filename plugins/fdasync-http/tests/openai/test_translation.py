@@ -6,10 +6,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from fdasync_http.anthropic import blocks as blocks_of_messages
+from fdasync_http.anthropic.blocks import is_prefilled
 from fdasync_http.anthropic.blocks import messages_of as of_blocks
 from fdasync_http.anthropic.events import MessageEvents
+from fdasync_http.failures import Refused
 from fdasync_http.openai.tools import Call, Said
 from fdasync_http.openai.types import ChatBody
+from fdasync_http.responses import items as items_of_responses
 from fdasync_http.responses.events import ResponseEvents
 from fdasync_http.responses.items import messages_of as of_items
 from hypothesis import given
@@ -136,3 +140,50 @@ def test_arguments_that_are_no_object_stand_in_one(arguments):
     assert isinstance(events.answer["content"][0]["input"]["arguments"], int | list | str)
     assert json.loads(delta["delta"]["partial_json"]) == events.answer["content"][0]["input"]
     assert block["content_block"]["input"] == {}
+
+
+KEYS = st.sampled_from([
+    "type", "role", "content", "text", "name", "call_id", "id", "input", "arguments", "output", "tool_use_id",
+    "thinking", "summary", "encrypted_content", "parameters", "input_schema", "schema", "refusal",
+])  # fmt: skip
+WORDS = st.sampled_from([
+    "message", "text", "input_text", "output_text", "refusal", "tool_use", "tool_result", "user", "assistant", "system",
+    "developer", "function_call", "function_call_output", "reasoning", "thinking", "function", "tool", "any", "custom",
+    "json_schema", "{}", "{", "x", "",
+])  # fmt: skip
+odd = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 3) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+objects = st.dictionaries(KEYS, odd, max_size=4)
+# most of them are what they say
+items = st.one_of([
+    objects, st.builds(lambda role, content: {"role": role, "content": content}, WORDS, odd),
+    st.builds(lambda kind, more: {"call_id": "1", "name": "f", **more, "type": kind}, WORDS, objects),
+])  # fmt: skip
+
+
+def refusal_of(work):
+    try:
+        work()
+    except Refused as refused:
+        return refused
+    return None
+
+
+@given(st.lists(items, max_size=3), odd)
+def test_whatever_is_sent_is_a_conversation_or_refused_by_name(given_items, choice):
+    choice = choice if isinstance(choice, dict) else {"type": choice}
+    for work in (
+        lambda: of_items(None, given_items),
+        lambda: of_blocks("", given_items) and is_prefilled(of_blocks("", given_items)),
+        lambda: items_of_responses.tools_of(given_items),
+        lambda: blocks_of_messages.tools_of(given_items),
+        lambda: items_of_responses.tool_choice_of(choice),
+        lambda: blocks_of_messages.tool_choice_of(choice),
+        lambda: items_of_responses.format_of(choice, None),
+        lambda: blocks_of_messages.format_of(choice),
+    ):
+        refused = refusal_of(work)
+        assert refused is None or (refused.status == 400 and refused.message.startswith(refused.param))
