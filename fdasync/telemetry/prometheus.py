@@ -206,7 +206,8 @@ class PrometheusTap:
             # of an engine that failed, the numbers above are left
             return
         common = dict(zip(self._common, self._values, strict=True))
-        yield from vllm_metrics([("engine", sight)], self._engine.facts().model, common)
+        facts = self._engine.facts()
+        yield from vllm_metrics([("engine", sight)], facts.model, facts.block_tokens, common)
 
     def _from_stats(self) -> Iterator[Metric]:
         stats = self._engine.stats()

@@ -58,18 +58,28 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Sight], tuple[Counts, float]]], ...
 
 
 def vllm_metrics(
-    shown: Sequence[tuple[str, Sight]], model: str, common: Mapping[str, str] | None = None
+    shown: Sequence[tuple[str, Sight]], model: str, block_tokens: int, common: Mapping[str, str] | None = None
 ) -> Iterator[Metric]:
     """All metrics, of each engine.
 
     Args:
         shown: names of engines, and their sights.
         model: its name, as clients say it.
+        block_tokens: tokens of a block, of every engine.
         common: labels of every series; an `engine` among them stands in the place of the engine's name.
     """
     others = dict(common or {})
     labels = [*others, "model_name", *(() if "engine" in others else ("engine",))]
     rows = [([*others.values(), model, *(() if "engine" in others else (name,))], sight) for name, sight in shown]
+    # what clients size their concurrency by
+    sizes = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens")
+    cache = GaugeMetricFamily(
+        "vllm:cache_config_info", "1; the labels say how large the cache is.", labels=[*labels, *sizes]
+    )
+    for values, sight in rows:
+        tokens = sight.num_blocks * block_tokens
+        cache.add_metric([*values, str(block_tokens), str(sight.num_blocks), str(tokens)], 1)
+    yield cache
     for name, text, of in _GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=labels)
         for values, sight in rows:

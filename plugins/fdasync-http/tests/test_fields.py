@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -192,3 +193,21 @@ def test_what_no_one_knows_is_ignored_or_refused_by_name(strange):
     assert read({"text": "a", **strange}, sglang.GenerateBody)[1] == told
     if told:
         assert refused({"messages": [], **strange}, ChatBody).param == told[0]
+
+
+README = Path(__file__).parents[1] / "README.md"
+# tables, by what the README calls their place
+PLACES = {
+    "`/generate`": sglang.GenerateBody.RULES, "its `sampling_params`": SGLangSampling.RULES,
+    "`/inference/v1/generate`": vllm.GenerateBody.RULES, "the `sampling_params` of that": VLLMSampling.RULES,
+    "OpenAI's paths": ChatBody.RULES,
+}  # fmt: skip
+
+
+def test_the_readme_lists_what_is_refused():
+    wanted = []
+    for place, table in PLACES.items():
+        names = [f"`{name}`" for name, rule in table.items() if isinstance(rule, Unserved)]
+        wanted.append(f"| {place} | {', '.join(names)} |")
+    section = README.read_text().partition("## Fields")[2].partition("\n## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("|")][2:] == wanted

@@ -30,6 +30,16 @@ ANY = Grammar("json_schema", '{"type":"object"}')
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             Grammar("json_schema", TEXT),
         ),
+        # as SGLang reads it
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": None}},
+            Grammar("json_schema", TEXT),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": True, "json_schema": {"schema": SCHEMA}}},
+            Grammar("json_schema", TEXT),
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
         ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
         ({"json_schema": TEXT}, Grammar("json_schema", TEXT)),
@@ -54,6 +64,7 @@ def test_each_field_is_a_grammar(fields, grammar):
     ("fields", "field", "words"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        ({"response_format": {"type": "json_schema", "schema": 3}}, "response_format.schema", "no JSON"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "not served"),
         ({"response_format": {}}, "response_format", "None is not served"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "json_schema.schema", "no JSON"),

@@ -9,6 +9,7 @@ sixty times). Called by `application.py` for all paths.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +31,8 @@ from fdasync.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from starlette.requests import Request
 
 log = logging.getLogger("fdasync.http")
@@ -48,11 +51,13 @@ class Refused(Exception):
         status: HTTP status.
         message: what is wrong, the limit and the way out.
         param: the field that is wrong; "": none.
-        code: a word for programs.
+        code: a word for programs; where vLLM's clients read it, the status.
         retry_after_s: when to try again, in seconds; 0: not at all.
     """
 
-    def __init__(self, status: int, message: str, *, param: str = "", code: str = "", retry_after_s: int = 0) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str = "", code: str | int = "", retry_after_s: int = 0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -71,7 +76,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str | int | None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -137,6 +142,17 @@ def refused_of(error: Exception) -> Refused:
         return Refused(503, str(error), code=type(error).__name__)
     log.error("a defect of the front", exc_info=error)
     return Refused(500, f"a defect of the front: {type(error).__name__}", code="defect")
+
+
+@contextmanager
+def numbered() -> Iterator[None]:
+    """Errors have their status as code, which vLLM's models of answers ask for."""
+    try:
+        yield
+    except Exception as error:
+        refused = refused_of(error)
+        refused.code = refused.status
+        raise refused from error
 
 
 async def on_error(_request: Request, error: Exception) -> Response:

@@ -16,11 +16,11 @@ from fdasync_http.budget import Budget
 from fdasync_http.failures import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
     from typing import Unpack
 
-    from fdasync import DeltaStream, GenerateOptions, Generator, ModelFacts, Result, SamplingParams
+    from fdasync import DeltaStream, GenerateOptions, Generator, ModelFacts, PauseMode, Result, SamplingParams
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.request import Prompt
     from fdasync_http.config import HttpConfig
@@ -57,6 +57,7 @@ class Front:
         is_draining: whether the front ends soon, and takes no more requests that generate.
         answers: how many answers were begun, by (path, status).
         ignored: how often a field came that changes nothing, by path and name.
+        groups: names of the requests of a list that has one name, by that, while they are live.
         snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
         pulling: held while a checkpoint is pulled.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
@@ -77,9 +78,13 @@ class Front:
         self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
         self.ignored: dict[str, Counter[str]] = {}
+        self.groups: dict[str, list[str]] = {}
         self.snapshot = ""
         self.pulling = asyncio.Lock()
         self.local_checkpoint = ""
+        # held by a reset that pauses; and how many clients' pauses are on their way
+        self._resetting = asyncio.Lock()
+        self._pausing = 0
 
     def ignore(self, path: str, field: str) -> None:
         """Count a field of a body that changes nothing there. Clients choose the names, so only so many are kept."""
@@ -105,6 +110,49 @@ class Front:
             yield
         finally:
             self.live -= 1
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Generator.pause`; for a client, whose pause nothing ends but a resume."""
+        async with self._resetting:
+            self._pausing += 1
+        try:
+            await self.generator.pause(mode)
+        finally:
+            self._pausing -= 1
+
+    async def reset_running(self) -> None:
+        """Have requests that run give their blocks up, and forget every cached block. In a client's pause, which it
+        leaves as it is, those that are inside keep theirs."""
+        async with self._resetting:
+            if self._pausing or self.generator.load().paused:
+                await self.generator.reset_cache()
+                return
+            await self.generator.pause("retract")
+            try:
+                await self.generator.reset_cache()
+            finally:
+                await self.generator.resume()
+
+    def abort(self, name: str) -> int:
+        """End a request, or those of a list, by the name that its client gave it. Returns how many there are."""
+        return sum([self.generator.abort(one) for one in dict.fromkeys((name, *self.groups.get(name, ())))])
+
+    @contextmanager
+    def group(self, name: str | None, names: Sequence[str | None]) -> Iterator[None]:
+        """The requests of a list have one name beside their own until the block is left; None: they have none."""
+        if name is None:
+            yield
+            return
+        own = [one for one in names if one is not None]
+        group = self.groups.setdefault(name, [])
+        group += own
+        try:
+            yield
+        finally:
+            for one in own:
+                group.remove(one)
+            if not group:
+                self.groups.pop(name, None)
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, **options: Unpack[GenerateOptions]

@@ -84,4 +84,4 @@ class Figures(Collector):
             for state in _STATES:
                 states.add_metric((one.name or one.address, state), float(state == now))
         yield states
-        yield from vllm_metrics(shown, front.model)
+        yield from vllm_metrics(shown, front.model, facts.block_tokens)

@@ -246,3 +246,34 @@ async def test_the_engine_that_failed_is_503(scene_of):
         response = await post(scene, "/generate", {"input_ids": PROMPT})
         assert response.status_code == 503
         assert "on fire" in response.json()["error"]["message"]
+
+
+async def test_a_name_ends_its_own_requests_and_no_others(scene):
+    long = {"sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    texts = {"max_tokens": 200, "ignore_eos": True}
+    calls = {
+        "other": scene.client.post("/generate", json={"input_ids": PROMPT, "rid": "job_7", **long}),
+        "samples": scene.client.post("/generate", json={"input_ids": PROMPT, "rid": "job-1", "sampling_params": {
+            **long["sampling_params"], "n": 2}}),
+        "list": scene.client.post("/generate", json={"input_ids": [PROMPT, PROMPT], "rid": "job", **long}),
+        "prompts": scene.client.post("/v1/completions", json={"prompt": [PROMPT] * 2, "request_id": "texts", **texts}),
+        "stream": scene.client.post("/v1/completions", json={"prompt": [PROMPT] * 2, "rid": "streamed", "stream": True,
+                                                             **texts}),
+    }  # fmt: skip
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    await until(lambda: scene.generator.load().live == 8)
+    await post(scene, "/abort_request", {"rid": "job"})
+    ended = (await tasks["list"]).json()
+    assert [one["meta_info"]["finish_reason"]["type"] for one in ended] == ["abort", "abort"]
+    assert scene.generator.load().live == 6
+    # vLLM's path knows the names, too
+    response = await scene.client.post("/abort_requests", json={"request_ids": ["texts", "unknown"]})
+    assert response.json()["aborted"] == 2
+    assert {one["finish_reason"] for one in (await tasks["prompts"]).json()["choices"]} == {"abort"}
+    await post(scene, "/abort_request", {"rid": "streamed"})
+    assert (await tasks["stream"]).text.count('"finish_reason":"abort"') == 2
+    await post(scene, "/abort_request", {"rid": "job-1"})
+    assert len((await tasks["samples"]).json()) == 2
+    assert scene.generator.load().live == 1
+    await post(scene, "/abort_request", {"rid": "job_", "prefix": True})
+    assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "abort"

@@ -207,3 +207,55 @@ async def test_text_in_a_stream_is_the_whole_text_up_to_a_stop(scene):
         assert "".join(choice["text"] for choice in choices) == want_text
         answer = (await generate(scene, sampling_params=sampling, output_mode="text")).json()
         assert answer["choices"][0]["text"] == want_text
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/skyrl/v1/generate"])
+async def test_errors_have_a_number_as_code(scene_of, path):
+    """vLLM's models of answers ask for an integer."""
+    async with scene_of(max_live=1) as scene:
+        for body, status in (
+            ({"token_ids": []}, 400), ({"token_ids": [1], "model": "other"}, 404), ({"token_ids": "a"}, 400),
+            ({"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 10**6}}, 400), (b"\xff", 400),
+        ):  # fmt: skip
+            content = body if isinstance(body, bytes) else json.dumps(body)
+            response = await scene.client.post(path, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, status), response.text
+        async with scene.client.stream("POST", path, json={"token_ids": [1], "stream": True}) as stream:
+            await anext(stream.aiter_bytes())
+            response = await scene.client.post(path, json={"token_ids": [1]})
+            assert (response.status_code, response.json()["error"]["code"]) == (429, 429)
+
+
+async def test_the_model_s_name_is_as_it_was_asked_for(scene_of):
+    async with scene_of(model="org/name") as scene:
+        facts = scene.generator.facts()
+        for asked, told in ((None, "org/name"), ("", "org/name"), ("org/name", "org/name"), (facts.model, facts.model)):
+            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "model": asked}
+            assert (await scene.client.post("/inference/v1/generate", json=body)).json()["model"] == told
+            stream = await scene.client.post("/inference/v1/generate", json={**body, "stream": True})
+            assert json.loads(stream.text.partition("\n\n")[0].removeprefix("data: "))["model"] == told
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+async def test_a_reset_that_pauses_ends_no_pause_of_another_client(scene_of, mode):
+    body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 200, "ignore_eos": True}}
+    async with scene_of(held=True) as scene:
+        scene.steps.hold()
+        call = asyncio.ensure_future(scene.client.post("/inference/v1/generate", json=body))
+        await until(lambda: scene.generator.load().running == 1)
+        reset = asyncio.ensure_future(scene.client.post("/reset_prefix_cache?reset_running_requests=true"))
+        # the reset waits for its step, and the pause for the reset
+        await until(lambda: scene.generator.stats().scheduler.paused)
+        pause = asyncio.ensure_future(scene.client.post(f"/pause?mode={mode}&clear_cache=false"))
+        scene.steps.release()
+        assert (await reset).status_code == (await pause).status_code == 200
+        if mode == "keep":
+            assert (await scene.client.get("/is_paused")).json()["is_paused"]
+            steps = scene.generator.stats().scheduler.steps
+            # within a pause it is left as it is
+            assert (await scene.client.post("/reset_prefix_cache?reset_running_requests=true")).status_code == 200
+            assert (await scene.client.get("/is_paused")).json()["is_paused"]
+            assert scene.generator.stats().scheduler.steps == steps
+        await scene.client.post("/resume")
+        choice = (await call).json()["choices"][0]
+        assert choice["finish_reason"] == ("abort" if mode == "abort" else "length")

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from fdasync_http.replies import Part
 
 
-def head_of(front: Front, request_id: str, kind: str) -> dict[str, Any]:
-    """The fields that every answer and every event begins with."""
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": front.model}
+def head_of(front: Front, request_id: str, kind: str, model: str = "") -> dict[str, Any]:
+    """The fields that every answer and every event begins with.
+
+    Args:
+        model: its name as the client asked for it; "": it named none.
+    """
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model or front.model}
 
 
 def usage_of(results: Sequence[Result]) -> dict[str, Any]:

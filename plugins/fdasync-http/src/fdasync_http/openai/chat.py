@@ -194,7 +194,7 @@ async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) 
             choice["token_ids"] = sample.token_ids
         put_extras(front, asked, sample, choice, parts, Spent.of(result))
         choices.append(choice)
-    answer = head_of(front, result.request_id, _KIND)
+    answer = head_of(front, result.request_id, _KIND, asked.body.model)
     answer |= {"choices": choices, "usage": usage_of([result]), "weight_version": version_of(front, result)}
     answer |= await prompt_scores_of(asked, result, names)
     if asked.body.return_token_ids:

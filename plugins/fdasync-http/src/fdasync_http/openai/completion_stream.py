@@ -15,7 +15,7 @@ import msgspec
 
 from fdasync import Delta
 from fdasync_http.openai.answers import Spent, finish_of, prompt_scores_of, put_extras
-from fdasync_http.openai.heads import Heads
+from fdasync_http.openai.heads import Heads, common_name
 from fdasync_http.openai.logprobs import TokenNames, join, of_completion, of_echo
 from fdasync_http.parts import event_with
 from fdasync_http.prompt_scores import without_output
@@ -205,7 +205,7 @@ async def streamed(front: Front, asked: list[Asked]) -> AsyncIterator[bytes]:
     names = TokenNames(front, as_ids=asked[0].body.return_tokens_as_token_ids)
     prompts = [_Prompt(front, one, number * one.params.n, names, heads) for number, one in enumerate(asked)]
     all_choices = [prompt.choices() for prompt in prompts]
-    with front.place():
+    with front.place(), front.group(common_name(asked), [one.request_id for one in asked]):
         async with aclosing(all_choices[0] if len(asked) == 1 else interleaved(all_choices)) as choices:
             async for choice, parts in choices:
                 event = heads.event(choice)

@@ -90,7 +90,7 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 
 async def _answer(front: Front, asked: list[Asked]) -> Response:
-    with front.place():
+    with front.place(), front.group(common_name(asked), [one.request_id for one in asked]):
         results = await all_of([result_of(front, one) for one in asked])
     names = TokenNames(front, as_ids=asked[0].body.return_tokens_as_token_ids)
     choices: list[dict[str, Any]] = []
@@ -107,6 +107,6 @@ async def _answer(front: Front, asked: list[Asked]) -> Response:
             choice |= scores
             put_extras(front, one, sample, choice, parts, Spent.of(result))
             choices.append(choice)
-    answer = head_of(front, common_name(asked), KIND)
+    answer = head_of(front, common_name(asked), KIND, asked[0].body.model)
     answer |= {"choices": choices, "usage": usage_of(results), "weight_version": version_of(front, results[-1])}
     return Parts(assembled(answer, parts))

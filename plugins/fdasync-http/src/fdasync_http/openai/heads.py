@@ -32,7 +32,7 @@ class Heads:
 
     def __init__(self, front: Front, asked: Sequence[Asked], kind: str) -> None:
         options = asked[0].body.stream_options
-        self._fields = head_of(front, common_name(asked), kind)
+        self._fields = head_of(front, common_name(asked), kind, asked[0].body.model)
         self._tells = options.include_usage
         if self._tells:
             self._fields["usage"] = None

@@ -9,13 +9,14 @@ by `application.py`.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
 from fdasync.errors import FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
+from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
 from fdasync_http.sglang.control import SGLangBody, Updated, reply
@@ -75,14 +76,13 @@ class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
         target_version: the version to bring the checkpoint to that `/init_weight_transfer_engine` named.
         sync_dir: folder in `weights_root` in which versions are published.
         uri: folder of this version; None: it has its usual name in `sync_dir`.
-        version, update_kind: SkyRL's; they change nothing.
     """
+
+    RULES: ClassVar[Table] = ignored("target_version says enough", "version", "update_kind")
 
     target_version: _Version
     sync_dir: str | None = None
     uri: str | None = None
-    version: Any = None
-    update_kind: Any = None
 
 
 async def fetch_weights(request: Request, front: Front) -> Response:

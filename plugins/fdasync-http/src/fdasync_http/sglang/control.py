@@ -6,7 +6,7 @@ idempotent, and says what it did. Called by `application.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from fdasync.errors import ConfigError, FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import JSON, Refused, refused_of
+from fdasync_http.fields import Table, ignored
 from fdasync_http.weights import folder_within
 
 if TYPE_CHECKING:
@@ -32,14 +33,9 @@ def reply(value: Any, status: int = 200) -> Response:
 
 class SGLangBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What bodies of SGLang's control paths may have. Unknown keys are refused: what a client meant by one would not
-    happen.
+    happen."""
 
-    Attributes:
-        rid, http_worker_ipc: of SGLang's own objects, which clients send as they are; they change nothing.
-    """
-
-    rid: Any = None
-    http_worker_ipc: Any = None
+    RULES: ClassVar[Table] = ignored("clients send SGLang's own objects as they are", "rid", "http_worker_ipc")
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,18 +51,14 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 async def pause_generation(request: Request, front: Front) -> Response:
     """`POST /pause_generation`: no step runs when it answers; requests that come meanwhile wait."""
     mode: PauseMode = (await read_json(request, PauseBody, front.config)).mode
-    await front.generator.pause(mode)
+    await front.pause(mode)
     return reply({"message": f"paused ({mode})", "status": "ok"})
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/continue_generation`.
+    """Of `/continue_generation`."""
 
-    Attributes:
-        torch_empty_cache: ignored.
-    """
-
-    torch_empty_cache: bool = False
+    RULES: ClassVar[Table] = ignored("memory is the engine's own matter", "torch_empty_cache")
 
 
 async def continue_generation(request: Request, front: Front) -> Response:
@@ -98,13 +90,13 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
         rid: name of a request; "": none.
         abort_all: every request.
         prefix: `rid` is the beginning of the names.
-        abort_message: ignored.
     """
+
+    RULES: ClassVar[Table] = ignored("an abort has one message", "abort_message")
 
     rid: str | None = ""
     abort_all: bool = False
     prefix: bool = False
-    abort_message: str | None = None
 
 
 async def abort_request(request: Request, front: Front) -> Response:
@@ -115,9 +107,7 @@ async def abort_request(request: Request, front: Front) -> Response:
     elif body.rid and body.prefix:
         front.generator.abort_all(body.rid)
     elif body.rid:
-        front.generator.abort(body.rid)
-        # the requests of a list have names made of its own
-        front.generator.abort_all(f"{body.rid}_")
+        front.abort(body.rid)
     else:
         raise Refused(400, "rid or abort_all is needed", param="rid")
     return Response()
@@ -189,23 +179,21 @@ class UpdateBody(SGLangBody):
         abort_all_requests: requests that run end; else they go on, on the KV that they have.
         expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
             is another, and no step uses them); None: any.
-        flush_cache, torch_empty_cache, recapture_cuda_graph, keep_pause, is_async, token_step, manifest,
-            abort_all_request: SGLang's and AReaL's; they change nothing.
     """
+
+    RULES: ClassVar[Table] = {
+        **SGLangBody.RULES,
+        **ignored("cached blocks of other weights match nothing", "flush_cache"),
+        **ignored("memory is the engine's own matter", "torch_empty_cache", "recapture_cuda_graph"),
+        **ignored("an update pauses and goes on by itself", "keep_pause", "is_async", "token_step", "manifest"),
+        **ignored("abort_all_requests says it", "abort_all_request"),
+    }
 
     model_path: str
     load_format: str | None = None
     weight_version: str | int | None = None
     abort_all_requests: bool = False
     expected_weights_id: str | None = None
-    flush_cache: Any = None
-    torch_empty_cache: Any = None
-    recapture_cuda_graph: Any = None
-    keep_pause: Any = None
-    is_async: Any = None
-    token_step: Any = None
-    manifest: Any = None
-    abort_all_request: Any = None
 
 
 class Updated(msgspec.Struct, frozen=True):

@@ -45,7 +45,9 @@ async def generate(request: Request, front: Front) -> Response:
 
 
 async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
-    with front.place():
+    rid = asked[0].body.rid
+    names = [one.options["request_id"] for one in asked]
+    with front.place(), front.group(rid if isinstance(rid, str) else None, names):
         results = await all_of([_result_of(front, one) for one in asked])
     answers: list[dict[str, Any]] = []
     parts: list[Part] = []

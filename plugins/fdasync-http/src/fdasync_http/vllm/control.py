@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
+from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.serve import fetched
 from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
@@ -43,7 +44,7 @@ async def pause(request: Request, front: Front) -> Response:
     if mode not in _MODES:
         raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
     clear = _flag(request, "clear_cache", True)
-    await front.generator.pause(_MODES[mode])
+    await front.pause(_MODES[mode])
     if clear:
         await front.generator.reset_cache()
     return reply({"status": "paused"})
@@ -128,11 +129,8 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 async def abort_requests(request: Request, front: Front) -> Response:
     """`POST /abort_requests`."""
     body = await read_json(request, AbortBody, front.config)
-    if body.request_ids:
-        aborted = sum([front.generator.abort(name) for name in body.request_ids])
-    else:
-        aborted = front.generator.abort_all()
-    return reply({"status": "aborted", "aborted": aborted})
+    named = [front.abort(name) for name in body.request_ids]
+    return reply({"status": "aborted", "aborted": sum(named) if named else front.generator.abort_all()})
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,13 +146,8 @@ class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
 async def reset_prefix_cache(request: Request, front: Front) -> Response:
     """`POST /reset_prefix_cache`."""
     body = await read_json(request, ResetBody, front.config)
-    running = body.reset_running_requests or _flag(request, "reset_running_requests", False)
-    if running and not front.generator.load().paused:
-        await front.generator.pause("retract")
-        try:
-            await front.generator.reset_cache()
-        finally:
-            await front.generator.resume()
+    if body.reset_running_requests or _flag(request, "reset_running_requests", False):
+        await front.reset_running()
     else:
         await front.generator.reset_cache()
     return reply({"status": "reset"})
@@ -173,9 +166,12 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
         group_name: of a group of `torch.distributed` that was joined by `/init_weight_transfer_engine`.
         packed: vLLM's own buckets, which are refused.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`.
-        packed_buffer_size_bytes, packed_num_buffers: vLLM's; without `packed` they mean nothing.
-        version, sync_dir, uri, update_kind: SkyRL's, of which `target_version` says enough.
     """
+
+    RULES: ClassVar[Table] = {
+        **ignored("without packed they mean nothing", "packed_buffer_size_bytes", "packed_num_buffers"),
+        **ignored("target_version says enough", "version", "sync_dir", "uri", "update_kind"),
+    }
 
     weight_dir: str | None = None
     weights_path: str | None = None
@@ -189,12 +185,6 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
     packed: bool = False
     bucket_nbytes: int = 0
     checksum: bool = False
-    packed_buffer_size_bytes: Any = None
-    packed_num_buffers: Any = None
-    version: Any = None
-    sync_dir: Any = None
-    uri: Any = None
-    update_kind: Any = None
 
 
 class UpdateBody(UpdateInfo, forbid_unknown_fields=True):

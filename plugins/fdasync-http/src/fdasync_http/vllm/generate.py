@@ -16,7 +16,7 @@ from fdasync import Sample
 from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.client_names import Names
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, numbered
 from fdasync_http.fields import Table, asked_by, engine, same, unserved
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.types import StreamOptions
@@ -130,11 +130,12 @@ async def skyrl_generate(request: Request, front: Front) -> Response:
 
 
 async def _generate(request: Request, front: Front, form: RowForm) -> Response:
-    body = await read_json(request, GenerateBody, front.config)
-    asked = _Asked(front, body, form)
-    if body.stream:
-        return Events(_streamed(front, asked))
-    return await whole(request, _answer(front, asked))
+    with numbered():
+        body = await read_json(request, GenerateBody, front.config)
+        asked = _Asked(front, body, form)
+        if body.stream:
+            return Events(_streamed(front, asked))
+        return await whole(request, _answer(front, asked))
 
 
 async def _answer(front: Front, asked: _Asked) -> Response:
@@ -145,7 +146,7 @@ async def _answer(front: Front, asked: _Asked) -> Response:
     usage = result.usage
     answer: dict[str, Any] = {
         "request_id": result.request_id,
-        "model": front.model,
+        "model": asked.body.model or front.model,
         "created": int(time.time()),
         "output_mode": asked.body.output_mode,
         "choices": choices,
@@ -236,11 +237,15 @@ def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any
 
 async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
     """Deltas as events; the last event of each sample has its finish reason and its rows."""
-    with front.place(), asked.names.told_to_client():
+    with numbered(), front.place(), asked.names.told_to_client():
         async with front.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
             texts = [asked.form.of_sample() for _ in range(asked.params.n)]
             # once, not for every event
-            head = {"request_id": stream.request_id, "model": front.model, "created": int(time.time())}
+            head = {
+                "request_id": stream.request_id,
+                "model": asked.body.model or front.model,
+                "created": int(time.time()),
+            }
             async for item in read(stream):
                 text = texts[item.index]
                 if isinstance(item, Sample):
