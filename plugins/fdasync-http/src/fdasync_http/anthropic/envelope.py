@@ -50,9 +50,9 @@ class MessagesError(msgspec.Struct, frozen=True):
     type: str = "error"
 
 
-def error_of(status: int, message: str, code: str | None) -> MessagesError:
+def error_of(status: int, message: str, code: str | int | None) -> MessagesError:
     """An error in Anthropic's form. `code`: a word for programs, if there is one."""
-    details = {"error_code": code} if code else None
+    details = {"error_code": str(code)} if code else None
     return MessagesError(MessagesErrorInfo(_TYPES.get(status, "api_error"), message, details))
 
 
