@@ -200,7 +200,7 @@ README = Path(__file__).parents[1] / "README.md"
 PLACES = {
     "`/generate`": sglang.GenerateBody.RULES, "its `sampling_params`": SGLangSampling.RULES,
     "`/inference/v1/generate`": vllm.GenerateBody.RULES, "the `sampling_params` of that": VLLMSampling.RULES,
-    "OpenAI's paths": ChatBody.RULES,
+    "OpenAI's paths": ChatBody.RULES, "`/v1/responses`": ResponsesBody.RULES, "`/v1/messages`": MessagesBody.RULES,
 }  # fmt: skip
 
 
