@@ -165,9 +165,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         max_tokens: most new tokens, >= 1.
-        min_tokens: EOS and stop ids cannot be sampled before this many new tokens.
+        min_tokens: EOS and stop ids cannot be sampled before this many new tokens, and no stop string ends in them.
         temperature: 0 is greedy; else the logits are divided by it, up to 100.
-        top_k: keep the k largest logits; 0 keeps all.
+        top_k: keep the k largest logits; 0, and any number from the vocabulary's size on, keeps all.
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1].
         min_p: drop what is less likely than min_p times the likeliest, in [0, 1].
         seed: below 2^63; noise depends on (seed, sample index, position) alone; None: the frontend draws one.
@@ -182,10 +182,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             may end, and nothing else where it must; so it goes with neither `ignore_eos` nor `min_tokens`. An answer
             that ends otherwise (length, a stop string) is the beginning of a text that it allows.
         n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
-        stop: strings that end the request, or a single one, which becomes a tuple. Text from the match on is not
+        stop: strings that end the request, or a single one, which becomes a tuple. They are looked for in the text with
+            special tokens shown, so one may be or hold a special token ("<|im_end|>"). Text from the match on is not
             returned; the tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
             tokens after it are dropped. Text that only the end of the request completes (U+FFFD of an incomplete
-            character) is searched at the end: a match makes "length" a "stop".
+            character) is searched at the end: a match makes "length" a "stop". `Sample.stop_reason` tells which it was.
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
         ignore_eos: EOS ids of the model do not end the request.
         logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after
@@ -257,7 +258,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _at_least("max_tokens", self.max_tokens, 1)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, vocab_size)
+        _within("top_k", self.top_k, 0, 2**63 - 1)
         _within("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise BadInput("top_p", "must be above 0", limit="(0, 1]", hint="use temperature=0 for greedy")

@@ -166,6 +166,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         top_logprobs: alternatives at each token, or None.
         finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
         stop_token_id: the EOS or stop id that ended it, or None.
+        stop_string: the stop string that ended it; "": none did.
         cached: prompt tokens that were not computed for it, by the tier that had them.
         weight_version: spans of output tokens by weight version.
         routing: expert routing; None: it was not captured, or not requested.
@@ -192,6 +193,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     drafts: DraftCounts | None = None
     chosen_positions: ChosenPositions | None = None
+    stop_string: str = ""
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What ended it: the EOS or stop id, or the stop string; None: neither did. A string goes before the id of the
+        token that completes it."""
+        return self.stop_string or self.stop_token_id
 
     @property
     def cached_tokens(self) -> int:
@@ -275,6 +283,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stop_token_id(self) -> int | None:
         return self.samples[0].stop_token_id
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.samples[0].stop_reason
 
     @property
     def cached_tokens(self) -> int:

@@ -90,7 +90,7 @@ class OutputProcessor:
         now = self._clock()
         for key, token, row in zip(action.keys, action.tokens, action.rows, strict=True):
             request, sample = live[key]
-            if sample.matched:
+            if sample.closed:
                 continue  # overrun: the scheduler has not read of the match yet
             sample.tokens.append(token)
             if request.first_token_at is None:
@@ -101,13 +101,13 @@ class OutputProcessor:
                 sample.processed.append(_given(output.processed, "processed log-probs")[row])
             if sample.top is not None:
                 sample.top.append(_given(output.top, "top log-probs")[row])
-            if sample.stops:
+            if sample.search is not None:
                 found = sample.find_stop(token)
                 if sample.spoiled is not None:
                     self._abort(request, sample)
                 elif found:
                     self._bus.publish(StopMatched(key=key, keep_tokens=len(sample.tokens)))
-                    sample.matched = True
+                    sample.closed = True
                 else:
                     self._bus.publish(StopChecked(key=key, num_tokens=len(sample.tokens)))
             request.wake()
@@ -123,7 +123,7 @@ class OutputProcessor:
 
     def _abort(self, request: RequestState, sample: SampleOutput) -> None:
         self._bus.publish(AbortRequested(keys=tuple([other.key for other in request.samples])))
-        sample.matched = True
+        sample.closed = True
 
     def take_scores(self, scores: tuple[PromptScores, ...]) -> None:
         """Keep the log-probs of prompts that a step computed; those of requests that have ended are dropped."""
@@ -175,11 +175,11 @@ class OutputProcessor:
             sample.chosen.check(len(action.token_ids))
         del self._live[action.key]
         keep = len(sample.tokens)
-        if sample.matched and keep < len(action.token_ids):
+        if sample.closed and keep < len(action.token_ids):
             # it ended before the scheduler read of the match: tokens behind the match are overrun all the same
             rows = min(action.num_rows, max(len(request.prompt) + keep - 1 - request.start, 0))
             action = replace(action, token_ids=action.token_ids[:keep], num_rows=rows)
-        elif sample.stops and sample.end_text() and action.reason == "length":
+        elif sample.search is not None and sample.end_text() and action.reason == "length":
             # no token can follow: text that was held back has become final, and holds a stop string
             action = replace(action, reason="stop")
         sample.finish = action

@@ -344,7 +344,8 @@ class Preparer:
                     seed=seed,
                     index=index,
                     temperature=params.temperature,
-                    top_k=params.top_k,
+                    # runners know one word for all
+                    top_k=params.top_k if 0 < params.top_k < self.capacity.vocab_size else 0,
                     top_p=params.top_p,
                     min_p=params.min_p,
                     repetition_penalty=params.repetition_penalty,

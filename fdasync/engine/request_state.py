@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.cache.aux import ROUTING
+from fdasync.engine.stop_search import StopSearch
 from fdasync.engine.tokenizer import IncrementalDecoder
 from fdasync.events.catalog import RequestEnded
 from fdasync.result import CachedTokens, Delta, DraftCounts, FinishReason, Result, Routing, Sample, WeightSpan
@@ -45,10 +46,12 @@ class SampleOutput:
         start: position of its first row.
         tokens, raw, processed, top: token ids, and log-probs where they are wanted, emitted so far; empty for a sample
             without deltas.
+        kinds: of the tokenizer's tokens; None: there is no tokenizer.
         decoder: makes text of tokens; None: there is no tokenizer, or the text has ended.
-        stops: its stop strings.
-        matched: a stop string was found; tokens that are emitted later are overrun.
-        searched: characters, of the text and of the text that may follow, in which no stop string was found.
+        search: looks for its stop strings; None: it has none.
+        min_tokens: no stop string may end in its first tokens, of which there are so many.
+        stop: the stop string that was found; "": none was.
+        closed: tokens that are emitted later are overrun.
         text: final text so far.
         released: how many characters of `text` may be given out; a suffix that could begin a stop string may not.
         fed_tokens: how many tokens were decoded.
@@ -63,24 +66,26 @@ class SampleOutput:
 
     __slots__ = (
         "chosen",
+        "closed",
         "decoder",
         "fed_tokens",
         "finish",
         "index",
         "key",
-        "matched",
+        "kinds",
+        "min_tokens",
         "num_rows",
         "processed",
         "raw",
         "released",
         "rows",
-        "searched",
+        "search",
         "sent_chars",
         "sent_last",
         "sent_tokens",
         "spoiled",
         "start",
-        "stops",
+        "stop",
         "text",
         "tokens",
         "top",
@@ -95,10 +100,13 @@ class SampleOutput:
         self.raw: list[float] | None = [] if params.logprobs in ("raw", "both") else None
         self.processed: list[float] | None = [] if params.logprobs in ("processed", "both") else None
         self.top: list[TopLogprobs | None] | None = [] if params.top_logprobs else None
+        self.kinds = kinds
         self.decoder = IncrementalDecoder(kinds.tokenizer, kinds) if kinds is not None else None
-        self.stops = params.stop
-        self.matched = False
-        self.searched = 0
+        # the parameters make a tuple of a single string
+        self.search = StopSearch(tuple(params.stop)) if params.stop else None
+        self.min_tokens = params.min_tokens
+        self.stop = ""
+        self.closed = False
         self.text = ""
         self.released = 0
         self.fed_tokens = 0
@@ -120,55 +128,58 @@ class SampleOutput:
             self._decode(token_ids)
             self.released = len(self.text)
 
-    def _decode(self, token_ids: Sequence[int] | None) -> str:
-        """Append the text of further tokens; None: of the tokens held back. With stop strings, returns the text that
-        may follow."""
-        if self.decoder is None:
-            return ""
-        try:
-            self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
-            return self.decoder.open_text() if self.stops else ""
-        except Exception as error:
-            # a plugin's error over these tokens ends this request alone (docs/design.md, rule 30)
-            self.spoiled = error
-            self.decoder = None
-            return ""
+    def _decode(self, token_ids: Sequence[int] | None) -> None:
+        """Append the text of further tokens; None: of the tokens held back."""
+        if self.decoder is not None:
+            try:
+                self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
+            except Exception as error:
+                self._spoil(error)
+
+    def _spoil(self, error: Exception) -> None:
+        # a plugin's error over these tokens ends this request alone (docs/design.md, rule 30)
+        self.spoiled = error
+        self.decoder = None
 
     def find_stop(self, token: int) -> bool:
-        """Decode one token and look for stop strings; a match cuts the text.
+        """Decode one token and look for stop strings; a match cuts the text. Returns whether there is one.
 
-        The search covers final text, and clean text that would be final if no token followed: a match ends the sample,
-        so none follows.
+        The search covers final text with special tokens shown, and clean text that would be final if no token followed:
+        a match ends the sample, so none follows.
         """
+        assert self.search is not None
         self.fed_tokens += 1
-        return self._search((token,))
-
-    def _search(self, token_ids: Sequence[int] | None) -> bool:
         before = len(self.text)
-        following = self._decode(token_ids)
-        # the text that became final may differ from the text that was expected to follow
-        searched = self.searched if len(self.text) == before else before
-        first = max(0, searched - max(map(len, self.stops)) + 1)
-        unseen = self.text[first:] + following[max(0, first - len(self.text)) :]
-        self.searched = len(self.text) + len(following)
-        found = [at for stop in self.stops if (at := unseen.find(stop)) >= 0]
-        if found:
-            self.text = (self.text + following)[: first + min(found)]
-            self.released = len(self.text)
-            self.decoder = None
-            return True
-        self.released = len(self.text) - max(_held(self.text, stop) for stop in self.stops)
-        return False
+        self._decode((token,))
+        following = special = ""
+        if self.decoder is not None and self.kinds is not None:
+            try:
+                following, special = self.decoder.open_text(), self.kinds.special_text(token)
+            except Exception as error:
+                self._spoil(error)
+        return self._look(self.search, before, following, special)
+
+    def _look(self, search: StopSearch, before: int, following: str = "", special: str = "") -> bool:
+        """Search the text behind the first `before` characters."""
+        barred = self.fed_tokens <= self.min_tokens
+        match = search.add(self.text[before:], following=following, special=special, barred=barred)
+        if match is None:
+            self.released = len(self.text) - search.held
+            return False
+        whole = self.text + following
+        self.text = whole[: len(whole) - match.dropped]
+        self.released = len(self.text)
+        self.stop = match.stop
+        self.decoder = None
+        return True
 
     def end_text(self) -> bool:
         """No token will follow: text that was held back is final now. Returns whether it holds a stop string."""
-        if self.decoder is None:
-            found = False
-        elif self.stops:
-            found = self._search(None)
-        else:
-            found = False
+        found = False
+        if self.decoder is not None:
+            before = len(self.text)
             self._decode(None)
+            found = self.search is not None and self._look(self.search, before)
         self.decoder = None
         self.released = len(self.text)
         return found
@@ -182,7 +193,7 @@ class SampleOutput:
         first, last = self.sent_tokens, len(tokens)
         if self.sent_last or (first >= last and (finish is None or finish.reason == "failed")):
             return None
-        if self.decoder is not None and not self.stops:
+        if self.decoder is not None and self.search is None:
             self.feed(tokens[self.fed_tokens :])
         if finish is not None:
             self.end_text()
@@ -206,7 +217,7 @@ class SampleOutput:
         finish = self.finish
         tokens = tuple(self.tokens) if finish is None else finish.token_ids
         count = len(tokens)
-        if not self.stops:
+        if self.search is None:
             self.feed(tokens[self.fed_tokens :])
         if finish is not None:
             self.end_text()
@@ -241,6 +252,7 @@ class SampleOutput:
             aux=aux,
             start=self.start,
             stop_token_id=None if finish is None or finish.matched_stop < 0 else finish.matched_stop,
+            stop_string=self.stop if finish is not None and finish.reason == "stop" and finish.matched_stop < 0 else "",
             drafts=None if finish is None or finish.drafts is None else DraftCounts(*finish.drafts),
             chosen_positions=None if self.chosen is None else self.chosen.value(),
         )
@@ -382,20 +394,9 @@ class RequestState:
         for sample in self.samples:
             for _ in () if sample.chosen is None else sample.chosen.copying():
                 await asyncio.sleep(0)
-            if sample.finish is None or sample.stops or sample.decoder is None:
+            if sample.finish is None or sample.search is not None or sample.decoder is None:
                 continue
             tokens = sample.finish.token_ids
             while len(tokens) - sample.fed_tokens > _DECODE_SLICE_TOKENS:
                 sample.feed(tokens[sample.fed_tokens : sample.fed_tokens + _DECODE_SLICE_TOKENS])
                 await asyncio.sleep(0)
-
-
-def _held(text: str, stop: str) -> int:
-    """How many characters at the end of `text` could begin `stop`."""
-    tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
-    at = tail.find(stop[0])
-    while at >= 0:
-        if stop.startswith(tail[at:]):
-            return len(tail) - at
-        at = tail.find(stop[0], at + 1)
-    return 0

@@ -56,6 +56,20 @@ class WithSpecials(Protocol):
 
 
 @runtime_checkable
+class WithPieces(Protocol):
+    """A tokenizer that tells what one token puts into a text, for log-probs that name tokens.
+
+    `decode` of one token is not that: a decoder drops a space at the start of a text, and has U+FFFD for a part of a
+    character.
+    """
+
+    def piece(self, token_id: int) -> bytes:
+        """What a token puts into a text behind other text, in UTF-8: with the space that it begins with; of a part of a
+        character, its bytes; of a special token, the text that it has. b"" for an id without a token."""
+        ...
+
+
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """A tokenizer that makes tokens of chat messages, by the chat template of its checkpoint.
 
@@ -173,6 +187,18 @@ class TokenKinds:
         self._behind: tuple[int, ...] = ()
         self._without = ""
         self._kinds: dict[int, TokenKind] = {}
+        self._specials: dict[int, str] = {}
+
+    def special_text(self, token_id: int) -> str:
+        """Text of a special token, which `decode` leaves out; "" for another token, and where the tokenizer cannot
+        show it. Raises what the tokenizer raises."""
+        text = self._specials.get(token_id)
+        if text is None:
+            text, own = "", self.tokenizer
+            if isinstance(own, WithSpecials) and not own.decode([token_id]):
+                text = own.with_specials().decode([token_id])
+            self._specials[token_id] = text
+        return text
 
     def of(self, token_id: int) -> TokenKind:
         """The kind of a token. Raises what the tokenizer raises when it decodes this token."""

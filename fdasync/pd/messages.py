@@ -23,6 +23,7 @@ from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
 from fdasync.request import (
     FIRST_VERSION,
+    MAX_STOP_CHARS,
     MAX_VERSION_CHARS,
     Doing,
     GroupTensors,
@@ -607,7 +608,7 @@ class SampleEnd(Message, frozen=True, array_like=True, tag="sample_end"):
     Attributes:
         index: number of the sample.
         num_tokens: number of tokens sent.
-        finish_reason, versions, stop_token_id: as in `fdasync.Sample`; `versions` is its `weight_version`.
+        finish_reason, versions, stop_token_id, stop_string: as in `fdasync.Sample`; `versions` is its `weight_version`.
         cached: prompt tokens that were not computed, by tier: device, host, store.
         num_rows: number of rows sent for each spec; None without specs.
         aux: specs of the rows sent.
@@ -624,6 +625,7 @@ class SampleEnd(Message, frozen=True, array_like=True, tag="sample_end"):
     num_rows: Count | None
     aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
     drafts: tuple[Count, Count, Count] | None = None
+    stop_string: Annotated[str, Meta(max_length=MAX_STOP_CHARS)] = ""
 
 
 class Moved(Message, frozen=True, array_like=True, tag="moved"):

@@ -72,6 +72,7 @@ def _end(name: str, sample: Sample, arrays: list[tuple[AuxSpec, NDArray[Any]]]) 
         num_rows=len(arrays[0][1]) if arrays else None,
         aux=tuple([spec for spec, _ in arrays]),
         drafts=None if (drafts := sample.drafts) is None else (drafts.steps, drafts.drafted, drafts.accepted),
+        stop_string=sample.stop_string,
     )
 
 
@@ -278,6 +279,7 @@ class Incoming:
             start=self._start,
             stop_token_id=end.stop_token_id,
             drafts=None if end.drafts is None else DraftCounts(*end.drafts),
+            stop_string=end.stop_string,
         )
 
     def _rows(self, index: int, spec: AuxSpec, count: int) -> NDArray[Any]:

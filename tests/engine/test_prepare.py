@@ -276,6 +276,12 @@ async def test_an_event_carries_what_was_asked():
     assert sampler.logit_bias() == {5: 1.5, 2: -100.0}
 
 
+@pytest.mark.parametrize(("top_k", "told"), [(0, 0), (1, 1), (299, 299), (300, 0), (100_000_000, 0), (2**63 - 1, 0)])
+async def test_as_many_logits_as_there_are_tokens_are_all_of_them(top_k, told):
+    (event,) = await prepare(make_preparer(), [1], SamplingParams(max_tokens=1, top_k=top_k))
+    assert event.sampler.top_k == told
+
+
 @pytest.mark.parametrize(
     ("params", "streams", "emits", "checks"),
     [

@@ -85,6 +85,7 @@ def results_of(draw):
                 aux=rows,
                 start=start,
                 stop_token_id=draw(st.none() | st.integers(0, 299)),
+                stop_string=draw(st.sampled_from(["", "AA", "<|im_end|>"])),
             )
         )  # fmt: skip
     scores = draw(st.none() | scores_of(len(prompt)))

@@ -176,11 +176,12 @@ def expected(
     letters = LetterTokenizer()
     for count in range(1, len(tokens) + 1):
         kept = tuple(tokens[:count])
-        if params.stop:
+        # a letter for each token, so a stop string ends with the last one
+        if params.stop and count > params.min_tokens:
             text = letters.decode(kept)
-            found = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+            found = [len(stop) for stop in params.stop if text.endswith(stop)]
             if found:
-                return Ending(kept, "stop", text[: min(found)])
+                return Ending(kept, "stop", text[: -max(found)])
         if kept[-1] in ends and count >= params.min_tokens:
             return Ending(kept, "stop", letters.decode(kept))
     return Ending(tuple(tokens), "length", letters.decode(tokens))

@@ -31,10 +31,20 @@ class Bytes:
         return Bytes(shows=True)
 
 
-def cut(text, stops):
-    """Before the first stop string."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+def stopped(token_ids, stops):
+    """The tokens up to the first that completes a stop string, as an engine finds it; the string, and where it begins
+    in the text with special tokens shown."""
+    for count in range(1, len(token_ids) + 1):
+        text = Bytes(shows=True).decode(token_ids[:count])
+        found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda one: (one[0], stops.index(one[1])))
+            return token_ids[:count], stop, at
+    return token_ids, "", None
+
+
+def ended(text, token_ids, stop_token_id=None, stop_string=""):
+    return SimpleNamespace(text=text, token_ids=token_ids, stop_token_id=stop_token_id, stop_string=stop_string)
 
 
 def form_of(*, specials=False, keeps_stop=False, stop=()):
@@ -59,12 +69,15 @@ def test_what_is_given_out_is_what_a_decoding_of_all_tokens_gives(
     token_ids, sizes, stops, specials, keeps_stop, stop_token
 ):
     plain = not (specials or keeps_stop)
+    token_ids, stop, begin = stopped(token_ids, stops)
+    stop_token = None if stop else stop_token
     ends = [*token_ids, 257] if stop_token else token_ids
     visible = ends[:-1] if stop_token and not keeps_stop else ends
     whole = Bytes(shows=specials).decode(visible)
-    right = whole if keeps_stop else cut(whole, stops)
+    # text that shows no special tokens is cut where its own text has the string
+    right = whole[:begin] if stop and specials and not keeps_stop else whole
     # without wishes the text is the engine's
-    engine = cut(Bytes().decode(token_ids), stops)
+    engine = Bytes().decode(token_ids)
     text = form_of(specials=specials, keeps_stop=keeps_stop, stop=stops).of_sample()
     given_out, at = "", 0
     for size in sizes:
@@ -72,17 +85,27 @@ def test_what_is_given_out_is_what_a_decoding_of_all_tokens_gives(
         given_out += text.add(new, ids)
         at = min(at + size, len(engine if plain else token_ids))
         so_far = engine[:at] if plain else Bytes(shows=specials).decode(token_ids[:at])
-        held = 0 if plain or keeps_stop or not stops else max(map(len, stops)) - 1
+        held = 0
+        if not (plain or keeps_stop) and stops:
+            # a stop string ends in what the last token added, if in anything
+            held = max(map(len, stops)) - 1
+            so_far = Bytes(shows=specials).decode(token_ids[: max(at - 1, 0)])
         # text of a character that is not whole comes later
         assert so_far.startswith(given_out)
         assert len(so_far.rstrip("\ufffd")) - held <= max(len(given_out), 0)
         assert len(given_out) <= max(len(so_far) - held, 0)
-    rest = text.rest(engine, ends, stop_token)
-    if plain:
-        assert given_out + rest == engine
-    else:
-        # a stop string that only this text shows may stand in what was given out
-        assert given_out + rest == right or (not rest and given_out.startswith(right))
+    assert given_out + text.rest(ended(engine, ends, stop_token, stop)) == (engine if plain else right)
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_text_is_not_cut_where_tokens_ran_on(keeps_stop):
+    # a stop string that ended nothing: it was barred by `min_tokens`
+    text = form_of(specials=True, keeps_stop=keeps_stop, stop=["ab"]).of_sample()
+    token_ids = [*b"xab", 256, *b"ab"]
+    given_out = text.add("", token_ids[:4])
+    assert given_out + text.rest(ended("not looked at", token_ids)) == "xab<s>ab"
+    text = form_of(specials=True, stop=["ab"]).of_sample()
+    assert text.end(ended("not looked at", token_ids, stop_string="ab")) == "xab<s>"
 
 
 @pytest.mark.parametrize("specials", [False, True])
@@ -91,6 +114,7 @@ def test_what_grows_is_given_out_once_however_long_the_text_is(specials):
     pieces = [text.add("é", list("é".encode())) for _ in range(20_000)]
     assert max(map(len, pieces)) == 1
     whole = "é" * 20_000
-    rest = text.rest(whole, list(whole.encode()), None)
+    rest = text.rest(ended(whole, list(whole.encode())))
     assert "".join(pieces) + rest == whole
-    assert len(rest) == specials
+    # the last letter, and one before it
+    assert len(rest) == 2 * specials

@@ -31,9 +31,9 @@ def finite(value: float) -> float:
 async def prompt_logprobs_of(
     result: Result, *, top: int, name_of: Callable[[int], str] | None = None
 ) -> list[dict[str, Any] | None] | None:
-    """For each token of the prompt `{"<id>": {"logprob", "rank", "decoded_token"}}`, the alternatives before the token
-    itself; None for the first token, which has none. None: no log-probs were asked for. Other requests run in between:
-    a prompt may be long.
+    """For each token of the prompt `{"<id>": {"logprob", "rank", "decoded_token"}}`, the token itself first, as vLLM
+    has it (prime-rl reads the first entry), then the alternatives; None for the first token, which has none. None: no
+    log-probs were asked for. Other requests run in between: a prompt may be long.
 
     Args:
         top: how many alternatives each has.
@@ -59,11 +59,11 @@ def _entry(
 ) -> dict[str, Any]:
     ranked = [] if best is None else list(zip(best.token_ids, best.logprobs, strict=True))
     rank = next((rank for rank, (other, _) in enumerate(ranked, 1) if other == token), None)
-    told = {
-        str(other): {"logprob": finite(one), "rank": number, "decoded_token": name_of and name_of(other)}
-        for number, (other, one) in enumerate(ranked[:top], 1)
-    }
-    told[str(token)] = {"logprob": finite(value), "rank": rank, "decoded_token": name_of and name_of(token)}
+    told = {str(token): {"logprob": finite(value), "rank": rank, "decoded_token": name_of and name_of(token)}}
+    for number, (other, one) in enumerate(ranked[:top], 1):
+        told.setdefault(
+            str(other), {"logprob": finite(one), "rank": number, "decoded_token": name_of and name_of(other)}
+        )
     return told
 
 
@@ -88,6 +88,6 @@ def _without_output(result: Result, sample: Sample) -> Sample:
     }
     return msgspec.structs.replace(
         sample, token_ids=(), text="", top_logprobs=None if sample.top_logprobs is None else (), routing=routing,
-        chosen_positions=chosen, weight_version=(), stop_token_id=None,
+        chosen_positions=chosen, weight_version=(), stop_token_id=None, stop_string="",
         finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason, **empty,
     )  # fmt: skip

@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync import ChosenPositions, Routing
+    from fdasync import ChosenPositions, Routing, Sample
 
 # bytes of rows that become base64 at a time: under a millisecond
 _PIECE_NBYTES = 3 << 18
+
+
+def ended_in_prompt(sample: Sample) -> bool:
+    """Whether a sample was ended before its first token: it has rows of a part of its prompt, and clients reckon the
+    number of rows from the numbers of tokens."""
+    return not sample.token_ids and sample.finish_reason in ("abort", "deadline")
 
 
 def sglang(routing: Routing, num_hidden_layers: int) -> Part:

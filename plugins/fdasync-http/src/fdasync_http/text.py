@@ -17,6 +17,7 @@ from fdasync_http.failures import Refused
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync import Sample
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
 
@@ -64,9 +65,13 @@ class TextForm:
         specials: special tokens have text.
         keeps_stop: the text goes on to the end of the sample's tokens, whatever stopped it.
         stop: the request's stop strings.
+
+    Attributes:
+        specials: see there.
     """
 
     def __init__(self, front: Front, *, specials: bool, keeps_stop: bool, stop: Sequence[str]) -> None:
+        self.specials = specials
         self._tokenizer: Tokenizer | None = None
         self._keeps_stop = keeps_stop
         self._stop = tuple(stop)
@@ -84,7 +89,7 @@ class TextForm:
         decoder = None
         if self._tokenizer is not None:
             decoder = IncrementalDecoder(self._tokenizer, TokenKinds(self._tokenizer))
-        return SampleText(decoder, () if self._keeps_stop else self._stop, keeps_stop=self._keeps_stop)
+        return SampleText(decoder, self._stop, keeps_stop=self._keeps_stop)
 
 
 class SampleText:
@@ -93,46 +98,60 @@ class SampleText:
 
     def __init__(self, decoder: IncrementalDecoder | None, stop: tuple[str, ...], *, keeps_stop: bool) -> None:
         self._decoder = decoder
-        self._stop = stop
         self._keeps_stop = keeps_stop
         self._fed = 0
-        # what was decoded; of that, how many characters were given out, and the text that was not
+        # what was decoded; of that, how many characters were there before the last token, how many were given out, and
+        # the text that was not
         self._parts: list[str] = []
+        self._count = 0
+        self._before = 0
         self._given = 0
         self._held = ""
-        # so many characters at the end may be the beginning of a stop string
-        self._most_held = max(map(len, stop)) - 1 if decoder is not None and stop else 0
+        # so many characters before the last token's text may be the beginning of a stop string that it completes; None:
+        # nothing is held back
+        self._begun = max(map(len, stop)) - 1 if decoder is not None and stop and not keeps_stop else None
 
     def add(self, text: str, token_ids: Sequence[int]) -> str:
-        """New text of the engine, and the tokens that came with it. Returns the text that has become settled: no stop
-        string can take it away any more."""
+        """New text of the engine, and the tokens that came with it. Returns the text that has become settled: neither a
+        stop string nor a stop token can take it away any more."""
         if self._decoder is not None:
-            text = self._decoder.feed(token_ids)
-            self._fed += len(token_ids)
-        self._parts.append(text)
+            text = self._feed(self._decoder, token_ids)
+        else:
+            self._parts.append(text)
         held = self._held + text
-        settled = max(len(held) - self._most_held, 0)
+        settled = len(held) if self._begun is None else max(self._before - self._begun - self._given, 0)
         self._held = held[settled:]
         self._given += settled
         return held[:settled]
 
-    def rest(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
+    def _feed(self, decoder: IncrementalDecoder, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        text = decoder.feed(token_ids[:-1])
+        self._before = self._count + len(text)
+        text += decoder.feed(token_ids[-1:])
+        self._count += len(text)
+        self._fed += len(token_ids)
+        self._parts.append(text)
+        return text
+
+    def rest(self, sample: Sample) -> str:
         """What `end` returns behind the text that `add` returned."""
-        return self.end(text, token_ids, stop_token_id)[self._given :]
+        return self.end(sample)[self._given :]
 
-    def end(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
-        """The whole text of a sample that has ended; called once.
-
-        Args:
-            text: the engine's.
-            token_ids: all tokens of the sample.
-            stop_token_id: the token that ended it, if one did.
-        """
+    def end(self, sample: Sample) -> str:
+        """The whole text of a sample that has ended; called once."""
         if self._decoder is None:
-            return text
-        last = len(token_ids)
-        if stop_token_id is not None and not self._keeps_stop and self._fed < last:
-            last -= 1
-        whole = "".join([*self._parts, self._decoder.feed(token_ids[self._fed : last]), self._decoder.flush()])
-        found = [at for stop in self._stop if (at := whole.find(stop)) >= 0]
-        return whole[: min(found)] if found else whole
+            return sample.text
+        tokens, last = sample.token_ids, len(sample.token_ids)
+        # a token that stops it is no text
+        is_cut = sample.stop_token_id is not None and not self._keeps_stop
+        self._feed(self._decoder, tokens[self._fed : last - 1 if is_cut else last])
+        whole = "".join([*self._parts, self._decoder.flush()])
+        if is_cut:
+            return whole[: self._before] if self._fed == last else whole
+        if sample.stop_string and not self._keeps_stop:
+            # it ends in what the last token added; what stands before may have been barred by `min_tokens`
+            at = whole.find(sample.stop_string, max(self._before - len(sample.stop_string) + 1, 0))
+            return whole[:at] if at >= 0 else whole
+        return whole

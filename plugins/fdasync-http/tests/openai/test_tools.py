@@ -114,6 +114,20 @@ async def test_reasoning_alone(chat_of, scripted):
             assert message == ("It is so.", "hmm", [], "stop")
 
 
+async def test_a_stop_string_ends_what_is_read_unless_it_was_barred(chat_of, scripted):
+    model = scripted(["(hm)", "It", " so", " so", " is"], template="", declares=True)
+    async with chat_of(tokenizer=model.tokenizer) as (_, openai):
+        extra = model.sampling["extra_body"]
+        for body, content in (
+            ({"stop": [" so"]}, "It"),
+            ({"stop": [" so"], "extra_body": {**extra, "min_tokens": 3}}, "It so"),
+            ({"stop": [" so"], "extra_body": {**extra, "min_tokens": 4}}, "It so so is"),
+            ({"stop": [" so"], "extra_body": {**extra, "no_stop_trim": True}}, "It so"),
+        ):
+            for message in await both(openai, model, **body):
+                assert message == (content, "hm", [], "stop")
+
+
 async def test_an_answer_that_cannot_be_read_is_its_text(chat_of, scripted):
     model = scripted(["So: ", '{"name": "lo'], tools=[LOOK], template="", declares=True)
     async with chat_of(tokenizer=model.tokenizer) as (_, openai):

@@ -53,7 +53,7 @@ class Areal:
         while reason not in ("stop", "length") and left:
             await self.may_send.wait()
             sampling = {
-                "top_p": 1.0, "top_k": 1 << 30, "max_new_tokens": left, "temperature": 0.0, "stop_token_ids": None,
+                "top_p": 1.0, "top_k": 100_000_000, "max_new_tokens": left, "temperature": 0.0, "stop_token_ids": None,
                 "frequency_penalty": 0.0, "ignore_eos": True,
             }  # fmt: skip
             payload = {
@@ -64,6 +64,10 @@ class Areal:
                 payload["return_routed_experts"] = True
             meta = (await self.stage.post("/generate", payload)).json()["meta_info"]
             reason = meta["finish_reason"]["type"]
+            if "routed_experts" in meta:
+                # before it looks at how the call ended
+                flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+                flat.reshape(meta["prompt_tokens"] + meta["completion_tokens"] - 1, -1)
             if reason == "abort" and meta["finish_reason"].get("message", "").startswith("Abort before prefill"):
                 self.refused_early += 1
                 continue

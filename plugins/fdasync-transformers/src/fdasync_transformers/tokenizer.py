@@ -1,7 +1,9 @@
 """Text to token ids and back, from the tokenizer files of a checkpoint folder.
 
 Uses the `tokenizers` library alone when the folder has a tokenizer.json, so that a tokenizing child process never
-imports torch; falls back to transformers' AutoTokenizer for folders with older files, and for chat templates.
+imports torch; falls back to transformers' AutoTokenizer for folders with older files, and to render chat templates.
+Tokens that tokenizer_config.json alone names are added as AutoTokenizer adds them, and the text of a chat becomes
+tokens as any text does: there is one tokenizer.
 
 A chat template is a Jinja program from the checkpoint. The library renders it in Jinja's ImmutableSandboxedEnvironment:
 it reaches no files, no imports and no attributes of Python's own, and cannot change its variables. The sandbox bounds
@@ -15,6 +17,8 @@ process.
 from __future__ import annotations
 
 import hashlib
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
@@ -22,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import BadInput, ChatUnsupported, CheckpointError, TokenizerFailed
+from fdasync_transformers.named_tokens import add_named_tokens
+from fdasync_transformers.pieces import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,12 +49,12 @@ def load_tokenizer(model_folder: str) -> Tokenizer:
         raise CheckpointError(model_folder, "is not a folder")
     path = folder / "tokenizer.json"
     if path.exists():
-        return _FastTokenizer(_load_fast(path), folder)
+        return _FastTokenizer(_load_fast(path, folder / "tokenizer_config.json"), folder)
     return _SlowTokenizer(_load_slow(folder), folder)
 
 
-class _Chat:
-    """The part of both tokenizers that the library's tokenizer does.
+class _Chat(ABC):
+    """The part of both tokenizers that needs the library's: chat templates, and answers that are read.
 
     Args:
         folder: of the checkpoint.
@@ -65,6 +71,14 @@ class _Chat:
         if self._made is None and any((self._folder / name).exists() for name in _CHAT_FILES):
             self._made = _load_auto(self._folder)
         return self._made
+
+    @abstractmethod
+    def _encode_plain(self, text: str) -> list[int]:
+        """Tokens of a text without those that the tokenizer puts around it."""
+
+    @abstractmethod
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
 
     def chat_template(self, *, with_tools: bool = False) -> str:
         template = getattr(self._library, "chat_template", None)
@@ -100,20 +114,19 @@ class _Chat:
             if not isinstance(name, str) or name in signature(render).parameters.keys() - {"documents"}:
                 raise BadInput("template_kwargs", f"{name!r} is no variable of a template")
         try:
-            ids: list[int] = render(
+            text: str = render(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **variables,
             )
         except Exception as error:  # a template raises in its own words; the library raises errors of many types
             raise BadInput(
                 "messages", f"the chat template refuses them: {str(error) or type(error).__name__}"
             ) from error
-        return list(ids)
+        return self._encode_plain(text)
 
     def parse_response(
         self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], *, tools: Sequence[JsonObject] | None = None
@@ -121,8 +134,7 @@ class _Chat:
         library = self._library
         if getattr(library, "response_template", None) is None:
             return None
-        # the library takes an empty list for a batch
-        answer, prompt = (library.decode(list(ids)) if len(ids) else "" for ids in (token_ids, prompt_token_ids))
+        answer, prompt = self._decode_all(token_ids), self._decode_all(prompt_token_ids)
         try:
             message: dict[str, Any] = library.parse_response(
                 answer, prefix=prompt, tools=[dict(tool) for tool in tools] if tools else None
@@ -133,14 +145,19 @@ class _Chat:
 
 
 class _FastTokenizer(_Chat):
-    """A tokenizer.json. Truncation and padding of the file are switched off."""
+    """A tokenizer.json. Truncation and padding of the file are switched off.
 
-    def __init__(self, inner: Any, folder: Path, *, specials: bool = False) -> None:
+    Args:
+        pieces: of the same tokenizer; None: they are made when the first is asked for.
+    """
+
+    def __init__(self, inner: Any, folder: Path, *, specials: bool = False, pieces: Pieces | None = None) -> None:
         super().__init__(folder)
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
         self._specials = specials
+        self._pieces = pieces
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
@@ -153,23 +170,62 @@ class _FastTokenizer(_Chat):
         return text
 
     def with_specials(self) -> _FastTokenizer:
-        return _FastTokenizer(self._inner, self._folder, specials=True)
+        return _FastTokenizer(self._inner, self._folder, specials=True, pieces=self._all_pieces())
+
+    def piece(self, token_id: int) -> bytes:
+        return self._all_pieces().of(token_id)
+
+    def _all_pieces(self) -> Pieces:
+        if self._pieces is None:
+            added = {token: one.content for token, one in self._inner.get_added_tokens_decoder().items()}
+            self._pieces = Pieces(self._encode_plain, self._decode_all, self._inner.id_to_token, added)
+        return self._pieces
+
+    def _encode_plain(self, text: str) -> list[int]:
+        _check_text(text)
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        text: str = self._inner.decode([int(token) for token in token_ids], skip_special_tokens=False)
+        return text
 
     def fingerprint(self) -> bytes:
-        """A digest of the tokenizer.json as the library writes it."""
+        """A digest of the tokenizer as the library writes it, with the tokens of tokenizer_config.json."""
         return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).digest()
 
 
 class _SlowTokenizer(_Chat):
     """The tokenizer that AutoTokenizer made of a folder."""
 
-    def __init__(self, inner: Any, folder: Path, *, specials: bool = False) -> None:
+    def __init__(self, inner: Any, folder: Path, *, specials: bool = False, pieces: Pieces | None = None) -> None:
         super().__init__(folder, inner)
         self._inner = inner
         self._specials = specials
+        self._pieces = pieces
 
     def with_specials(self) -> _SlowTokenizer:
-        return _SlowTokenizer(self._inner, self._folder, specials=True)
+        return _SlowTokenizer(self._inner, self._folder, specials=True, pieces=self._all_pieces())
+
+    def piece(self, token_id: int) -> bytes:
+        return self._all_pieces().of(token_id)
+
+    def _all_pieces(self) -> Pieces:
+        if self._pieces is None:
+            inner = self._inner
+            added = {token: str(one) for token, one in inner.added_tokens_decoder.items()}
+            self._pieces = Pieces(self._encode_plain, self._decode_all, inner.convert_ids_to_tokens, added)
+        return self._pieces
+
+    def _encode_plain(self, text: str) -> list[int]:
+        _check_text(text)
+        ids: list[int] = self._inner(text, add_special_tokens=False, truncation=False)["input_ids"]
+        return ids
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        ids = [int(token) for token in token_ids]
+        text: str = self._inner.decode(ids, clean_up_tokenization_spaces=False) if ids else ""
+        return text
 
     def encode(self, text: str) -> list[int]:
         _check_text(text)
@@ -204,13 +260,19 @@ def _check_text(text: str) -> None:
         raise BadInput("text", f"has a lone surrogate at character {error.start}, so it is not Unicode") from None
 
 
-def _load_fast(path: Path) -> Any:
+def _load_fast(path: Path, config: Path) -> Any:
     from tokenizers import Tokenizer as Fast
 
     try:
-        return Fast.from_file(str(path))
+        fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every kind of bad file
         raise CheckpointError(str(path), f"does not load as a tokenizer: {error}") from error
+    if config.exists():
+        try:
+            add_named_tokens(fast, json.loads(config.read_bytes()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(str(config), f"its tokens cannot be read: {error}") from error
+    return fast
 
 
 def _load_slow(folder: Path) -> Any:

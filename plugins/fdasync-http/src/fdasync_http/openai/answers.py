@@ -82,7 +82,9 @@ def put_extras(
     parts: list[Part],
     spent: Spent,
 ) -> None:
-    """Add what SGLang's and vLLM's clients ask for beside OpenAI's fields; only a finished choice has it."""
+    """Add what SGLang's and vLLM's clients read beside OpenAI's fields; only a finished choice has it."""
+    # SGLang's name of it, and vLLM's
+    choice["matched_stop"] = choice["stop_reason"] = sample.stop_reason
     # SGLang's clients read rows in `meta_info`
     place = choice
     if asked.body.return_meta_info:
@@ -98,7 +100,7 @@ def put_extras(
     routing = sample.routing
     if asked.rows == "sglang":
         put_rows(sample, asked.body.routed_experts_start_len, place, parts, front.num_hidden_layers)
-    elif asked.rows == "none" or routing is None or not len(routing.array):
+    elif asked.rows == "none" or routing is None or not len(routing.array) or rows.ended_in_prompt(sample):
         # no rows, no key
         return
     elif front.config.rows == "prime_rl":
@@ -115,4 +117,4 @@ async def prompt_scores_of(asked: Asked, result: Result, names: TokenNames) -> d
     top = asked.body.prompt_logprobs
     if top is None:
         return {}
-    return {"prompt_logprobs": await prompt_logprobs_of(result, top=top, name_of=names.of)}
+    return {"prompt_logprobs": await prompt_logprobs_of(result, top=top, name_of=names.text)}

@@ -16,14 +16,14 @@ import msgspec
 from fdasync import Delta
 from fdasync_http.openai.answers import Spent, finish_of, prompt_scores_of, put_extras
 from fdasync_http.openai.heads import Heads, common_name
-from fdasync_http.openai.logprobs import TokenNames, join, of_completion, of_echo
+from fdasync_http.openai.logprobs import TextOffsets, TokenNames, join, of_completion, of_echo, spaced
 from fdasync_http.parts import event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Part, event_of, interleaved
 from fdasync_http.streams import read
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from fdasync import Result, Sample
     from fdasync_http.front import Front
@@ -63,54 +63,66 @@ async def echo_of(front: Front, asked: Asked, result: Result, names: TokenNames)
     """The prompt of a request that has ended; empty where its choices do not repeat it."""
     if not asked.echo:
         return Echo()
-    scored = asked.params.logprobs != "none" and result.prompt_logprobs is not None
-    return Echo(_prompt_text(front, asked), await of_echo(result, names) if scored else None)
+    text = _prompt_text(front, asked, names)
+    if asked.params.logprobs == "none" or result.prompt_logprobs is None:
+        return Echo(text)
+    offsets = TextOffsets(names, spaced=text.startswith(" "), within=text)
+    return Echo(text, await of_echo(result, names, offsets))
 
 
-def _prompt_text(front: Front, asked: Asked) -> str:
+def _prompt_text(front: Front, asked: Asked, names: TokenNames) -> str:
     if isinstance(asked.prompt, str):
         return asked.prompt
-    return "" if front.tokenizer is None else front.tokenizer.decode(asked.prompt)
+    return (
+        ""
+        if front.tokenizer is None
+        else spaced(front.tokenizer.decode(asked.prompt), asked.prompt, names, specials=False)
+    )
 
 
-def with_echo(echo: Echo, text: SampleText, sample: Sample, names: TokenNames) -> tuple[str, dict[str, Any] | None]:
-    """Text and log-probs of a whole sample behind those of its prompt."""
-    before = echo.logprobs
-    offset = 0 if before is None else sum(map(len, before["tokens"]))
-    logprobs = of_completion(sample, names, offset)
+def with_echo(
+    asked: Asked, echo: Echo, text: SampleText, sample: Sample, names: TokenNames
+) -> tuple[str, dict[str, Any] | None]:
+    """Text and log-probs of a whole sample behind those of its prompt, if they repeat it."""
+    before, own = echo.logprobs, text.end(sample)
+    if asked.echo:
+        own = spaced(own, sample.token_ids, names, specials=asked.form.specials)
+    offsets = TextOffsets(names, specials=asked.form.specials, spaced=asked.echo, first=len(echo.text))
+    logprobs = of_completion(sample, names, offsets)
     if before is not None and logprobs is not None:
         told: dict[str, Any] = {name: [*values] for name, values in before.items()}
         join(told, logprobs)
         logprobs = told
-    return echo.text + text.end(sample.text, sample.token_ids, sample.stop_token_id), logprobs
+    return echo.text + own, logprobs
 
 
 class _Growing:
     """A sample of a stream.
 
     Args:
-        echo: text that goes before its own.
+        echo: text that goes before its own; None: none does.
+        offsets: of its tokens.
 
     Attributes:
-        offset: characters of the names of its tokens.
         begun: an event was sent.
     """
 
-    def __init__(self, index: int, text: SampleText, echo: str) -> None:
+    def __init__(self, index: int, text: SampleText, echo: str | None, names: TokenNames, offsets: TextOffsets) -> None:
         self._index = index
-        self._echo = echo
+        self._echo = echo or ""
         self._text = text
-        self.offset = 0
+        self._names = names
+        self._offsets = offsets
+        # tokens before its first text, which stands behind another text; None: it has begun, or stands alone
+        self._first: list[int] | None = None if echo is None else []
         self.begun = False
 
-    def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any]:
+    def choice(self, asked: Asked, delta: Delta) -> dict[str, Any]:
         """What is new of it."""
         # a token that stops it is no text: which one it was, the sample tells
         text = self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
-        logprobs = of_completion(delta, names, self.offset)
-        if logprobs is not None:
-            self.offset += sum(map(len, logprobs["tokens"]))
-        choice = choice_of(self._index, self._behind_echo(text), logprobs, None)
+        logprobs = of_completion(delta, self._names, self._offsets)
+        choice = choice_of(self._index, self._behind_echo(text, delta.token_ids), logprobs, None)
         if asked.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if not self.begun:
@@ -120,11 +132,16 @@ class _Growing:
 
     def last(self, sample: Sample) -> dict[str, Any]:
         """What is left of it, and how it ended."""
-        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
-        return choice_of(self._index, self._behind_echo(text), None, finish_of(sample))
+        text = self._text.rest(sample)
+        return choice_of(self._index, self._behind_echo(text, ()), None, finish_of(sample))
 
-    def _behind_echo(self, text: str) -> str:
+    def _behind_echo(self, text: str, token_ids: Sequence[int]) -> str:
         echo, self._echo = self._echo, ""
+        if self._first is not None:
+            self._first += token_ids
+            if text:
+                text = spaced(text, self._first, self._names, specials=self._offsets.specials)
+                self._first = None
         return echo + text
 
 
@@ -157,8 +174,15 @@ class _Prompt:
     async def _as_they_come(self) -> AsyncGenerator[_Choice, None]:
         front, asked = self._front, self._asked
         began = asyncio.get_running_loop().time()
-        echo = _prompt_text(front, asked) if asked.echo else ""
-        samples = [_Growing(self._first + index, asked.form.of_sample(), echo) for index in range(asked.params.n)]
+        names = self._names
+        echo = _prompt_text(front, asked, names) if asked.echo else None
+        samples = [
+            _Growing(
+                self._first + index, asked.form.of_sample(), echo, names,
+                TextOffsets(names, specials=asked.form.specials),
+            )
+            for index in range(asked.params.n)
+        ]  # fmt: skip
         # the prompt's log-probs go with the ends of its samples, and come at the end of the request
         is_scored = asked.body.prompt_logprobs is not None
         scores: dict[str, Any] = {}
@@ -168,11 +192,11 @@ class _Prompt:
                     growing = samples[item.index]
                     if isinstance(item, Delta):
                         self._heads.add(item)
-                        yield growing.choice(asked, item, self._names), []
+                        yield growing.choice(asked, item), []
                         continue
                     choice = growing.last(item)
                     if is_scored:
-                        scores = scores or await prompt_scores_of(asked, stream.result, self._names)
+                        scores = scores or await prompt_scores_of(asked, stream.result, names)
                         choice |= scores
                     spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
                     yield self._end(choice, item, spent)
@@ -184,7 +208,7 @@ class _Prompt:
         echo = await echo_of(front, asked, result, self._names)
         scores = await prompt_scores_of(asked, result, self._names)
         for sample in result.samples:
-            text, logprobs = with_echo(echo, asked.form.of_sample(), sample, self._names)
+            text, logprobs = with_echo(asked, echo, asked.form.of_sample(), sample, self._names)
             choice = choice_of(self._first + sample.index, text, logprobs, None)
             if asked.body.return_token_ids:
                 choice |= {"token_ids": sample.token_ids, "prompt_token_ids": result.prompt_token_ids}

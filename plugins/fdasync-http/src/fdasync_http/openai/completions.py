@@ -99,7 +99,7 @@ async def _answer(front: Front, asked: list[Asked]) -> Response:
         echo = await echo_of(front, one, result, names)
         scores = await prompt_scores_of(one, result, names)
         for sample in result.samples:
-            text, logprobs = with_echo(echo, one.form.of_sample(), sample, names)
+            text, logprobs = with_echo(one, echo, one.form.of_sample(), sample, names)
             choice = choice_of(len(choices), text, logprobs, finish_of(sample))
             if one.body.return_token_ids:
                 choice["token_ids"] = sample.token_ids

@@ -33,9 +33,9 @@ class _Message:
         calls: name and arguments of each tool call.
     """
 
-    def __init__(self, parsed: Mapping[str, Any], stop: Sequence[str]) -> None:
-        self.content = _cut(_text(parsed.get("content")), stop)
-        self.reasoning = _cut(next((text for name in _REASONING if (text := _text(parsed.get(name)))), ""), stop)
+    def __init__(self, parsed: Mapping[str, Any]) -> None:
+        self.content = _text(parsed.get("content"))
+        self.reasoning = next((text for name in _REASONING if (text := _text(parsed.get(name)))), "")
         self.calls: list[tuple[str, Any]] = []
         calls = parsed.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
@@ -82,7 +82,7 @@ class DeclaredReader:
         if len(self._tokens) < self._due:
             return Said()
         self._due = len(self._tokens) + max(len(self._tokens) // _GROWTH, 1)
-        message = self._parsed()
+        message = self._parsed(self._tokens)
         if message is None:
             return Said()
         self._read = message
@@ -95,9 +95,13 @@ class DeclaredReader:
     def end(self, text: str, token_ids: Sequence[int]) -> Said:
         self._text += text
         self._tokens += token_ids
-        message = self._parsed()
+        message = self._parsed(self._tokens)
         if message is not None:
-            return self._new(message.content, message.reasoning, message.calls)
+            # a stop string ends in what the last token added; one that stands before was barred by `min_tokens`
+            before = (self._parsed(self._tokens[:-1]) if self._stop else None) or _Message({})
+            content = _cut(message.content, before.content, self._stop)
+            reasoning = _cut(message.reasoning, before.reasoning, self._stop)
+            return self._new(content, reasoning, message.calls)
         read = self._read
         if read is None or not (self._reasoning or self._calls):
             return self._new(self._text, "", [])
@@ -105,12 +109,12 @@ class DeclaredReader:
         _, _, rest = self._text.rpartition(read.content or read.reasoning)
         return self._new(read.content + rest, read.reasoning, read.calls)
 
-    def _parsed(self) -> _Message | None:
+    def _parsed(self, token_ids: Sequence[int]) -> _Message | None:
         try:
-            parsed = self._chat.parse_response(self._tokens, self._prompt, tools=list(self._tools) or None)
+            parsed = self._chat.parse_response(token_ids, self._prompt, tools=list(self._tools) or None)
         except TokenizerFailed:
             return None
-        message = _Message(parsed or {}, self._stop)
+        message = _Message(parsed or {})
         return None if message.calls and not self._tools else message
 
     def _new(self, content: str, reasoning: str, calls: Sequence[tuple[str, Any]]) -> Said:
@@ -131,6 +135,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _cut(text: str, stop: Sequence[str]) -> str:
-    found = [at for one in stop if (at := text.find(one)) >= 0]
+def _cut(text: str, before: str, stop: Sequence[str]) -> str:
+    """Up to a stop string that ends behind the text that was there before the last token."""
+    found = [at for one in stop if (at := text.find(one, max(len(before) - len(one) + 1, 0))) >= 0]
     return text[: min(found)] if found else text

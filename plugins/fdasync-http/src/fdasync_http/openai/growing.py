@@ -32,5 +32,5 @@ class Growing:
 
     def end(self, sample: Sample) -> Said:
         """What is left, of a sample that has ended."""
-        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
+        text = self._text.rest(sample)
         return self._reader.end(text, () if self._is_fed else sample.token_ids)

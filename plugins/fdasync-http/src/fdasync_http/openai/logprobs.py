@@ -1,50 +1,130 @@
-"""Log-probs in OpenAI's two forms: of completions and of chats. Pure.
+"""Log-probs in OpenAI's two forms, of completions and of chats, and what tokens are called in log-probs. Pure.
 
-A log-prob of minus infinity is -9999.0, vLLM's word for it: JSON has none. Called by `completions.py`, `chat.py` and
-`chat_stream.py`.
+A log-prob of minus infinity is -9999.0, vLLM's word for it: JSON has none. Called by `completions.py`, `chat.py`,
+`chat_stream.py` and, for names, by other rooms.
 """
 
 from __future__ import annotations
 
 import asyncio
+from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any
 
-from fdasync.engine.tokenizer import WithSpecials
+from fdasync.engine.tokenizer import TokenKinds, WithPieces, WithSpecials
 from fdasync_http.prompt_scores import SLICE_TOKENS, finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync import Delta, Result, Sample, TopLogprobs
-    from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
 
-_MAX_NAMES = 4096
+_MAX_NAMES = 1 << 16
 _COMPLETION = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenNames:
-    """What tokens are called in log-probs: their own text, special ones included; or their ids.
+    """What tokens are called in log-probs: the text that each puts behind other text, special ones' included; or their
+    ids.
 
     Args:
         as_ids: "token_id:N", for clients that read ids there; also where there is no tokenizer.
+
+    Attributes:
+        as_ids: see there.
     """
 
     def __init__(self, front: Front, *, as_ids: bool) -> None:
-        self._tokenizer: Tokenizer | None = None
-        if front.tokenizer is not None and not as_ids:
-            own = front.tokenizer
-            self._tokenizer = own.with_specials() if isinstance(own, WithSpecials) else own
-        self._names: dict[int, str] = {}
+        own = front.tokenizer
+        self.as_ids = as_ids or own is None
+        self._kinds = None if own is None else TokenKinds(own)
+        shown = own.with_specials() if isinstance(own, WithSpecials) else own
+        self._decode = None if shown is None else shown.decode
+        self._piece = shown.piece if isinstance(shown, WithPieces) else None
+        self._pieces: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> str:
-        """The name of a token."""
-        name = self._names.get(token_id)
-        if name is None:
-            name = f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode([token_id])
-            if len(self._names) < _MAX_NAMES:
-                self._names[token_id] = name
-        return name
+        """The name of a token. A part of a character is `bytes:\\xe2\\x80`, as OpenAI has it, so that parts differ."""
+        piece = b"" if self.as_ids else self.piece(token_id)
+        try:
+            return piece.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join([f"\\x{byte:02x}" for byte in piece])
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What OpenAI's `bytes` tells of a token: those of its text, which parts of a character make together."""
+        return self.of(token_id).encode() if self.as_ids else self.piece(token_id)
+
+    def text(self, token_id: int) -> str:
+        """The text of a token; a part of a character is U+FFFD. An id, where names are ids."""
+        return self.of(token_id) if self.as_ids else self.piece(token_id).decode(errors="replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """What a token puts into a text behind other text; of nothing, where there is no tokenizer."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            if self._piece is not None:
+                piece = self._piece(token_id)
+            else:
+                piece = b"" if self._decode is None else self._decode([token_id]).encode()
+            if len(self._pieces) < _MAX_NAMES:
+                self._pieces[token_id] = piece
+        return piece
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a special token, which a text without them leaves out."""
+        return self._kinds is not None and bool(self._kinds.special_text(token_id))
+
+    def drops_space(self, token_id: int) -> bool:
+        """Whether a text that begins with this token has not the space that the token begins with."""
+        begins = self._decode is not None and self.piece(token_id).startswith(b" ")
+        return begins and self._decode is not None and not self._decode([token_id]).startswith(" ")
+
+
+def spaced(text: str, token_ids: Sequence[int], names: TokenNames, *, specials: bool) -> str:
+    """A text that stands behind another one, or is to be cut by its tokens: with the space that a decoder dropped at
+    its start. `specials`: the text has that of special tokens."""
+    seen = (token for token in token_ids if names.piece(token) and (specials or not names.is_special(token)))
+    first = next(seen, None)
+    dropped = first is not None and bool(text) and not text.startswith(" ") and names.drops_space(first)
+    return f" {text}" if dropped else text
+
+
+class TextOffsets:
+    """Where the text of each token begins, in a text that grows.
+
+    Args:
+        specials: the text has that of special tokens.
+        spaced: it has the space that its first token begins with.
+        first: characters before it.
+        within: the whole text, where it is known: special tokens are where it has them, as a client wrote them.
+
+    Attributes:
+        specials: see there.
+    """
+
+    def __init__(
+        self, names: TokenNames, *, specials: bool = False, spaced: bool = False, first: int = 0, within: str = ""
+    ) -> None:
+        self._names = names
+        self.specials = specials
+        self._within = within
+        self._begun = spaced
+        self._at = first
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> int:
+        """Of the next token."""
+        at, names = self._at, self._names
+        piece = names.piece(token_id)
+        is_shown = self.specials or self._within.startswith(piece.decode(errors="replace"), at)
+        if not is_shown and names.is_special(token_id):
+            return at
+        self._at += len(self._decoder.decode(piece))
+        if piece and not self._begun:
+            self._begun = True
+            self._at -= names.drops_space(token_id)
+        return at
 
 
 def values_of(run: Sample | Delta) -> Sequence[float] | None:
@@ -66,19 +146,16 @@ def of_chat(run: Sample | Delta, names: TokenNames) -> dict[str, Any] | None:
     }
 
 
-def of_completion(run: Sample | Delta, names: TokenNames, offset: int = 0) -> dict[str, Any] | None:
-    """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`; None where none were asked for.
-
-    Args:
-        offset: characters of the names of the tokens before.
-    """
+def of_completion(run: Sample | Delta, names: TokenNames, offsets: TextOffsets) -> dict[str, Any] | None:
+    """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`; None where none were asked for. `offsets`: of the
+    text that these tokens go on with."""
     values = values_of(run)
     if values is None:
         return None
-    return _completion(run.token_ids, values, _tops_of(run), names, offset)
+    return _completion(run.token_ids, values, _tops_of(run), names, offsets)
 
 
-async def of_echo(result: Result, names: TokenNames) -> dict[str, Any]:
+async def of_echo(result: Result, names: TokenNames, offsets: TextOffsets) -> dict[str, Any]:
     """The same of a prompt, which is scored from its first token on; that one has neither log-prob nor alternatives.
     Other requests run in between: a prompt may be long."""
     assert result.prompt_logprobs is not None
@@ -87,12 +164,9 @@ async def of_echo(result: Result, names: TokenNames) -> dict[str, Any]:
     tokens = result.prompt_token_ids[: len(values)]
     tops = result.prompt_top_logprobs or (None,) * len(values)
     told: dict[str, Any] = {name: [] for name in _COMPLETION}
-    offset = 0
     for first in range(0, len(tokens), SLICE_TOKENS):
         run = slice(first, first + SLICE_TOKENS)
-        more = _completion(tokens[run], values[run], tops[run], names, offset)
-        join(told, more)
-        offset += sum(map(len, more["tokens"]))
+        join(told, _completion(tokens[run], values[run], tops[run], names, offsets))
         await asyncio.sleep(0)
     return told
 
@@ -105,13 +179,9 @@ def join(told: dict[str, Any], more: dict[str, Any]) -> None:
 
 def _completion(
     token_ids: Sequence[int], values: Sequence[float | None], all_tops: Sequence[TopLogprobs | None],
-    names: TokenNames, offset: int,
+    names: TokenNames, offsets: TextOffsets,
 ) -> dict[str, Any]:  # fmt: skip
     texts = [names.of(token) for token in token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     tops: list[dict[str, float] | None] = []
     for text, value, top in zip(texts, values, all_tops, strict=True):
         if value is None:
@@ -123,7 +193,12 @@ def _completion(
             for token, one in zip(top.token_ids, top.logprobs, strict=True):
                 told.setdefault(names.of(token), finite(one))
         tops.append(told)
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    return {
+        "tokens": texts,
+        "token_logprobs": values,
+        "top_logprobs": tops,
+        "text_offset": [offsets.add(token) for token in token_ids],
+    }
 
 
 def _tops_of(run: Sample | Delta) -> Sequence[TopLogprobs | None]:
@@ -137,5 +212,4 @@ def _tops(names: TokenNames, top: TopLogprobs | None) -> list[dict[str, Any]]:
 
 
 def _entry(names: TokenNames, token: int, value: float) -> dict[str, Any]:
-    name = names.of(token)
-    return {"token": name, "logprob": value, "bytes": list(name.encode())}
+    return {"token": names.of(token), "logprob": value, "bytes": list(names.bytes_of(token))}

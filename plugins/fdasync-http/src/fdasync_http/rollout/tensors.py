@@ -49,6 +49,7 @@ def sample_file(sample: Sample, prompt_token_ids: Sequence[int], *, request_id: 
         "model": model,
         "finish_reason": sample.finish_reason,
         "stop_token_id": "" if sample.stop_token_id is None else str(sample.stop_token_id),
+        "stop_reason": "" if sample.stop_reason is None else str(sample.stop_reason),
         "text": sample.text,
         "cached_tokens": str(sample.cached_tokens),
         "start": str(sample.start),

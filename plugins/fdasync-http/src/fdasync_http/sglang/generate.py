@@ -15,6 +15,7 @@ import msgspec
 from fdasync import Result, Sample
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
+from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.parts import assembled, event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
@@ -37,24 +38,35 @@ async def generate(request: Request, front: Front) -> Response:
     """`POST /generate`."""
     body = await read_json(request, GenerateBody, front.config)
     asked, many = asked_of(front, body)
+    names = _names_of(front, body)
     if body.stream:
         if many:
             raise Refused(400, "a list of prompts cannot be streamed; send a request for each", param="stream")
-        return Events(_streamed(front, asked[0]))
-    return await whole(request, _answer(front, asked, many))
+        return Events(_streamed(front, asked[0], names))
+    return await whole(request, _answer(front, asked, many, names))
 
 
-async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
+def _names_of(front: Front, body: GenerateBody) -> TokenNames | None:
+    """Gives log-probs the text of their tokens; None: it is not asked for. Raises Refused."""
+    if not body.return_text_in_logprobs:
+        return None
+    if front.tokenizer is None:
+        field = "return_text_in_logprobs"
+        raise Refused(400, f"{field}: this server has no tokenizer", param=field, code="not_served")
+    return TokenNames(front, as_ids=False)
+
+
+async def _answer(front: Front, asked: list[Asked], many: bool, names: TokenNames | None) -> Response:
     rid = asked[0].body.rid
-    names = [one.options["request_id"] for one in asked]
-    with front.place(), front.group(rid if isinstance(rid, str) else None, names):
+    requests = [one.options["request_id"] for one in asked]
+    with front.place(), front.group(rid if isinstance(rid, str) else None, requests):
         results = await all_of([_result_of(front, one) for one in asked])
     answers: list[dict[str, Any]] = []
     parts: list[Part] = []
     for one, result in zip(asked, results, strict=True):
         result = without_output(result) if one.scores_only else result
         for sample in result.samples:
-            payload, more = _payload(front, one, result, sample, one.form.of_sample())
+            payload, more = _payload(front, one, result, sample, one.form.of_sample(), names)
             answers.append(payload)
             parts += more
     single = not many and len(answers) == 1
@@ -71,13 +83,15 @@ class _Growing:
 
     Attributes:
         text: makes its text.
+        names: give its log-probs the text of their tokens; None: they have none.
         told: the inside of a JSON string: its text so far.
         ids, logprobs, tops: elements of JSON lists.
         count: how many tokens came.
     """
 
-    def __init__(self, text: SampleText) -> None:
+    def __init__(self, text: SampleText, names: TokenNames | None) -> None:
         self.text = text
+        self.names = names
         self.told = bytearray()
         self.ids = bytearray()
         self.logprobs = bytearray()
@@ -92,9 +106,9 @@ class _Growing:
         _extend(self.ids, delta.token_ids)
         values = delta.raw_logprobs if delta.processed_logprobs is None else delta.processed_logprobs
         if values is not None:
-            _extend(self.logprobs, logprobs_of(values, delta.token_ids))
+            _extend(self.logprobs, logprobs_of(values, delta.token_ids, self.names))
         if delta.top_logprobs is not None:
-            _extend(self.tops, [top_of(top) for top in delta.top_logprobs])
+            _extend(self.tops, [top_of(top, self.names) for top in delta.top_logprobs])
 
 
 def _extend(encoded: bytearray, values: Any) -> None:
@@ -105,8 +119,8 @@ def _extend(encoded: bytearray, values: Any) -> None:
         encoded += more
 
 
-async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
-    growing = [_Growing(asked.form.of_sample()) for _ in range(asked.params.n)]
+async def _streamed(front: Front, asked: Asked, names: TokenNames | None) -> AsyncIterator[bytes]:
+    growing = [_Growing(asked.form.of_sample(), names) for _ in range(asked.params.n)]
     # the prompt's log-probs stand in the last events, and come at the end of the request; so do chosen positions, which
     # are copied meanwhile
     comes_late = asked.params.prompt_logprobs_start is not None or asked.body.return_indexer_topk
@@ -126,7 +140,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
                         else _ended_result(stream, item, asyncio.get_running_loop().time() - began)
                     )
                     result = without_output(result) if asked.scores_only else result
-                    payload, parts = _payload(front, asked, result, result.samples[0], state.text)
+                    payload, parts = _payload(front, asked, result, result.samples[0], state.text, names)
                     if len(growing) > 1:
                         payload["index"] = item.index
                     async for event in event_with(payload, parts):
@@ -171,7 +185,7 @@ def _so_far(
 
 
 def _payload(
-    front: Front, asked: Asked, result: Result, sample: Sample, text: SampleText
+    front: Front, asked: Asked, result: Result, sample: Sample, text: SampleText, names: TokenNames | None
 ) -> tuple[dict[str, Any], list[Part]]:
     """The answer of a sample that has ended, with marks for its parts."""
     meta = meta_of(
@@ -181,17 +195,18 @@ def _payload(
         version=front.generator.facts().weight_version,
         max_tokens=0 if asked.scores_only else asked.params.max_tokens,
         total_s=result.total_s,
+        names=names,
     )
     if asked.body.return_logprob:
         # a sample that ended before its first token has none
         meta.setdefault("output_token_logprobs", [])
-    meta.update(prompt_meta_of(result))
+    meta.update(prompt_meta_of(result, names))
     parts: list[Part] = []
     if asked.body.return_routed_experts:
         put_rows(sample, asked.body.routed_experts_start_len, meta, parts, front.num_hidden_layers)
     put_chosen(sample, meta, parts)
     payload: dict[str, Any] = {
-        "text": text.end(sample.text, sample.token_ids, sample.stop_token_id),
+        "text": text.end(sample),
         "output_ids": sample.token_ids,
         "meta_info": meta,
     }

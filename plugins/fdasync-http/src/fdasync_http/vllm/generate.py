@@ -181,13 +181,13 @@ def _choice(front: Front, asked: _Asked, sample: Sample, parts: list[Part]) -> d
         "token_ids": sample.token_ids,
         # vLLM's clients know no deadline
         "finish_reason": "abort" if sample.finish_reason == "deadline" else sample.finish_reason,
-        "stop_reason": sample.stop_token_id,
+        "stop_reason": sample.stop_reason,
         "weight_versions": [
             {"version": span.version, "start": span.start, "end": span.stop} for span in sample.weight_version
         ],
     }
     if asked.body.output_mode == "text":
-        choice["text"] = asked.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
+        choice["text"] = asked.form.of_sample().end(sample)
     values = sample.raw_logprobs
     choice["logprobs"] = None
     if values is not None:
@@ -220,7 +220,7 @@ def _logprob(token: int, value: float, top: Any) -> dict[str, Any]:
 def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any:
     """The rows of a sample; None where it has none."""
     routing = sample.routing
-    if routing is None or not len(routing.array):
+    if routing is None or not len(routing.array) or rows.ended_in_prompt(sample):
         return None
     layers = front.num_hidden_layers
     if form == "npy":
@@ -254,7 +254,7 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
                     # tokens and log-probs were given
                     choice["token_ids"], choice["logprobs"] = [], None
                     if asked.body.output_mode == "text":
-                        choice["text"] = text.rest(item.text, item.token_ids, item.stop_token_id)
+                        choice["text"] = text.rest(item)
                     async for told in event_with({**head, "choices": [choice]}, parts):
                         yield told
                     continue
