@@ -7,12 +7,14 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from fdasync_http.anthropic.types import CountBody, MessagesBody
 from fdasync_http.bodies import decode
 from fdasync_http.config import HttpConfig
 from fdasync_http.failures import Refused
 from fdasync_http.fields import Engine, Ignored, Table, Unserved, asked_by, engine, ignored, unserved
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody
 from fdasync_http.openai.types import ChatBody, CompletionBody
+from fdasync_http.responses.types import ResponsesBody
 from fdasync_http.sampling import params_of
 from fdasync_http.sglang import asked as sglang
 from fdasync_http.sglang.sampling import Sampling as SGLangSampling
@@ -23,12 +25,14 @@ from hypothesis import strategies as st
 
 from fdasync import GenerateOptions, SamplingParams
 
-BODIES = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, sglang.GenerateBody, vllm.GenerateBody]
+BODIES = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ResponsesBody, MessagesBody, CountBody,
+          sglang.GenerateBody, vllm.GenerateBody]  # fmt: skip
 OBJECTS = [*BODIES, SGLangSampling, VLLMSampling]
 # what a body cannot be without
 LEAST = {
     ChatBody: {"messages": []}, CompletionBody: {"prompt": "a"}, TokenizeBody: {"prompt": "a"},
     DetokenizeBody: {"tokens": [1]}, sglang.GenerateBody: {"text": "a"}, vllm.GenerateBody: {"token_ids": [1]},
+    ResponsesBody: {"input": "a"}, MessagesBody: {"messages": [], "max_tokens": 1}, CountBody: {"messages": []},
     SGLangSampling: {}, VLLMSampling: {},
 }  # fmt: skip
 
@@ -196,7 +200,7 @@ README = Path(__file__).parents[1] / "README.md"
 PLACES = {
     "`/generate`": sglang.GenerateBody.RULES, "its `sampling_params`": SGLangSampling.RULES,
     "`/inference/v1/generate`": vllm.GenerateBody.RULES, "the `sampling_params` of that": VLLMSampling.RULES,
-    "OpenAI's paths": ChatBody.RULES,
+    "OpenAI's paths": ChatBody.RULES, "`/v1/responses`": ResponsesBody.RULES, "`/v1/messages`": MessagesBody.RULES,
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.anthropic.envelope import error_of
-from fdasync_http.openai.asked import stops_of
 from fdasync_http.translated.translation import Event, Kind, Translation
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ class MessageEvents(Translation):
             # what of it comes from the cache is known at the end
             "usage": _usage(len(asked.prompt), 0, 0),
         })  # fmt: skip
-        self._front = front
-        self._stops = stops_of(asked.body)
         self._is_cut_by_context = asked.params.max_tokens < max_tokens
         self._text: list[str] = []
 
@@ -51,7 +48,7 @@ class MessageEvents(Translation):
 
     def end(self, sample: Sample, result: Result) -> list[Event]:
         events = self._close()
-        stop = matched_stop(self._front, sample, self._stops)
+        stop = sample.stop_reason if isinstance(sample.stop_reason, str) else None
         usage = _usage(len(result.prompt_token_ids), result.usage.cached_tokens, len(sample.token_ids))
         ended = {"stop_reason": self._reason_of(sample, stop), "stop_sequence": stop}
         self.answer |= {**ended, "usage": usage}
@@ -110,15 +107,6 @@ class MessageEvents(Translation):
         return [{"type": "content_block_start", "index": self._at, "content_block": {**block, "input": {}}},
                 {"type": "content_block_delta", "index": self._at, "delta": delta},
                 {"type": "content_block_stop", "index": self._at}]  # fmt: skip
-
-
-def matched_stop(front: Front, sample: Sample, stops: tuple[str, ...]) -> str | None:
-    """The stop string that ended a sample; None: none did."""
-    if sample.finish_reason != "stop" or sample.stop_token_id is not None or front.tokenizer is None:
-        return None
-    text = front.tokenizer.decode(sample.token_ids)
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
 
 
 def _thinking(text: str) -> dict[str, Any]:

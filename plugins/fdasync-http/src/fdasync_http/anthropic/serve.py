@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync_http.anthropic.blocks import format_of, is_prefilled, messages_of, tool_choice_of, tools_of
 from fdasync_http.anthropic.events import MessageEvents
-from fdasync_http.anthropic.types import NAMES, TABLE, CountBody, MessagesBody
+from fdasync_http.anthropic.types import NAMES, CountBody, MessagesBody
+from fdasync_http.bodies import read_json
 from fdasync_http.openai.asked import check_common
 from fdasync_http.openai.chat import prepared, prompt_of
 from fdasync_http.openai.chat import tools_of as served_tools
 from fdasync_http.openai.types import ChatBody
 from fdasync_http.sglang.control import reply
 from fdasync_http.translated.answers import answered
-from fdasync_http.translated.fields import extras_of, read_translated, told_as
+from fdasync_http.translated.fields import extras_of, told_as, unserved
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -28,7 +29,7 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 async def messages(request: Request, front: Front) -> Response:
     """`POST /v1/messages`."""
-    body = await read_translated(request, MessagesBody, front.config, TABLE)
+    body = await read_json(request, MessagesBody, front.config)
     with told_as(NAMES):
         chat = prepared(front, chat_of(body), caps_tokens=True)
     return await answered(request, front, chat, MessageEvents(front, chat, max_tokens=body.max_tokens), NAMES)
@@ -54,7 +55,7 @@ def chat_of(body: MessagesBody) -> ChatBody:
 
 async def count_tokens(request: Request, front: Front) -> Response:
     """`POST /v1/messages/count_tokens`: the tokens of a conversation, which is not answered."""
-    body = await read_translated(request, CountBody, front.config, TABLE)
+    body = await read_json(request, CountBody, front.config)
     with told_as(NAMES):
         chat = ChatBody(**_conversation_of(body))
         check_common(front, chat)
@@ -64,6 +65,10 @@ async def count_tokens(request: Request, front: Front) -> Response:
 
 def _conversation_of(body: CountBody) -> dict[str, Any]:
     """The fields of a chat's body that make its prompt. Raises Refused (400), which names a field of Messages."""
+    if body.thread is not None:
+        # by this word Anthropic's tool runner, which keeps its conversations in threads, goes on without one
+        words = "nothing is kept of a request; give the whole conversation"
+        raise unserved("thread", words, code="thread_unsupported_request")
     made = messages_of(body.system, body.messages)
     variables = body.chat_template_kwargs
     if body.thinking is not None and body.thinking.type in ("disabled", "enabled"):

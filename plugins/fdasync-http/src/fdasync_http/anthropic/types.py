@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from fdasync_http.translated.fields import Extras, Table
+from fdasync_http.fields import Table, Unserved, ignored, unserved
+from fdasync_http.translated.fields import Extras
 
 _KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
-TABLE = Table(
-    # bookkeeping; blocks are found in the cache whether they are marked or not
-    ignored=frozenset((
-        "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id",
-        "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token",
-    )),
-    unserved={
-        "container": (), "mcp_servers": ([],), "context_management": ({}, {"edits": []}, _KEPT), "output_format": (),
-        "compaction": (), "thread": (),
-    },
-    reasons={
-        "container": "there are no containers",
-        "mcp_servers": "tools are called by the client",
-        "context_management": "a conversation is taken as it is",
-        "output_format": "give output_config.format",
-        "compaction": "a conversation is taken as it is",
-        "thread": "nothing is kept of a request; give the whole conversation",
-    },
-    # by which Anthropic's tool runner, which keeps its conversations in threads, goes on without one
-    codes={"thread": "thread_unsupported_request"},
-)  # fmt: skip
+_AS_IT_IS = "a conversation is taken as it is"
+
+FIELDS: Table = {
+    **ignored(
+        "bookkeeping of the service", "metadata", "service_tier", "inference_geo", "speed", "diagnostics",
+        "user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token",
+    ),
+    **ignored("blocks are found in the cache whether they are marked or not", "cache_control"),
+    **ignored("this server refuses no answer", "fallbacks"),
+    **unserved("there are no containers", "container"),
+    **unserved("tools are called by the client", "mcp_servers"),
+    "context_management": Unserved(_AS_IT_IS, ({}, {"edits": []}, _KEPT)),
+    **unserved(_AS_IT_IS, "compaction"),
+    "output_format": Unserved("give output_config.format", ()),
+}  # fmt: skip
 
 #: fields of Messages by those of chats, where the names differ
 NAMES = {
@@ -61,7 +56,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
         format: `json_schema` with a `schema`.
     """
 
-    effort: str | None = None
+    effort: str | float | None = None
     format: dict[str, Any] | None = None
 
 
@@ -76,7 +71,11 @@ class CountBody(Extras, frozen=True, kw_only=True):
         tool_choice: its `type` is `auto`, `none`, `any` or `tool`.
         thinking: whether to think.
         output_config: how the answer shall be.
+        thread: not served.
     """
+
+    RULES: ClassVar[Table] = FIELDS
+    OBJECTS: ClassVar[Any] = {"thinking": Thinking, "output_config": OutputConfig}
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -85,6 +84,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
     tool_choice: dict[str, Any] = msgspec.field(default_factory=dict)
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    thread: Any = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):

@@ -6,13 +6,14 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
+from fdasync_http.bodies import read_json
 from fdasync_http.openai.chat import prepared
 from fdasync_http.openai.types import ChatBody
 from fdasync_http.responses.events import ResponseEvents
 from fdasync_http.responses.items import format_of, messages_of, tool_choice_of, tools_of
-from fdasync_http.responses.types import NAMES, TABLE, ResponsesBody
+from fdasync_http.responses.types import NAMES, ResponsesBody
 from fdasync_http.translated.answers import answered
-from fdasync_http.translated.fields import extras_of, read_translated, told_as
+from fdasync_http.translated.fields import extras_of, told_as
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -25,7 +26,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 async def responses(request: Request, front: Front) -> Response:
     """`POST /v1/responses`."""
-    body = await read_translated(request, ResponsesBody, front.config, TABLE)
+    body = await read_json(request, ResponsesBody, front.config)
     with told_as(NAMES):
         chat = prepared(front, chat_of(body), caps_tokens=True)
     events = ResponseEvents(front, _response_of(front, body, chat.asked.request_id))

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from fdasync_http.fields import Table, Unserved, ignored, unserved
 from fdasync_http.openai.types import StreamOptions
-from fdasync_http.translated.fields import Extras, Table
+from fdasync_http.translated.fields import Extras
 
 _KEEPS_NOTHING = "nothing is kept of a request; give the whole conversation as input"
 
-TABLE = Table(
-    # bookkeeping, and what only OpenAI's own tools and models have; without `store`, too, nothing is kept
-    ignored=frozenset((
-        "store", "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "max_tool_calls", "access_programs", "client_metadata",
-    )),
-    unserved={
-        "previous_response_id": (), "conversation": (), "background": (False,), "background_options": ({},),
-        "prompt": (), "truncation": ("disabled",), "context_management": ([],), "moderation": (), "image": (),
-        "n": (1,), "stop": ([], ""),
-    },
-    reasons={
-        "previous_response_id": _KEEPS_NOTHING,
-        "conversation": _KEEPS_NOTHING,
-        "background": "a request is answered while its client waits",
-        "background_options": "a request is answered while its client waits",
-        "prompt": "no prompts are kept here; give instructions and input",
-        "truncation": "a conversation that is too long is refused",
-        "context_management": "a conversation is taken as it is",
-        "n": "there is one answer; ask again for another",
-        "stop": "Responses have no stop sequences; /v1/chat/completions and /v1/messages do",
-    },
-)  # fmt: skip
+_WAITS = "a request is answered while its client waits"
+_AS_IT_IS = "a conversation is taken as it is"
+
+FIELDS: Table = {
+    # without `store`, too, nothing is kept
+    **ignored(
+        "bookkeeping of the service", "store", "user", "safety_identifier", "service_tier", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "access_programs", "client_metadata",
+    ),
+    **ignored("there are no tools of the server's own", "max_tool_calls"),
+    "previous_response_id": Unserved(_KEEPS_NOTHING, ()),
+    "conversation": Unserved(_KEEPS_NOTHING, ()),
+    **unserved(_WAITS, "background", "background_options"),
+    **unserved("no prompts are kept here; give instructions and input", "prompt"),
+    "truncation": Unserved("a conversation that is too long is refused", ("disabled",)),
+    **unserved(_AS_IT_IS, "context_management"),
+    **unserved("nothing is moderated", "moderation"),
+    **unserved("images are not read", "image"),
+    "n": Unserved("there is one answer; ask again for another", (1,)),
+    **unserved("Responses have no stop sequences; /v1/chat/completions and /v1/messages do", "stop"),
+}  # fmt: skip
 
 #: fields of Responses by those of chats, where the names differ
 NAMES = {
@@ -51,7 +50,7 @@ class Reasoning(msgspec.Struct, frozen=True):
         effort: a variable of the template.
     """
 
-    effort: str | None = None
+    effort: str | float | None = None
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -84,6 +83,9 @@ class ResponsesBody(Extras, frozen=True, kw_only=True):
         metadata: told again in the answer.
         stream_options: changes nothing.
     """
+
+    RULES: ClassVar[Table] = FIELDS
+    OBJECTS: ClassVar[Any] = {"stream_options": StreamOptions, "text": Text, "reasoning": Reasoning}
 
     input: str | list[dict[str, Any]]
     model: str = ""

@@ -1,34 +1,24 @@
-"""Bodies of dialects that are translated into chats: how they are read, and the fields that they share.
+"""Fields that the dialects share which are translated into chats, and their names in errors.
 
-A null counts as left out. A field that changes nothing here is taken; one that asks for something that is not served,
-and one that nobody knows, is refused by its name. Called by `responses` and `anthropic`.
+Called by `responses` and `anthropic`.
 """
 
 from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.errors import FdasyncError
-from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
-from fdasync_http.openai.types import converted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from starlette.requests import Request
 
-    from fdasync_http.config import HttpConfig
-
-T = TypeVar("T")
-
-
-class Extras(msgspec.Struct, frozen=True, kw_only=True):
+class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of `/v1/chat/completions` that a translated dialect takes under the same names; see there.
 
     Attributes:
@@ -40,7 +30,7 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     min_p: float = 0.0
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int | None] = []
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -62,38 +52,6 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
 def extras_of(body: Extras) -> dict[str, Any]:
     """They, as the fields of a chat's body."""
     return {name: getattr(body, name) for name in Extras.__struct_fields__}
-
-
-class Table(NamedTuple):
-    """The fields of a dialect that its type of body has not.
-
-    Attributes:
-        ignored: change nothing in an answer here.
-        unserved: values other than these ask for something that is not served.
-        reasons: why, or what is there instead.
-        codes: words of the dialect's own for programs.
-    """
-
-    ignored: frozenset[str]
-    unserved: Mapping[str, tuple[Any, ...]]
-    reasons: Mapping[str, str]
-    codes: Mapping[str, str] = MappingProxyType({})
-
-
-async def read_translated(request: Request, kind: type[T], config: HttpConfig, table: Table) -> T:
-    """The body of a request as a `kind`. Raises Refused (400), which names the field."""
-    raw = await read_json(request, dict[str, msgspec.Raw], config)
-    raw = {name: value for name, value in raw.items() if bytes(value) != b"null"}
-    known = kind.__struct_fields__  # type: ignore[attr-defined]
-    for name in [name for name in raw if name not in known]:
-        value = raw.pop(name)
-        if name in table.ignored:
-            continue
-        if name not in table.unserved:
-            raise Refused(400, f"unknown field {name!r}", param=name, code="unknown_field")
-        if msgspec.json.decode(value) not in table.unserved[name]:
-            raise unserved(name, table.reasons.get(name, ""), code=table.codes.get(name, "not_served"))
-    return converted(msgspec.json.encode(raw), kind)
 
 
 def unserved(field: str, reason: str = "", *, code: str = "not_served") -> Refused:
