@@ -454,7 +454,7 @@ def checked_sleep(level: Any, mode: Any) -> tuple[Literal[0, 1, 2], SleepMode]:
         raise BadInput("level", f"{level!r:.100} is no depth of a sleep", limit="0, 1 or 2")
     if not isinstance(mode, str) or mode not in get_args(SleepMode):
         raise BadInput("mode", f"{mode!r:.100} is no mode of a sleep", limit=", ".join(get_args(SleepMode)))
-    return cast("Literal[0, 1, 2]", depth), mode
+    return cast("Literal[0, 1, 2]", depth), cast("SleepMode", mode)
 
 
 def checked_tags(tags: Any) -> tuple[WakeTag, ...]:

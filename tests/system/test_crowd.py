@@ -15,7 +15,7 @@ from tests.support.sim_engine.workload import Workload
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_FEW, _MANY = 30, 3000
+_FEW, _MANY = 20, 3000
 # of the many, for several processes to share
 _PARTS = 6
 

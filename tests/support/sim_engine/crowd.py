@@ -97,6 +97,8 @@ def crowded(work: Workload) -> Workload:
     if random.random() < 0.6:
         # where nothing ends requests they are whole
         controls = tuple([one for one in controls if not one.may_abort])
+    if random.random() < 0.35 and work.config.tensor_parallel == 1 and work.config.speculation is None:
+        work = _narrow(work, random)
     room = work.runner.max_context_tokens
     work = change(
         work,
@@ -121,6 +123,57 @@ def crowded(work: Workload) -> Workload:
         requests=requests,
         again=again,
     )
+
+
+def _narrow(work: Workload, random: Random) -> Workload:
+    """Two lanes, short steps, few blocks and slow copies from the host: requests wait for blocks in every way."""
+    change = msgspec.structs.replace
+    runner = change(
+        work.runner,
+        block_tokens=4,
+        num_blocks=random.choice((10, 14, 20)),
+        max_context_tokens=40,
+        max_run_tokens=1,
+        step_s=0.01,
+        token_s=0.005,
+        copy_s=random.choice((0.003, 0.03)),
+        state_words=random.choice((0, 1)),
+        num_snapshots=random.choice((2, 5)),
+    )
+    config = change(
+        work.config,
+        max_running=2,
+        max_step_tokens=random.choice((2, 3, 4, 8)),
+        max_requests=4096,
+        prefix_cache=True,
+        host_blocks=20,
+        store=random.choice(("memory", "")),
+        store_deadline_s=5.0,
+        fetch_min_tokens=0,
+        decode_reserve_blocks=1,
+        state_every_tokens="auto",
+        host_snapshots="auto",
+    )
+
+    tokens = range(runner.vocab_size)
+    prompts = [tuple(random.choices(tokens, k=random.randint(12, 28))) for _ in range(3)]
+
+    def fits(plan: RequestPlan) -> RequestPlan:
+        prompt = random.choice(prompts)
+        most = min(plan.params.max_tokens, 40 - len(prompt))
+        scored = plan.params.prompt_logprobs_start
+        params = change(
+            plan.params,
+            max_tokens=most,
+            min_tokens=min(plan.params.min_tokens, most),
+            prompt_logprobs_start=None if scored is None else min(scored, len(prompt) - 1),
+        )
+        arrives_s = random.uniform(0.0, 2.0)
+        return change(plan, prompt=prompt, params=params, start=min(plan.start, len(prompt) - 1), arrives_s=arrives_s)
+
+    requests = tuple([fits(plan) for plan in work.requests])
+    again = tuple([fits(plan) for plan in work.again]) if config.store else ()
+    return change(work, runner=runner, config=config, requests=requests, again=again)
 
 
 def _with_retries(plans: tuple[RequestPlan, ...], room: int, random: Random) -> tuple[RequestPlan, ...]:
