@@ -339,7 +339,7 @@ def test_an_abort_while_it_asks_tells_the_other_side():
     table.turn(*table.hand_off(1, A, n=2))
     turned = table.turn(table.abort(1, 2))
     assert [end.reason for end in turned.finishes] == ["abort", "abort"]
-    assert only(turned, GiveUpLease) == GiveUpLease(1, 0, "d0")
+    assert only(turned, GiveUpLease) == GiveUpLease(1, 0, "d0", "abort")
     # what comes after that is nobody's
     table.turn(table.denied(1))
     assert table.is_empty()
@@ -361,7 +361,7 @@ def test_a_deadline_while_it_asks_and_while_it_pauses():
     table.now = 2.0
     turned = table.turn(table.timer(2.0))
     assert [(end.key, end.reason) for end in turned.finishes] == [(1, "deadline"), (2, "deadline")]
-    assert of(turned, GiveUpLease) == [GiveUpLease(1, 0, "d0")]
+    assert of(turned, GiveUpLease) == [GiveUpLease(1, 0, "d0", "deadline")]
     table.turn(table.denied(1))
     assert table.is_empty()
 

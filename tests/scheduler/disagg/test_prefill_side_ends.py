@@ -150,8 +150,9 @@ def test_an_abort_and_a_deadline_at_every_stage_hold_nothing():
                 table.turn(*([table.done()] if table.flying else []), *[table.copied() for _ in list(table.copies)])
             table.now = 50.0
             turned = table.turn(table.timer(50.0) if deadline else table.abort(1, 2))
-            assert [end.reason for end in turned.finishes] == ["deadline" if deadline else "abort"] * 2
-            assert of(turned, GiveUpLease) == [GiveUpLease(1, 0, "d0")]
+            reason = "deadline" if deadline else "abort"
+            assert [end.reason for end in turned.finishes] == [reason] * 2
+            assert of(turned, GiveUpLease) == [GiveUpLease(1, 0, "d0", reason)]
             table.turn(*table.ends_of(1, 0))
             table.work()
             assert table.is_empty()
