@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import BadInput, ChatUnsupported, CheckpointError, TokenizerFailed
-from fdasync_transformers.named_tokens import add_named_tokens
-from fdasync_transformers.pieces import Pieces
+from fdasync_transformers.vocabulary import Pieces, add_named_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
