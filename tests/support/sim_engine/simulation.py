@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -47,10 +47,11 @@ from tests.support.drafters import Foretold, answers_of
 from tests.support.groups import ranked
 from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.crowd import Crowd, check_chosen, crowded
+from tests.support.sim_engine.report import SimulationReport, add, check_groups
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from fdasync.cache.store.base import Store
@@ -75,39 +76,6 @@ class SimulationFailed(AssertionError):
         self.seed = seed
         again = again or f"pytest tests/system/test_simulation.py --sim-seed {seed}"
         super().__init__(f"seed {seed}: {problem}\n  again: {again}")
-
-
-class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of what a simulation exercised.
-
-    Attributes:
-        outcomes: number of samples by finish reason, and of cancelled, closed and failed requests.
-        long_runs: runs of more than one token of a sequence in a step.
-        drafted_tokens, accepted_tokens: drafts of the engine's drafter.
-        rows: rows of results that were checked.
-        updates: of the weights.
-        seconds: of the loop's time.
-    """
-
-    outcomes: dict[str, int]
-    steps: int
-    long_runs: int
-    drafted_tokens: int
-    accepted_tokens: int
-    preemptions: int
-    evictions: int
-    hit_tokens: int
-    dropped_tokens: int
-    rows: int
-    swapped_in_blocks: int
-    fetched_blocks: int
-    late_blocks: int
-    written_blocks: int
-    forgotten_blocks: int
-    store_faults: int
-    damaged_blocks: int
-    updates: int
-    seconds: float
 
 
 def simulate(
@@ -148,7 +116,7 @@ def simulate(
             life = live(work, None)
             report = run(life)
             second = work.second_life()
-            return report if second is None else _add(report, run(live(second, life.passes)))
+            return report if second is None else add(report, run(live(second, life.passes)))
     except Exception as error:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
@@ -158,15 +126,6 @@ def simulate(
             raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
         again = "" if loop is None else f"pytest tests/system/test_simulation.py -k real_time --sim-seed {seed}"
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
-
-
-def _add(first: SimulationReport, second: SimulationReport) -> SimulationReport:
-    """The counts of two lives together."""
-    values: dict[str, Any] = {}
-    for name in SimulationReport.__struct_fields__:
-        one, other = getattr(first, name), getattr(second, name)
-        values[name] = dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
-    return SimulationReport(**values)
 
 
 class _Simulation:
@@ -505,7 +464,7 @@ class _Simulation:
         trace = self.engine.trace().encode()
         decoder = msgspec.json.Decoder(Turn)
         turns = [decoder.decode(line) for line in trace.splitlines()[1:]]
-        _check_groups(turns)
+        check_groups(turns)
         came = [event.key for turn in turns for event in turn.events if isinstance(event, RequestPrepared)]
         ended = Counter(action.key for turn in turns for action in turn.actions if isinstance(action, FinishRequest))
         twice = [key for key, count in ended.items() if count > 1]
@@ -515,22 +474,3 @@ class _Simulation:
         assert not never or self.failed, f"sequences {sorted(never)} never ended"
         again = self._drafter()
         assert replay(trace, **({} if again is None else {"make_drafter": lambda *_: again})) == len(turns)
-
-
-def _check_groups(turns: Sequence[Turn]) -> None:
-    """A request that is cut short ends as a whole: where one of its samples is, all that are left end in that turn."""
-    groups: dict[int, set[int]] = {}
-    group_of: dict[int, int] = {}
-    for turn in turns:
-        for event in turn.events:
-            if isinstance(event, RequestPrepared):
-                group_of[event.key] = event.group
-                groups.setdefault(event.group, set()).add(event.key)
-        cut: set[int] = set()
-        for action in turn.actions:
-            if isinstance(action, FinishRequest):
-                groups[group_of[action.key]].discard(action.key)
-                if action.reason in ("abort", "deadline"):
-                    cut.add(group_of[action.key])
-        left = [group for group in cut if groups[group]]
-        assert not left, f"of requests {left} some samples were cut short, and others went on"
