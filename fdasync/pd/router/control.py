@@ -170,7 +170,7 @@ class ControlPlane:
     def on_lost(self, instance: InstanceHandle, error: PeerUnreachable) -> None:
         for other, answer in self._waiting.values():
             if other is instance and not answer.done():
-                answer.set_exception(error)
+                fail(answer, error)
 
     async def drain(self, instance: InstanceHandle, limit_s: float) -> None:
         check_limit_s(limit_s)
@@ -582,4 +582,4 @@ class ControlPlane:
         for _, answer in self._waiting.values():
             # nobody reads replies any more
             if not answer.done():
-                answer.set_exception(EngineClosed("closed"))
+                fail(answer, EngineClosed("closed"))
