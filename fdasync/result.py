@@ -289,6 +289,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples[0].stop_token_id
 
     @property
+    def stop_string(self) -> str:
+        return self.samples[0].stop_string
+
+    @property
     def stop_reason(self) -> int | str | None:
         return self.samples[0].stop_reason
 
