@@ -212,7 +212,7 @@ async def test_text_in_a_stream_is_the_whole_text_up_to_a_stop(scene):
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/skyrl/v1/generate"])
 async def test_errors_have_a_number_as_code(scene_of, path):
     """vLLM's models of answers ask for an integer."""
-    async with scene_of(max_live=1) as scene:
+    async with scene_of(max_live=1, held=True) as scene:
         for body, status in (
             ({"token_ids": []}, 400), ({"token_ids": [1], "model": "other"}, 404), ({"token_ids": "a"}, 400),
             ({"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 10**6}}, 400), (b"\xff", 400),
@@ -220,10 +220,13 @@ async def test_errors_have_a_number_as_code(scene_of, path):
             content = body if isinstance(body, bytes) else json.dumps(body)
             response = await scene.client.post(path, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (status, status), response.text
-        async with scene.client.stream("POST", path, json={"token_ids": [1], "stream": True}) as stream:
-            await anext(stream.aiter_bytes())
-            response = await scene.client.post(path, json={"token_ids": [1]})
-            assert (response.status_code, response.json()["error"]["code"]) == (429, 429)
+        scene.steps.hold()
+        call = asyncio.ensure_future(scene.client.post(path, json={"token_ids": [1]}))
+        await until(lambda: scene.generator.load().running == 1)
+        response = await scene.client.post(path, json={"token_ids": [1]})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, 429)
+        scene.steps.release()
+        assert (await call).status_code == 200
 
 
 async def test_the_model_s_name_is_as_it_was_asked_for(scene_of):

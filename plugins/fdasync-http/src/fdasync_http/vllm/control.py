@@ -144,7 +144,7 @@ class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def reset_prefix_cache(request: Request, front: Front) -> Response:
-    """`POST /reset_prefix_cache`."""
+    """`POST /reset_prefix_cache`; in a pause, requests that run keep their blocks."""
     body = await read_json(request, ResetBody, front.config)
     if body.reset_running_requests or _flag(request, "reset_running_requests", False):
         await front.reset_running()
