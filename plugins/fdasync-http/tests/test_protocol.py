@@ -243,7 +243,7 @@ async def test_an_offer_to_upgrade_is_passed_over_and_its_body_is_read(scene_of,
 
 
 async def test_a_stray_byte_ends_no_answer(scene_of):
-    async with scene_of(listen=listen(header_s=0.05)) as scene:
+    async with scene_of(listen=listen(header_s=1.0), runner={"step_s": 0.02}) as scene:
         line = await line_to(scene)
         line.send(post({**LONG, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}) + b"\r\n")
         await until(lambda: scene.generator.load().live == 1)
@@ -320,7 +320,7 @@ async def test_broken_bytes_raise_nothing_and_keep_nothing(scene_of, seed, caplo
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
     requests = [post(body), post(body, offer), chunked % b'{"input_ids": [1, 2, 3 ] }', PING * 3, post(body) + PING]
     answered = 0
-    async with scene_of(listen=listen(header_s=0.1), body_timeout_s=0.1) as scene:
+    async with scene_of(listen=listen(header_s=0.5), body_timeout_s=0.5) as scene:
         for _ in range(60):
             line = await line_to(scene)
             # whatever the first bytes were, the last ones end the connection, or the time for them does
