@@ -48,7 +48,7 @@ GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: the last bit.
 Numerics = Literal["default", "fixed"]
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 64
 #: tokens of one request with a bias, and the largest bias either way

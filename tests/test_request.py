@@ -82,7 +82,7 @@ def test_the_bounds_belong_to_what_is_allowed(values):
         ("top_logprobs", 65, "0 to 64"),
         ("stop", ("",), "1 to 256"),
         ("stop", ("x" * 257,), "1 to 256"),
-        ("stop", ("x",) * 17, 16),
+        ("stop", ("x",) * 65, 64),
         ("stop_token_ids", (VOCAB,), "0 to 99"),
         ("stop_token_ids", (3, -1), "0 to 99"),
     ],

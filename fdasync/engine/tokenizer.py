@@ -57,7 +57,7 @@ class WithSpecials(Protocol):
 
 @runtime_checkable
 class WithPieces(Protocol):
-    """A tokenizer that tells what one token puts into a text, for log-probs that name tokens.
+    """A tokenizer that tells what one token puts into a text, for log-probs that name tokens, and how it is spelled.
 
     `decode` of one token is not that: a decoder drops a space at the start of a text, and has U+FFFD for a part of a
     character.
@@ -66,6 +66,10 @@ class WithPieces(Protocol):
     def piece(self, token_id: int) -> bytes:
         """What a token puts into a text behind other text, in UTF-8: with the space that it begins with; of a part of a
         character, its bytes; of a special token, the text that it has. b"" for an id without a token."""
+        ...
+
+    def spelling(self, token_id: int) -> str:
+        """How the vocabulary spells a token, as `\u2581cat` or `\u0120cat`; "" for an id without one."""
         ...
 
 

@@ -103,6 +103,15 @@ def test_what_stands_behind_a_word_or_apart_from_it_differs(tmp_path: Path) -> N
     tokenizer = load_tokenizer(str(tmp_path))
     assert isinstance(tokenizer, WithPieces)
     assert [tokenizer.piece(token) for token in (2, 3, 4)] == [b" true", b"cat", b" no"]
+    assert [tokenizer.spelling(token) for token in (2, 3, 4, 9999)] == ["true", "##cat", "no", ""]
+
+
+@pytest.mark.parametrize(("make", "space"), [(metaspace, "\u2581"), (byte_level, "\u0120")])
+def test_a_spelling_is_the_vocabulary_s(tmp_path: Path, make: Any, space: str) -> None:
+    make(tmp_path)
+    for tokenizer in both(tmp_path):
+        spelled = "".join([tokenizer.spelling(token) for token in tokenizer.encode("true cat no")])
+        assert spelled.lstrip(space) == f"true{space}cat{space}no"
 
 
 def test_special_tokens_have_their_text_whoever_is_asked(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ class Spaced:
             return FACE[token % 4 : token % 4 + 1]
         return b"<tag>" if token < NONE else b""
 
+    def spelling(self, token):
+        return ("\u2581" * (token < 26) + string.ascii_lowercase[token % 26]) if token < 52 else ""
+
     def decode(self, token_ids):
         seen = [token for token in token_ids if self._shows or not TAG <= token < NONE]
         return b"".join(map(self.piece, seen)).decode(errors="replace").removeprefix(" ")
@@ -187,7 +190,9 @@ async def test_sglang_s_log_probs_have_the_text_of_their_tokens(spaces):
     assert {entry[2] for name in lists for entry in plain[name]} == {None}
 
 
-async def test_tokenize_shows_the_spaces(spaces):
+async def test_tokenize_spells_tokens_as_the_vocabulary_does(spaces, monkeypatch):
+    """As vLLM does, which has the library's `convert_ids_to_tokens` there."""
     scene, _ = spaces
+    monkeypatch.setattr(Spaced, "encode", lambda _, text: [string.ascii_lowercase.index(letter) for letter in text])
     answer = await scene.client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
-    assert answer.json()["token_strs"] == ["a", "b"]
+    assert answer.json()["token_strs"] == ["\u2581a", "\u2581b"]

@@ -174,6 +174,9 @@ class _FastTokenizer(_Chat):
     def piece(self, token_id: int) -> bytes:
         return self._all_pieces().of(token_id)
 
+    def spelling(self, token_id: int) -> str:
+        return self._all_pieces().spelling(token_id)
+
     def _all_pieces(self) -> Pieces:
         if self._pieces is None:
             added = {token: one.content for token, one in self._inner.get_added_tokens_decoder().items()}
@@ -208,6 +211,9 @@ class _SlowTokenizer(_Chat):
 
     def piece(self, token_id: int) -> bytes:
         return self._all_pieces().of(token_id)
+
+    def spelling(self, token_id: int) -> str:
+        return self._all_pieces().spelling(token_id)
 
     def _all_pieces(self) -> Pieces:
         if self._pieces is None:

@@ -94,6 +94,10 @@ class Pieces:
         self._before = list(encode(_LETTER))
         self._letter = decode(self._before)
 
+    def spelling(self, token_id: int) -> str:
+        """Of one token; "" for an id without one."""
+        return self._added.get(token_id) or self._spelling(token_id) or ""
+
     def of(self, token_id: int) -> bytes:
         """Of one token; b"" for an id without one."""
         added = self._added.get(token_id)

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from fdasync.engine.tokenizer import WithSpecials
+from fdasync.engine.tokenizer import WithPieces, WithSpecials
 from fdasync_http.bodies import check_text_size, read_json
 from fdasync_http.failures import Refused
 from fdasync_http.fields import Table
 from fdasync_http.openai.fields import FIELDS
-from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.openai.messages import tokens_of
 from fdasync_http.sglang.control import reply
 from fdasync_http.text import encoded
@@ -88,8 +87,7 @@ async def tokenize(request: Request, front: Front) -> Response:
         check_text_size("prompt", "".join(prompts), front)
         adds = body.add_special_tokens is not False
         told = [encoded(tokenizer, prompt, add_special_tokens=adds) for prompt in prompts]
-    strs = TokenNames(front, as_ids=False)
-    names = [strs.text(token) for token in told[0]] if body.return_token_strs and told else None
+    names = [_spelled(tokenizer, token) for token in told[0]] if body.return_token_strs and told else None
     many = isinstance(body.prompt, list)
     return reply(
         {
@@ -99,6 +97,10 @@ async def tokenize(request: Request, front: Front) -> Response:
             "token_strs": names,
         }
     )
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.spelling(token) if isinstance(tokenizer, WithPieces) else tokenizer.decode([token])
 
 
 async def detokenize(request: Request, front: Front) -> Response:
