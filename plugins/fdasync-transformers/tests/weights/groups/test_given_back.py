@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import torch
 from group_play import checkpoint, engine_config, fresh_tokens, tokens
 from safetensors.torch import load_file
 
@@ -260,25 +261,26 @@ def held_by(pid: int) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def staged(tmp_path: Path, process: str) -> AsyncIterator[Stage]:
+async def staged(tmp_path: Path, process: str, device: str = "cpu", trainers: str = "cpu") -> AsyncIterator[Stage]:
     checkpoint(tmp_path / "old", 0)
     checkpoint(tmp_path / "new", 1)
     script = Path(__file__).parents[2] / "support" / "group_ranks.py"
     socket = tmp_path / "ranks"
     ranks = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(tmp_path / "new"), str(socket),
+        sys.executable, str(script), str(tmp_path / "new"), str(socket), trainers,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         assert ranks.stdout is not None
         assert await asyncio.wait_for(ranks.stdout.readline(), LIMIT_S) == b"ready\n"
         before = set(children())
-        async with Engine(engine_config(tmp_path / "old", process=process)) as engine:
+        async with Engine(engine_config(tmp_path / "old", device, process=process)) as engine:
             (pid,) = {os.getpid()} if process == "inline" else set(children()) - before
             yield Stage(engine, tmp_path / "new", socket, pid)
             await engine.update_weights(None, str(tmp_path / "new"), "keep")
-            assert await tokens(engine) == await fresh_tokens(tmp_path / "new")
+            found = await tokens(engine)
             engine.check()
+        assert found == await fresh_tokens(tmp_path / "new", device)
     finally:
         ranks.kill()
         await ranks.wait()
@@ -315,3 +317,14 @@ async def test_a_hundred_ends_give_everything_back(
 ) -> None:
     async with staged(tmp_path, process) as stage:
         await play(stage, way, MANY)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL gives each rank a GPU of its own")
+@pytest.mark.parametrize(
+    "way", [left, refused, killed_in_mid_broadcast, killed_between_parts, killed_and_left], ids=lambda way: way.__name__
+)
+async def test_ends_over_nccl_give_everything_back(tmp_path: Path, way: Any) -> None:
+    """Ranks of NCCL meet at their first broadcast."""
+    async with staged(tmp_path, "worker", "auto", "cuda:1") as stage:
+        await play(stage, way, 5)
