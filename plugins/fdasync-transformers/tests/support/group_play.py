@@ -25,9 +25,7 @@ WAIT_S = 300.0
 
 def engine_config(folder: Path, device: str = "cpu", **values: Any) -> EngineConfig:
     own: dict[str, Any] = {"dtype": "float32", "device": device}
-    own |= (
-        {"num_threads": 1, "experts": "eager"} if device == "cpu" else {"self_check": False, "graph_sizes": [1, 2]}
-    )
+    own |= {"num_threads": 1, "experts": "eager"} if device == "cpu" else {"self_check": False, "graph_sizes": [1, 2]}
     sizes = {"block_tokens": 4, "num_blocks": 40, "max_context_tokens": 64, "max_running": 3, "max_step_tokens": 32}
     return EngineConfig(model=str(folder), runner_config=own, **{**sizes, "process": "inline", **values})
 

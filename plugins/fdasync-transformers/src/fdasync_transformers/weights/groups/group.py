@@ -238,6 +238,8 @@ def _nccl(keys: Any, group: WeightsGroup, interface: str) -> Any:
     options = kind.Options()
     options._timeout = timedelta(seconds=group.timeout_s + _BEYOND_S)
     options.is_high_priority_stream = False
-    # NCCL reads it when the ranks first meet, at the first broadcast
+    # NCCL reads these when the ranks first meet, at the first broadcast. Its service that tells people of ranks (RAS)
+    # would listen for as long as the process lives, and keep a connection to each process that it has met
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface or "lo")
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")
     return kind(keys, group.rank, group.world_size, options)
