@@ -23,9 +23,8 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
 WAIT_S = 300.0
 
 
-def engine_config(folder: Path, device: str = "cpu", **values: Any) -> EngineConfig:
-    own: dict[str, Any] = {"dtype": "float32", "device": device}
-    own |= {"num_threads": 1, "experts": "eager"} if device == "cpu" else {"self_check": False, "graph_sizes": [1, 2]}
+def engine_config(folder: Path, **values: Any) -> EngineConfig:
+    own = {"dtype": "float32", "device": "cpu", "num_threads": 1, "experts": "eager"}
     sizes = {"block_tokens": 4, "num_blocks": 40, "max_context_tokens": 64, "max_running": 3, "max_step_tokens": 32}
     return EngineConfig(model=str(folder), runner_config=own, **{**sizes, "process": "inline", **values})
 
@@ -42,9 +41,9 @@ async def tokens(generator: Any) -> tuple[int, ...]:
     return found
 
 
-async def fresh_tokens(folder: Path, device: str = "cpu") -> tuple[int, ...]:
+async def fresh_tokens(folder: Path) -> tuple[int, ...]:
     """As `tokens`, of an engine that was started on the folder."""
-    async with Engine(engine_config(folder, device)) as engine:
+    async with Engine(engine_config(folder)) as engine:
         return await tokens(engine)
 
 

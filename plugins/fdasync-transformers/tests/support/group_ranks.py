@@ -1,9 +1,9 @@
 """Ranks of trainers' groups, each in a process of its own that is forked from one that has imported torch.
 
-    python group_ranks.py FOLDER SOCKET DEVICE
+    python group_ranks.py FOLDER SOCKET
 
 Whoever connects to the socket has a rank: one line of JSON in, one out; the rank ends with the connection. The tensors
-are those of the folder's safetensors file, each a broadcast: by gloo where the device is a CPU, else by NCCL.
+are those of the folder's safetensors file, each a broadcast.
 """
 
 from __future__ import annotations
@@ -48,17 +48,14 @@ def die_when_told(store: Any, ranks: list[int]) -> None:
 class Rank:
     """What a connection asks for, by the name of its method."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._backend: Any = "gloo" if device.type == "cpu" else "nccl"
         self._sender: WeightsSender | None = None
         self._joined: JoinedGroup | None = None
 
     def open(self, world_size: int, timeout_s: float) -> Any:
         """A store; tells the group."""
-        self._sender = WeightsSender(
-            world_size=world_size, name=NAME, backend=self._backend, timeout_s=timeout_s, bucket_nbytes=0
-        )
+        self._sender = WeightsSender(world_size=world_size, name=NAME, timeout_s=timeout_s, bucket_nbytes=0)
         return msgspec.to_builtins(self._sender.group)
 
     def watch(self, group: Any, ranks: list[int]) -> None:
@@ -74,19 +71,17 @@ class Rank:
     def send(self, first: int, count: int, *, dies: bool = False) -> None:
         """Broadcast so many tensors; then die, in the middle of the next one."""
         assert self._joined is not None
-        tensors = [tensor.to(self._joined.device).view(-1).view(torch.uint8) for tensor in self._tensors.values()]
+        tensors = list(self._tensors.values())
         for tensor in tensors[first : first + count]:
-            self._joined.begin(tensor)
+            self._joined.begin(tensor.view(-1).view(torch.uint8))
             self._joined.wait()
         if dies:
-            self._joined.begin(tensors[first + count])
+            self._joined.begin(tensors[first + count].view(-1).view(torch.uint8))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def serve(connection: socket.socket, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    rank = Rank(tensors, device)
+def serve(connection: socket.socket, tensors: dict[str, torch.Tensor]) -> None:
+    rank = Rank(tensors)
     with connection.makefile("rw") as lines:
         for line in lines:
             name, values = json.loads(line)
@@ -115,7 +110,7 @@ def main() -> None:
             server.close()
             with suppress(OSError):
                 # whoever asked is gone
-                serve(connection, tensors, torch.device(sys.argv[3]))
+                serve(connection, tensors)
             os._exit(0)
         connection.close()
 
