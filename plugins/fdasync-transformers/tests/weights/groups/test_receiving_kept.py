@@ -47,7 +47,8 @@ class Group:
             self._sent.append(data)
         self._under_way: list[torch.Tensor] = []
 
-    def begin(self, data: torch.Tensor) -> None:
+    def begin(self, data: torch.Tensor, limit_s: float) -> None:
+        assert limit_s > 0
         data.copy_(self._sent.pop(0))
         self._under_way.append(data)
 
