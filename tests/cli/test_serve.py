@@ -97,7 +97,7 @@ def test_requests_that_outlive_the_drain_end_with_what_they_have_at_its_deadline
 
     async def ask(running: Running) -> None:
         async with fdasync.connect([address]) as router:
-            asked = [(2, 12), (3, 240), (4, 12)]
+            asked = [(2, 12), (3, 200), (4, 12)]
             answers = [
                 asyncio.ensure_future(router.complete([number, *PROMPT], SamplingParams(max_tokens=most)))
                 for number, most in asked
