@@ -11,7 +11,7 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, PeerBusy, UpdateUnderWay, WeightsDiffer, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, InstanceLost, PeerBusy, UpdateUnderWay, WeightsDiffer, WeightsRejected
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.instances import InstanceHandle
 from fdasync.runner.synthetic import WEIGHTS_FILE
@@ -200,6 +200,30 @@ async def test_closing_ends_an_update_and_whoever_waits_for_it(scene):
     await scene.router.aclose()
     with pytest.raises(EngineClosed):
         await update
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.5])
+def test_a_caller_that_is_cancelled_leaves_the_closing_to_go_on(after_s: float) -> None:
+    async def play() -> None:
+        async with scene("m0") as made:
+            made.m0.answers = lambda submit: made.m0.tokens(submit.request, 7)
+            made.m0.obeys = None
+            request = asyncio.ensure_future(made.router.complete(PROMPT))
+            await settle()
+            update = asyncio.ensure_future(made.router.update_weights(1, "/w"))
+            await settle()
+            closing = asyncio.ensure_future(made.router.aclose())
+            await asyncio.sleep(after_s)
+            closing.cancel()
+            await asyncio.sleep(0)
+            # whoever closes it once more waits until it is closed
+            await made.router.aclose()
+            with pytest.raises(EngineClosed):
+                await update
+            with pytest.raises(InstanceLost):
+                await request
+
+    run_sim(play())
 
 
 # -- two routers
