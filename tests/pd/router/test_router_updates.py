@@ -11,7 +11,15 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, InstanceLost, PeerBusy, UpdateUnderWay, WeightsDiffer, WeightsRejected
+from fdasync.errors import (
+    BadInput,
+    EngineClosed,
+    InstanceLost,
+    PeerBusy,
+    UpdateUnderWay,
+    WeightsDiffer,
+    WeightsRejected,
+)
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.instances import InstanceHandle
 from fdasync.runner.synthetic import WEIGHTS_FILE
