@@ -237,6 +237,27 @@ def test_a_caller_that_is_cancelled_leaves_the_closing_to_go_on(after_s: float) 
 # -- two routers
 
 
+@pytest.mark.parametrize("kind", ["update", "label", "parts"])
+def test_what_another_router_brought_a_moment_ago_counts_as_earlier(kind):
+    async def play() -> None:
+        async with scene("m0", "m1") as made:
+            # m1 has told of it nowhere but in its answer to the claim
+            made.m1.claims = lambda command: done(command.number, "", "", OTHER, 7)
+            if kind == "update":
+                await made.router.update_weights(1, "/w")
+            elif kind == "label":
+                await made.router.set_weight_version(1)
+            else:
+                await made.router.begin_weight_update()
+                await made.router.update_weights(None, part())
+                await made.router.end_weight_update(1)
+            for script in (made.m0, made.m1):
+                last = script.commands[-1]
+                assert (last.version, last.order) == ("1", 8)
+
+    run_sim(play())
+
+
 @in_scene("m0", "m1", "m2")
 async def test_a_router_that_finds_another_routers_update_changes_nothing(scene):
     scene.m1.claims = lambda command: done(command.number, "UpdateUnderWay", "of another router")
