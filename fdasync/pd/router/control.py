@@ -401,7 +401,7 @@ class ControlPlane:
                 finally:
                     if not answer.done() and not played:
                         # this task is cancelled, or has a defect: its caller waits without a limit
-                        answer.set_exception(EngineClosed("closed"))
+                        fail(answer, EngineClosed("closed"))
                 if not answer.done():
                     answer.set_result(None)
                 if not begun:
@@ -440,7 +440,7 @@ class ControlPlane:
         if not took:
             errors = [error for _, error in refused + silent]
             if not errors:
-                raise PeerUnreachable("router", "no instance is there")
+                raise self._nobody()
             # what an instance says that was awake is about the weights
             raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
         for instance, error in refused + silent if drops else ():
@@ -449,6 +449,12 @@ class ControlPlane:
             elif not isinstance(error, UpdateUnderWay):
                 self.agreement.drop(instance, str(error))
         return took
+
+    def _nobody(self) -> FdasyncError:
+        """The error of a command that is for instances with the weights of this router, where none has them."""
+        if self._table.up():
+            return UpdateUnderWay("of another router, whose weights this one is about to adopt")
+        return PeerUnreachable("router", "no instance is there")
 
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
@@ -467,7 +473,7 @@ class ControlPlane:
         if failed:
             raise failed[0]
         if not answers:
-            raise PeerUnreachable("router", "no instance is there")
+            raise self._nobody()
         first = answers[0][1].held
         for instance, done in answers:
             if done.held != first:

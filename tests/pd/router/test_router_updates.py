@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from typing import TYPE_CHECKING
 
@@ -234,7 +235,59 @@ def test_a_caller_that_is_cancelled_leaves_the_closing_to_go_on(after_s: float) 
     run_sim(play())
 
 
+@pytest.mark.parametrize("first", ["abandon", "end", "part"])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_one_that_ends_meanwhile_needs_no_abandoning(first, cancelled):
+    async def play() -> None:
+        logged = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        async with scene("m0") as made:
+            router = made.router
+            await router.begin_weight_update()
+            if first == "part":
+                made.m0.obeys = lambda command: done(command.number, "WeightsRejected", "bad", NAMESPACE)
+            calls = {
+                "abandon": router.abandon_weight_update,
+                "end": router.end_weight_update,
+                "part": lambda: router.update_weights(None, part()),
+            }
+            one = asyncio.ensure_future(calls[first]())
+            later = [asyncio.ensure_future(router.abandon_weight_update()) for _ in range(2)]
+            end = asyncio.ensure_future(router.end_weight_update())
+            await asyncio.sleep(0)
+            if cancelled:
+                end.cancel()
+            outcomes = await asyncio.gather(one, *later, end, return_exceptions=True)
+            assert isinstance(outcomes[0], WeightsRejected) if first == "part" else outcomes[0] is None
+            assert outcomes[1:3] == [None, None]
+            assert isinstance(outcomes[3], asyncio.CancelledError if cancelled else (BadInput, WeightsRejected))
+            await settle()
+            assert not router.commands.is_updating
+        gc.collect()
+        assert logged == []
+
+    run_sim(play())
+
+
 # -- two routers
+
+
+@in_scene("m0")
+async def test_a_label_for_weights_that_another_router_has_just_brought_says_so(scene):
+    def claimed(command):
+        # its word of the new weights comes before its answer
+        scene.m0.router.send(kv_batch(OTHER, 7, True, (), ()))
+        return done(command.number, "", "", OTHER, 7)
+
+    scene.m0.claims = claimed
+    with pytest.raises(UpdateUnderWay, match="of another router, whose weights this one is about to adopt"):
+        await scene.router.set_weight_version(9)
+    scene.m0.claims = lambda command: Done(command.number)
+    await settle()
+    # it has adopted them
+    scene.m0.obeys = lambda command: Done(command.number, "", "", OTHER, command.version, command.order)
+    await scene.router.set_weight_version(9)
+    assert {one.weight_version for one in scene.router.stats().instances} == {"9"}
 
 
 @pytest.mark.parametrize("kind", ["update", "label", "parts"])
