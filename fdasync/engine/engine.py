@@ -146,7 +146,7 @@ def _telling(
     raised here, and not where that task meets it."""
 
     @wraps(verb)
-    async def told(self: Engine, *args: P.args, **options: P.kwargs) -> T:
+    async def told(self: Engine, /, *args: P.args, **options: P.kwargs) -> T:
         try:
             return await verb(self, *args, **options)
         except EngineFailed:
