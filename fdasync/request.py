@@ -444,6 +444,12 @@ def check_pause_mode(mode: Any) -> None:
         raise BadInput("mode", f"{mode!r:.100} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
 
 
+def check_update_mode(mode: Any) -> None:
+    """Raise BadInput for a mode that `Generator.update_weights` does not know."""
+    if not isinstance(mode, str) or mode not in ("abort", "keep"):
+        raise BadInput("mode", f"{mode!r:.100} is neither 'abort' nor 'keep'")
+
+
 def checked_sleep(level: Any, mode: Any) -> tuple[Literal[0, 1, 2], SleepMode]:
     """Raises BadInput for a level or a mode that `Generator.sleep` does not know."""
     try:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -36,7 +36,7 @@ from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Number
 from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from typing import Unpack
 
     from fdasync.cache.aux_arena import AuxArena
@@ -133,6 +133,27 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_why: str = ""
     store_problem: str = ""
     taps: tuple[TapStats, ...] = ()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _telling(
+    verb: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
+    """A verb whose work is a task, which may go on without its caller: the engine's failure counts as told where it is
+    raised here, and not where that task meets it."""
+
+    @wraps(verb)
+    async def told(self: Engine, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return await verb(self, *args, **options)
+        except EngineFailed:
+            self._inside().failure_seen = True
+            raise
+
+    return told
 
 
 class Engine(Generator):
@@ -287,7 +308,7 @@ class Engine(Generator):
         preparer = Preparer(
             self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
         )
-        check = partial(self._check_open, draining_is_fine=True)
+        check = partial(self._check_alive, draining_is_fine=True)
         self._weights = Weights(self.config, runtime, preparer, self._fail, check, self._weights_changed)
         self._sleep = Sleep(self.config, runtime, self._weights, self._fail, check)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
@@ -400,9 +421,16 @@ class Engine(Generator):
         return self._frontend
 
     def _check_open(self, draining_is_fine: bool = False) -> None:
+        """As `_check_alive`, for a caller, who is told of the failure."""
+        try:
+            self._check_alive(draining_is_fine)
+        except EngineFailed:
+            self._inside().failure_seen = True
+            raise
+
+    def _check_alive(self, draining_is_fine: bool = False) -> None:
         check_loop(self._loop, "engine")
         if self._failure is not None:
-            self._inside().failure_seen = True
             raise EngineFailed(self._failure)
         if self.state != "running" and not (draining_is_fine and self.state == "draining"):
             raise EngineClosed(self.state)
@@ -466,6 +494,7 @@ class Engine(Generator):
 
     # -- weights --------------------------------------------------------------------------------------
 
+    @_telling
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """See `Generator.pause`. Cancelling takes the pause back, unless it was there before; requests that it ended
         have ended, and those that it retracted start again.
@@ -480,6 +509,7 @@ class Engine(Generator):
             self._inside().abort_unprepared()
         await changing.pausing.pause(mode)
 
+    @_telling
     async def resume(self) -> None:
         """See `Generator.resume`; during an update it goes on at its end.
 
@@ -487,6 +517,7 @@ class Engine(Generator):
         """
         await self.weights.pausing.resume()
 
+    @_telling
     async def sleep(
         self, level: Literal[0, 1, 2] = 1, mode: SleepMode = "keep", *, tags: Sequence[MemoryPart] | None = None
     ) -> None:
@@ -507,6 +538,7 @@ class Engine(Generator):
             self._inside().abort_unprepared()
         await self._sleep.sleep(level, mode, tags)
 
+    @_telling
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
         """See `Generator.wake`. If the caller is cancelled, it goes on to its end.
 
@@ -531,6 +563,7 @@ class Engine(Generator):
         await driver.wait_until(lambda: driver.scheduler.resets > before)
         self._check_open(draining_is_fine=True)
 
+    @_telling
     async def update_weights(
         self,
         version: str | int | None,
@@ -558,33 +591,40 @@ class Engine(Generator):
         """
         await self.weights.update(version, source, mode, expected=expected)
 
+    @_telling
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """See `Generator.join_weights_group`. Each worker takes a rank."""
         await self.weights.groups.join(group)
 
+    @_telling
     async def leave_weights_group(self, name: str) -> None:
         """See `Generator.leave_weights_group`."""
         await self.weights.groups.leave(name)
 
+    @_telling
     async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
         """See `Generator.begin_weight_update`. It ends by itself where nobody goes on with it for the deadline of an
         update (`EngineConfig.update_deadline_s`)."""
         await self.weights.parts.begin(mode)
 
+    @_telling
     async def end_weight_update(
         self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
     ) -> None:
         """See `Generator.end_weight_update`."""
         await self.weights.parts.end(version, expected)
 
+    @_telling
     async def abandon_weight_update(self) -> None:
         """See `Generator.abandon_weight_update`."""
         self.weights.parts.abandon()
 
+    @_telling
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""
         self.weights.relabel(version)
 
+    @_telling
     async def weights_fingerprint(self) -> str:
         """See `Generator.weights_fingerprint`. Raises EngineFailed too."""
         return await self.weights.fingerprint()

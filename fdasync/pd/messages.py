@@ -14,7 +14,7 @@ Every other module of `pd` uses it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -851,7 +851,14 @@ def brief(text: str) -> str:
     return text[:_WORDS_CHARS].encode(errors="replace").decode()
 
 
-_ENCODER = msgspec.msgpack.Encoder()
+def _plain(value: Any) -> str:
+    """A text of another class, such as numpy's, for msgspec, which knows Python's alone."""
+    if isinstance(value, str):
+        return str(value)
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 

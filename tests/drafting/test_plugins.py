@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from fdasync.drafting import DrafterLimits, make_drafter
@@ -68,3 +71,28 @@ def test_the_suite_finds_it():
 
     with pytest.raises(AssertionError, match="not a property"):
         Suite().test_what_does_not_outlast_its_prompt_is_forgotten()
+
+
+class Cancels(NgramDrafter):
+    """Lets out what a future that it looked at was cancelled with."""
+
+    def _cancelled(self, *_, **__):
+        raise asyncio.CancelledError
+
+    begin_all = take = propose = end = _cancelled
+    outlasts = property(_cancelled)
+
+
+@pytest.mark.parametrize("name", ["begin_all", "outlasts", "take", "propose", "end"])
+def test_a_cancellation_that_a_drafter_lets_out_is_its_own_error(name):
+    guarded = GuardedDrafter(Cancels(NgramDrafter.config_type(), LIMITS), "own")
+    one = np.ones(1, np.int32)
+    calls = {
+        "begin_all": lambda: guarded.begin_all((1,), (1,), (b"",), (b"",), ("",), now=0.0),
+        "outlasts": lambda: guarded.outlasts,
+        "take": lambda: guarded.take((1,), one, one),
+        "propose": lambda: guarded.propose((1,), one),
+        "end": lambda: guarded.end(1, now=0.0),
+    }
+    with pytest.raises(PluginError, match=f"{name}.* raised CancelledError"):
+        calls[name]()

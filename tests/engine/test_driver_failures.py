@@ -32,7 +32,8 @@ from fdasync.events.actions import (
     WakeAt,
 )
 from fdasync.events.catalog import AbortRequested, StepDone, StepFailed, StopChecked, TimerFired
-from fdasync.runner.base import StepOutput
+from fdasync.runner.base import CopyOutput, StepOutput
+from fdasync.testing import until
 from tests.engine.driver_stage import Script, Stage
 from tests.support.helpers import make_request
 
@@ -74,6 +75,30 @@ async def test_whatever_cuts_a_turn_short_fails_the_engine(error):
     await stage.turns()
     assert stage.failures == [error]
     assert stage.driver.broken
+
+
+@pytest.mark.parametrize("callback", ["timer", "copy", "step", "copy is overdue", "step is overdue"])
+async def test_whatever_a_callback_raises_fails_the_engine(callback):
+    error = ValueError("no")
+
+    def raises(*_):
+        raise error
+
+    late = callback.endswith("overdue")
+    turns = {"timer": [WakeAt(0.0)], "copy": [OUT], "copy is overdue": [OUT]}
+    stage = Stage(Script(turns[callback]) if callback in turns else None, step_deadline_s=0.01 if late else 60.0)
+    stage.bus.publish(TimerFired() if callback in turns else make_request(1, range(5), 3, 4))
+    if callback == "timer":
+        # the turn sets it for a time that has passed
+        stage.loop.call_soon(lambda: setattr(stage.bus, "publish", raises))
+    await stage.turns(1)
+    stage.bus.publish = stage.runner.overdue = raises
+    if callback == "copy":
+        stage.runner.copies[0].set_result(CopyOutput(0, 1, 1))
+    elif callback == "step":
+        stage.runner.end(1)
+    await until(lambda: bool(stage.failures))
+    assert stage.failures == [error]
 
 
 async def test_taps_see_the_events_of_the_turn_that_failed():

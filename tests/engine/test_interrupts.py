@@ -15,7 +15,7 @@ from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, Speculation
 from fdasync.errors import DecodeFailed, PluginError
 from fdasync.events.tap import Tap, TapTasks
 from fdasync.runner.synthetic.runner import SyntheticRunner
-from fdasync.testing import check_idle, synthetic_config, synthetic_engine
+from fdasync.testing import check_idle, run_sim, synthetic_config, synthetic_engine, until
 from fdasync.testing.harness.engines import LetterTokenizer
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
@@ -250,3 +250,24 @@ def test_a_tap_that_ends_so_says_it(error):
         loop.run_until_complete(taps.aclose(1.0, wait_within))
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_failure_that_only_a_change_without_its_caller_met_is_raised_at_the_end(waits):
+    async def work():
+        async with make_running("sleep", ValueError("no memory")) as engine:
+            sleep = asyncio.ensure_future(engine.sleep())
+            await asyncio.sleep(0)
+            if waits:
+                with pytest.raises(EngineFailed):
+                    await sleep
+            else:
+                # it goes on, and nobody reads how it ends
+                sleep.cancel()
+                await until(lambda: engine.state == "failed")
+
+    if waits:
+        run_sim(work())
+    else:
+        with pytest.raises(EngineFailed, match="no memory"):
+            run_sim(work())

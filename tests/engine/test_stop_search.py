@@ -166,3 +166,13 @@ def test_a_token_costs_the_same_however_long_the_text_is():
         assert search.add("ab", following="", special="<s>", barred=False) is None
     assert len(search._tail) == len(search._marks) == 2
     assert search.held == 0
+
+
+def test_what_is_held_is_counted_in_characters_of_the_text():
+    search = StopSearch(("ab<|im_end|>c",))
+    assert search.add("xa", following="", special="", barred=False) is None
+    assert search.held == 1
+    # the special token is no text, and nothing of it is held
+    assert search.add("b", following="", special="<|im_end|>", barred=False) is None
+    assert search.held == 2
+    assert search.add("c", following="", special="", barred=False) == ("ab<|im_end|>c", 3)

@@ -111,6 +111,25 @@ def test_a_join_that_is_wanted_no_more_ends_at_once(phase, way):
     play(work)
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_join_that_is_left_as_it_begins_says_so(turns):
+    async def work():
+        engine, _ = engine_of("answer")
+        async with engine:
+            join = joining(engine)
+            # in one of these its work has not begun yet
+            await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await engine.leave_weights_group(GROUP.name)
+            with pytest.raises(WeightsRejected, match="'trainer' was not joined: it was left meanwhile"):
+                await join
+            await ask(engine, 1)
+            check_idle(engine)
+
+    play(work)
+
+
 @pytest.mark.parametrize("phase", ["answer", "meet"])
 def test_an_engine_that_closes_waits_for_no_join(phase):
     async def work():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,21 @@ class _Breaks(Arrival):
 def test_a_policy_that_gives_no_key_is_named(length, words):
     with pytest.raises(PluginError, match=f"_Breaks.*{words}"):
         _Breaks(NoSettings()).order(Candidate(priority=0, arrival=0, arrived_at=0.0, prompt_tokens=length, group=0))
+
+
+class _Cancels(Arrival):
+    """Lets out what a future that it looked at was cancelled with."""
+
+    def key(self, candidate):
+        raise asyncio.CancelledError
+
+    passed_for_s = key
+
+
+@pytest.mark.parametrize("call", [_Cancels.order, _Cancels.bound_s])
+def test_a_cancellation_that_a_policy_lets_out_is_its_own_error(call):
+    with pytest.raises(PluginError, match=r"_Cancels.* raised CancelledError"):
+        call(_Cancels(NoSettings()), Candidate(priority=0, arrival=0, arrived_at=0.0, prompt_tokens=1, group=0))
 
 
 class _BoundOf(_Odd):

@@ -3,8 +3,11 @@ no hit beyond the first position that is wanted (docs/design.md, rule 46)."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from fdasync.scheduler.state.sequence import Sequence
 from tests.scheduler.table import Table
 from tests.support.helpers import make_sampler
 
@@ -41,3 +44,19 @@ def test_preempted_ones_compute_what_is_left():
     # runner's memory begins where it did
     assert began == [(0, 3), (12, 3)]
     assert len(table.finished[2].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("planned", "have", "waits"),
+    [
+        (0, 3, True), (12, 3, True), (13, 3, False), (14, 3, False),
+        # preempted behind its prompt: the rows stand, however it ends
+        (0, 13, False), (0, 12, True),
+    ],
+)  # fmt: skip
+def test_a_sample_waits_until_the_rows_of_the_prompt_are_planned_or_stand(planned, have, waits):
+    first = SimpleNamespace(planned=planned, chosen_from=have)
+    sample = SimpleNamespace(first=first, chosen_from=13, prompt_len=14)
+    assert Sequence._waits_for_prompt.fget(sample) is waits
+    assert Sequence._waits_for_prompt.fget(SimpleNamespace(first=None, chosen_from=3, prompt_len=14)) is False
+    assert Sequence._waits_for_prompt.fget(SimpleNamespace(first=first, chosen_from=-1, prompt_len=14)) is False

@@ -8,7 +8,7 @@ no tensors. Called by `engine/engine.py` and `pd/instance/instance.py`.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fdasync.engine.weights.source import check_group
 from fdasync.engine.weights.state import Joining
@@ -17,7 +17,7 @@ from fdasync.errors import FdasyncError, WeightsRejected, WorkerStuck
 from fdasync.ipc.deadlines import Within, wait_within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from fdasync.engine.runtime import Runtime
     from fdasync.engine.weights.pausing import Pausing
@@ -28,6 +28,21 @@ if TYPE_CHECKING:
 # beyond a group's own limit: a worker tells by itself who did not come
 _JOIN_GRACE_S = 40.0
 _LEAST_S = 0.01
+
+
+class _Join:
+    """A join that is under way, or has ended.
+
+    Attributes:
+        task: its work.
+        why: what ended it before its time; "": nothing has.
+    """
+
+    __slots__ = ("task", "why")
+
+    def __init__(self, work: Callable[[_Join], Coroutine[Any, Any, None]]) -> None:
+        self.why = ""
+        self.task = asyncio.get_running_loop().create_task(work(self), name="fdasync-join")
 
 
 class Groups:
@@ -56,9 +71,7 @@ class Groups:
         self._interface = interface
         self._fail = fail
         self._check = check
-        self._join: asyncio.Task[None] | None = None
-        # what ended the join before its time; "": nothing has
-        self._why = ""
+        self._join: _Join | None = None
 
     @property
     def joins(self) -> bool:
@@ -74,24 +87,27 @@ class Groups:
         loop = asyncio.get_running_loop()
         until = loop.time() + group.timeout_s
         self._state.joining = Joining(group.name, f"{group.address}:{group.port}", until)
-        self._why = ""
-        self._join = task = loop.create_task(self._reach_and_meet(group, until), name="fdasync-join")
-        task.add_done_callback(self._ended)
+        self._join = join = _Join(lambda join: self._reach_and_meet(join, group, until))
+        join.task.add_done_callback(self._ended)
         try:
             # bounded by the group's limit
-            await asyncio.wait([task])
+            await asyncio.wait([join.task])
         except asyncio.CancelledError:
             self.stop("its caller went away")
             raise
-        take_end(task, self._check)
+        if join.task.cancelled() and join.why:
+            # before its first step
+            raise _stopped(group, join)
+        take_end(join.task, self._check)
 
     def stop(self, why: str) -> None:
         """End a join that is under way, in a moment; its caller hears why."""
-        if self._join is not None and not self._join.done() and not self._why:
-            self._why = why
-            self._join.cancel()
+        join = self._join
+        if join is not None and not join.task.done() and not join.why:
+            join.why = why
+            join.task.cancel()
 
-    async def _reach_and_meet(self, group: WeightsGroup, until: float) -> None:
+    async def _reach_and_meet(self, join: _Join, group: WeightsGroup, until: float) -> None:
         loop = asyncio.get_running_loop()
         late = f"nobody answers at {group.address}:{group.port}, where its store should be"
         try:
@@ -100,9 +116,9 @@ class Groups:
             late = "its ranks have not met"
             await self._meet(group, max(until - loop.time(), _LEAST_S))
         except asyncio.CancelledError:
-            if not self._why:
+            if not join.why:
                 raise
-            raise WeightsRejected(f"group {group.name!r} was not joined: {self._why}") from None
+            raise _stopped(group, join) from None
         except TimeoutError:
             self._check()
             raise WeightsRejected(f"group {group.name!r}: {late}, for {group.timeout_s:g} s") from None
@@ -147,7 +163,7 @@ class Groups:
         if joining is not None and joining.name == name and self._join is not None:
             self.stop("it was left meanwhile")
             # a worker that does not give it up is killed
-            await asyncio.wait([self._join])
+            await asyncio.wait([self._join.task])
             self._check()
         self._state.check_idle()
         self._state.check_still()
@@ -164,6 +180,10 @@ class Groups:
 
     async def aclose(self, limit_s: float) -> None:
         """End a join that is under way."""
-        if self._join is not None and not self._join.done():
-            self._join.cancel()
-            await wait_within([self._join], limit_s)
+        if self._join is not None and not self._join.task.done():
+            self._join.task.cancel()
+            await wait_within([self._join.task], limit_s)
+
+
+def _stopped(group: WeightsGroup, join: _Join) -> WeightsRejected:
+    return WeightsRejected(f"group {group.name!r} was not joined: {join.why}")

@@ -11,10 +11,10 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fdasync.engine.weights.update import Asked, check_mode
+from fdasync.engine.weights.update import Asked
 from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import DeadlineTimer
-from fdasync.request import checked_fingerprint, checked_version
+from fdasync.request import check_update_mode, checked_fingerprint, checked_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class PartUpdates:
     async def begin(self, mode: UpdateMode) -> None:
         """See `Engine.begin_weight_update`."""
         self._check()
-        check_mode(mode)
+        check_update_mode(mode)
         state = self._state
         state.check_idle()
         state.check_awake("begin_weight_update")

@@ -8,7 +8,7 @@ weights id (docs/design.md, rules 1, 10). A label is no part of an identity. Kno
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
 
@@ -237,9 +237,3 @@ class Updater:
         ]
         if keys:
             self._runtime.bus.publish(AbortRequested(keys=tuple(keys), begun_only=True))
-
-
-def check_mode(mode: Any) -> None:
-    """Raise BadInput for what is no mode of an update."""
-    if not isinstance(mode, str) or mode not in ("abort", "keep"):
-        raise BadInput("mode", f"{mode!r:.100} is neither 'abort' nor 'keep'")

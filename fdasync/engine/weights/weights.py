@@ -15,10 +15,10 @@ from fdasync.engine.weights.pausing import Pausing
 from fdasync.engine.weights.source import folder_of, group_tensors_of
 from fdasync.engine.weights.state import WeightsState
 from fdasync.engine.weights.tasks import UpdateTask
-from fdasync.engine.weights.update import Asked, Updater, check_mode
+from fdasync.engine.weights.update import Asked, Updater
 from fdasync.errors import Asleep, ConfigError, WeightsBroken
 from fdasync.events.catalog import WeightsRelabelled
-from fdasync.request import checked_fingerprint, checked_version, next_order
+from fdasync.request import check_update_mode, checked_fingerprint, checked_version, next_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +90,7 @@ class Weights:
             await self.parts.take(version, part, wanted)
             return
         label = state.new_label(version, goes_on=part is not None)
-        check_mode(mode)
+        check_update_mode(mode)
         state.check_idle()
         state.check_awake("update_weights")
         folder = None if part is not None else folder_of(source)

@@ -231,7 +231,13 @@ class DecodeService:
         return None
 
     def on_drop(self, peer: Peer, message: LeaseDrop) -> None:
-        """The prefill side gives a lease up."""
+        """The prefill side gives a lease up. Where its request ended there, it waits for an answer: what is being read
+        stays on offer until it is known here that nothing was lost."""
+        self._dropped(peer, message)
+        if message.ended:
+            self._context.tell(peer, LeaseDrop(message.request, message.attempt, "its request ended"))
+
+    def _dropped(self, peer: Peer, message: LeaseDrop) -> None:
         name = (message.request, message.attempt)
         lease = self._leases.find(peer, name)
         if lease is None:

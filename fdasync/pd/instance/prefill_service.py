@@ -10,7 +10,8 @@ Called by `instance.py` with actions, messages and changes of peers.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -25,7 +26,7 @@ from fdasync.errors import (
     ProtocolError,
 )
 from fdasync.events.catalog import BlocksSent, HandedOver, LeaseAnswered, LeaseLost
-from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.ipc.shared_memory import DEVICE_REGION
 from fdasync.pd.link.address import absolute
 from fdasync.pd.messages import (
@@ -45,11 +46,11 @@ from fdasync.pd.results import score_messages
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fdasync.engine.request_state import RequestState, SampleOutput
     from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
-    from fdasync.events.catalog import RequestPrepared
+    from fdasync.events.catalog import Event, RequestPrepared
     from fdasync.ipc.shared_memory import Part
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
@@ -99,6 +100,20 @@ class _Lease:
         self.handed = 0
 
 
+class _Parting(NamedTuple):
+    """What the other side may still read of a lease whose request ended here.
+
+    Attributes:
+        peer: the other side, which answers once it knows of the end.
+        offered: what to publish for each offer when it may be read no more, and its parts.
+        timer: lets go where no answer comes.
+    """
+
+    peer: Peer
+    offered: tuple[tuple[Event, tuple[Part, ...]], ...]
+    timer: DeadlineTimer
+
+
 class PrefillService:
     """See the module.
 
@@ -119,6 +134,7 @@ class PrefillService:
         self._kept = frozenset(map(absolute, kept))
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
+        self._partings: dict[LeaseName, _Parting] = {}
         self._moved: dict[str, str] = {}
         self.unreached: dict[str, str] = {}
         self.late = self.granted = 0
@@ -386,6 +402,10 @@ class PrefillService:
 
     def on_drop(self, peer: Peer, message: LeaseDrop) -> None:
         """The other side has no such lease (any more)."""
+        parting = self._partings.get((message.request, message.attempt))
+        if parting is not None and parting.peer is peer:
+            self._part((message.request, message.attempt))
+            return
         lease = self._known(peer, (message.request, message.attempt))
         if lease is not None:
             self._lost(lease, message.reason, silent=False)
@@ -420,6 +440,8 @@ class PrefillService:
         """A peer is gone: its leases end."""
         for lease in [lease for lease in self._by_name.values() if lease.peer is peer and not lease.over]:
             self._lost(lease, reason)
+        for name in [name for name, parting in self._partings.items() if parting.peer is peer]:
+            self._part(name)
         self._forget(peer)
 
     def leases(self, peer: Peer) -> tuple[LeaseName, ...]:
@@ -435,6 +457,8 @@ class PrefillService:
         """End all leases."""
         for lease in list(self._by_name.values()):
             self._lost(lease, "the instance closes")
+        for name in list(self._partings):
+            self._part(name)
 
     # -- ends ---------------------------------------------------------------------------------------
 
@@ -463,12 +487,10 @@ class PrefillService:
             lease.answer.set_result(_denied(group, attempt, reason))
         if not lease.sign.done():
             lease.sign.set_result(None)
-        for offer, parts in lease.offers.items():
-            self._context.transports.withdraw(parts)
-            self._context.bus.publish(BlocksSent(offer=offer, taken=False))
-        for offer, (_, parts) in lease.hands.items():
-            self._context.transports.withdraw(parts)
-            self._context.bus.publish(HandedOver(offer=offer, taken=False))
+        offered: list[tuple[Event, tuple[Part, ...]]] = [
+            (BlocksSent(offer=offer, taken=False), parts) for offer, parts in lease.offers.items()
+        ]
+        offered += [(HandedOver(offer=offer, taken=False), parts) for offer, (_, parts) in lease.hands.items()]
         lease.offers.clear()
         lease.hands.clear()
         if tell and lease.sent and lease.peer is not None and lease.peer.is_up:
@@ -476,7 +498,27 @@ class PrefillService:
                 lease.peer.send(LeaseDrop(*lease.name, brief(reason), ended))
             except (PeerUnreachable, PeerRefused, PeerBusy):
                 # the lease is not renewed any more, and ends by itself
-                return
+                pass
+            else:
+                if ended and offered:
+                    # a read that fails before the other side knows of the end would be a loss to it
+                    loop = self._context.loop
+                    until = loop.time() + lease.action.ttl_s
+                    timer = DeadlineTimer(loop, until, partial(self._part, lease.name))
+                    self._partings[lease.name] = _Parting(lease.peer, tuple(offered), timer)
+                    return
+        self._withdraw(offered)
+
+    def _part(self, name: LeaseName) -> None:
+        """What was on offer may be read no more."""
+        parting = self._partings.pop(name)
+        parting.timer.cancel()
+        self._withdraw(parting.offered)
+
+    def _withdraw(self, offered: Iterable[tuple[Event, tuple[Part, ...]]]) -> None:
+        for event, parts in offered:
+            self._context.transports.withdraw(parts)
+            self._context.bus.publish(event)
 
 
 def _seen(lease: _Lease) -> tuple[bytes, str]:

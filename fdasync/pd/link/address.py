@@ -14,6 +14,7 @@ import re
 import socket
 import stat
 import struct
+from typing import Any
 
 from fdasync.errors import ConfigError
 
@@ -44,8 +45,10 @@ def host_of(address: str) -> str:
 def absolute(address: str) -> str:
     """An ipc address with its absolute path, in its one spelling; other addresses unchanged.
 
-    An address is passed on between processes, whose working directories may differ.
+    Raises ConfigError for what is no text. An address is passed on between processes, whose working directories may
+    differ.
     """
+    _check_text(address)
     path = address.removeprefix(_IPC)
     if path == address or not path or path.startswith("@") or path in ("*", "!") or "\0" in path:
         # `check_address` refuses these
@@ -54,6 +57,15 @@ def absolute(address: str) -> str:
         path = os.path.join(os.getcwd(), path)  # blocking: microseconds, the kernel has it at hand
     # a path may begin with two slashes, which `normpath` keeps
     return _IPC + "/" + os.path.normpath(path).lstrip("/")
+
+
+def _check_text(address: Any) -> None:
+    if not isinstance(address, str):
+        raise ConfigError("address", f"{address!r:.100} is no text", hint=_HINT)
+    try:
+        os.fsencode(address)
+    except UnicodeEncodeError:
+        raise ConfigError("address", f"{address!r} has a lone surrogate", hint=_HINT) from None
 
 
 def number_of(address: str) -> str:

@@ -39,6 +39,7 @@ from fdasync.pd.router.weights.replies import error_of
 from fdasync.pd.router.weights.wakes import Wakes
 from fdasync.request import (
     WeightsGroup,
+    check_update_mode,
     checked_fingerprint,
     checked_sleep,
     checked_tags,
@@ -260,8 +261,7 @@ class ControlPlane:
     async def update_weights(self, version: Any, path: str, mode: Any, expected: Any = None) -> None:
         """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
         label = next_version(self._table.weight_version) if version is None else checked_version(version)
-        if mode not in ("abort", "keep"):
-            raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
+        check_update_mode(mode)
         wanted = checked_fingerprint(expected)
         weights_id = "" if wanted is None else wanted.weights_id
         command = Command(0, "update_weights", version=label, path=path, mode=mode, expected=weights_id)
@@ -286,8 +286,7 @@ class ControlPlane:
                 self._parts.label = label
             return
         label = next_version(self._table.weight_version) if version is None else checked_version(version)
-        if mode not in ("abort", "keep"):
-            raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
+        check_update_mode(mode)
         weights_id = "" if wanted is None else wanted.weights_id
         command = Command(0, "update_weights", version=label, part=part, mode=mode, expected=weights_id)
         check_whole("source", command)
@@ -358,8 +357,8 @@ class ControlPlane:
         """Begin an update in parts at all instances; one that cannot is dropped."""
         if self.is_updating:
             raise self._under_way()
+        check_update_mode(mode)
         command = Command(0, "begin_update", mode=mode)
-        check_whole("mode", command)
         parts = PartUpdate()
         self._begin(command, self._play_parts(parts, command), parts)
         # bounded by the limits of what the task waits for
@@ -386,7 +385,7 @@ class ControlPlane:
         ended: FdasyncError | None = None
         begun = False
         try:
-            await self._make_room(restart=True)
+            latest = await self._make_room(restart=True)
             members = self._success(await self._ask_all(begin, limit_s), drops=True)
             begun = True
             parts.begun.set_result(None)
@@ -394,7 +393,7 @@ class ControlPlane:
                 command, answer = await parts.next(limit_s)
                 played = False
                 try:
-                    begun = await self._play_part(parts, command, members)
+                    begun = await self._play_part(parts, command, members, latest)
                     played = True
                 except FdasyncError as error:
                     fail(answer, error)
@@ -402,7 +401,7 @@ class ControlPlane:
                 finally:
                     if not answer.done() and not played:
                         # this task is cancelled, or has a defect: its caller waits without a limit
-                        answer.set_exception(EngineClosed("closed"))
+                        fail(answer, EngineClosed("closed"))
                 if not answer.done():
                     answer.set_result(None)
                 if not begun:
@@ -415,11 +414,13 @@ class ControlPlane:
             # what came of it is for each instance to say
             await self._ask_all(Command(0, "abandon_update"), limit_s)
 
-    async def _play_part(self, parts: PartUpdate, command: Command, members: list[tuple[InstanceHandle, Done]]) -> bool:
-        """One call of an update in parts; False: it was the last one."""
+    async def _play_part(
+        self, parts: PartUpdate, command: Command, members: list[tuple[InstanceHandle, Done]], latest: int
+    ) -> bool:
+        """One call of an update in parts; False: it was the last one. `latest`: see `_make_room`."""
         limit_s = self._config.command_s
         if command.verb == "end_update" and parts.parts:
-            order = next_order(self._table.weight_order, command.version)
+            order = next_order(latest, command.version)
             command = msgspec.structs.replace(command, order=order, weights_id=secrets.token_hex(16))
         present = [instance for instance, _ in members if instance.peer.is_up]
         took = self._success(await self._ask_all(command, limit_s, present), drops=command.verb != "abandon_update")
@@ -439,7 +440,7 @@ class ControlPlane:
         if not took:
             errors = [error for _, error in refused + silent]
             if not errors:
-                raise PeerUnreachable("router", "no instance is there")
+                raise self._nobody()
             # what an instance says that was awake is about the weights
             raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
         for instance, error in refused + silent if drops else ():
@@ -448,6 +449,12 @@ class ControlPlane:
             elif not isinstance(error, UpdateUnderWay):
                 self.agreement.drop(instance, str(error))
         return took
+
+    def _nobody(self) -> FdasyncError:
+        """The error of a command that is for instances with the weights of this router, where none has them."""
+        if self._table.up():
+            return UpdateUnderWay("of another router, whose weights this one is about to adopt")
+        return PeerUnreachable("router", "no instance is there")
 
     async def relabel(self, version: Any) -> None:
         """Give the weights of all instances another label; cancelling as in `update_weights`."""
@@ -466,7 +473,7 @@ class ControlPlane:
         if failed:
             raise failed[0]
         if not answers:
-            raise PeerUnreachable("router", "no instance is there")
+            raise self._nobody()
         first = answers[0][1].held
         for instance, done in answers:
             if done.held != first:
@@ -509,29 +516,35 @@ class ControlPlane:
             self.agreement.judge_all()
 
     async def _play(self, command: Command) -> None:
-        await self._make_room(restart=command.verb == "update_weights")
-        order = next_order(self._table.weight_order, command.version)
+        latest = await self._make_room(restart=command.verb == "update_weights")
+        order = next_order(latest, command.version)
         weights_id = "" if command.part is None else secrets.token_hex(16)
         command = msgspec.structs.replace(command, order=order, weights_id=weights_id)
         took = self._success(await self._ask_all(command, self._config.command_s), drops=True)
         self._agree(command, took)
 
-    async def _make_room(self, *, restart: bool) -> None:
-        """Claim all instances. `restart`: hand-overs end, or begin again behind the update."""
+    async def _make_room(self, *, restart: bool) -> int:
+        """Claim all instances; returns the order of the latest weights among them. `restart`: hand-overs end, or begin
+        again behind the update."""
         await self.agreement.quiet(self._config.command_s)
-        await self._claim_all()
+        latest = await self._claim_all()
         if restart:
             await self._let_hand_overs_finish()
+        return latest
 
-    async def _claim_all(self) -> None:
+    async def _claim_all(self) -> int:
         """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
-        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none."""
+        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none.
+
+        Returns the order of the latest weights or label: this router may not have heard yet of what another one brought
+        a moment ago."""
         config = self._config
         command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
         claimed: list[InstanceHandle] = []
+        latest = self._table.weight_order
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
-                await self.one(instance, command, config.command_s)
+                done = await self.one(instance, command, config.command_s)
             except UpdateUnderWay:
                 for other in claimed:
                     with contextlib.suppress(FdasyncError):
@@ -541,6 +554,8 @@ class ControlPlane:
                 # the instance is gone, or will not take the update either
                 continue
             claimed.append(instance)
+            latest = max(latest, done.weight_order)
+        return latest
 
     async def _let_hand_overs_finish(self) -> None:
         """Wait for hand-offs. Those of paused instances cannot finish: they begin again at once."""

@@ -137,6 +137,7 @@ class Router(Generator):
         self._links: Links | None = None
         self._started = self._closed = False
         self._home: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -242,17 +243,25 @@ class Router(Generator):
     async def aclose(self) -> None:
         """Abort live requests, which end with their output so far, and hang up; idempotent. Instances have a second to
         say what only they know of it, as rows; without it a request that has tokens ends with InstanceLost, which has
-        the output."""
-        if self._closed:
-            return
-        check_loop(self._home, "router")
-        self._closed = True
-        if self._links is not None:
-            try:
-                await self.dispatch.aclose(_LAST_WORD_S)
-                await self.commands.aclose()
-            finally:
-                await self._links.aclose()
+        the output. A caller that is cancelled leaves the closing to go on."""
+        if self._closing is None:
+            check_loop(self._home, "router")
+            self._closed = True
+            if self._links is None:
+                return
+            self._closing = self._loop.create_task(self._close(self._links), name="fdasync-close")
+        if not self._closing.done():
+            check_loop(self._home, "router")
+            # bounded by the limits of what it closes
+            await asyncio.wait([self._closing])
+        self._closing.result()  # of a task that is done
+
+    async def _close(self, links: Links) -> None:
+        try:
+            await self.dispatch.aclose(_LAST_WORD_S)
+            await self.commands.aclose()
+        finally:
+            await links.aclose()
 
     def _check_open(self) -> None:
         check_loop(self._home, "router")

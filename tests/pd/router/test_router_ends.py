@@ -14,7 +14,7 @@ from fdasync import Instance, Router, RouterConfig, SamplingParams
 from fdasync.errors import InstanceLost
 from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config
-from fdasync.testing.sim.network import SimNetwork
+from fdasync.testing.sim.network import NetworkConditions, SimNetwork
 from fdasync.testing.sim.transport import SimFabric, SimTransport
 from tests.support.broadcast_runner import runner_of
 from tests.support.router_scene import in_scene, settle
@@ -133,6 +133,22 @@ def test_a_group_that_is_handed_over_in_part_ends_as_others_do(end: str, later_s
 
     with no_leaks():
         run_sim(play())
+
+
+def test_one_that_ends_while_a_sample_is_being_read_loses_nothing() -> None:
+    async def play(later_s: float) -> None:
+        async with partly_handed_over() as (scene, stream):
+            # the prefill side's word of the end comes long after it
+            scene.network.conditions = NetworkConditions(delay_s=(0.1, 0.1))
+            await asyncio.sleep(later_s)
+            await scene.prefill.engine.pause("abort")
+            await stream.finished()
+            scene.check(stream, "abort")
+
+    with no_leaks():
+        # in some of these a sample is on its way
+        for step in range(10):
+            run_sim(play(step * 0.06))
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])

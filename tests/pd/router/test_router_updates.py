@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,15 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, PeerBusy, UpdateUnderWay, WeightsDiffer, WeightsRejected
+from fdasync.errors import (
+    BadInput,
+    EngineClosed,
+    InstanceLost,
+    PeerBusy,
+    UpdateUnderWay,
+    WeightsDiffer,
+    WeightsRejected,
+)
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.instances import InstanceHandle
 from fdasync.runner.synthetic import WEIGHTS_FILE
@@ -202,7 +211,104 @@ async def test_closing_ends_an_update_and_whoever_waits_for_it(scene):
         await update
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.5])
+def test_a_caller_that_is_cancelled_leaves_the_closing_to_go_on(after_s: float) -> None:
+    async def play() -> None:
+        async with scene("m0") as made:
+            made.m0.answers = lambda submit: made.m0.tokens(submit.request, 7)
+            made.m0.obeys = None
+            request = asyncio.ensure_future(made.router.complete(PROMPT))
+            await settle()
+            update = asyncio.ensure_future(made.router.update_weights(1, "/w"))
+            await settle()
+            closing = asyncio.ensure_future(made.router.aclose())
+            await asyncio.sleep(after_s)
+            closing.cancel()
+            await asyncio.sleep(0)
+            # whoever closes it once more waits until it is closed
+            await made.router.aclose()
+            with pytest.raises(EngineClosed):
+                await update
+            with pytest.raises(InstanceLost):
+                await request
+
+    run_sim(play())
+
+
+@pytest.mark.parametrize("first", ["abandon", "end", "part"])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_one_that_ends_meanwhile_needs_no_abandoning(first, cancelled):
+    async def play() -> None:
+        logged = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        async with scene("m0") as made:
+            router = made.router
+            await router.begin_weight_update()
+            if first == "part":
+                made.m0.obeys = lambda command: done(command.number, "WeightsRejected", "bad", NAMESPACE)
+            calls = {
+                "abandon": router.abandon_weight_update,
+                "end": router.end_weight_update,
+                "part": lambda: router.update_weights(None, part()),
+            }
+            one = asyncio.ensure_future(calls[first]())
+            later = [asyncio.ensure_future(router.abandon_weight_update()) for _ in range(2)]
+            end = asyncio.ensure_future(router.end_weight_update())
+            await asyncio.sleep(0)
+            if cancelled:
+                end.cancel()
+            outcomes = await asyncio.gather(one, *later, end, return_exceptions=True)
+            assert isinstance(outcomes[0], WeightsRejected) if first == "part" else outcomes[0] is None
+            assert outcomes[1:3] == [None, None]
+            assert isinstance(outcomes[3], asyncio.CancelledError if cancelled else (BadInput, WeightsRejected))
+            await settle()
+            assert not router.commands.is_updating
+        gc.collect()
+        assert logged == []
+
+    run_sim(play())
+
+
 # -- two routers
+
+
+@in_scene("m0")
+async def test_a_label_for_weights_that_another_router_has_just_brought_says_so(scene):
+    def claimed(command):
+        # its word of the new weights comes before its answer
+        scene.m0.router.send(kv_batch(OTHER, 7, True, (), ()))
+        return done(command.number, "", "", OTHER, 7)
+
+    scene.m0.claims = claimed
+    with pytest.raises(UpdateUnderWay, match="of another router, whose weights this one is about to adopt"):
+        await scene.router.set_weight_version(9)
+    scene.m0.claims = lambda command: Done(command.number)
+    await settle()
+    # it has adopted them
+    scene.m0.obeys = lambda command: Done(command.number, "", "", OTHER, command.version, command.order)
+    await scene.router.set_weight_version(9)
+    assert {one.weight_version for one in scene.router.stats().instances} == {"9"}
+
+
+@pytest.mark.parametrize("kind", ["update", "label", "parts"])
+def test_what_another_router_brought_a_moment_ago_counts_as_earlier(kind):
+    async def play() -> None:
+        async with scene("m0", "m1") as made:
+            # m1 has told of it nowhere but in its answer to the claim
+            made.m1.claims = lambda command: done(command.number, "", "", OTHER, 7)
+            if kind == "update":
+                await made.router.update_weights(1, "/w")
+            elif kind == "label":
+                await made.router.set_weight_version(1)
+            else:
+                await made.router.begin_weight_update()
+                await made.router.update_weights(None, part())
+                await made.router.end_weight_update(1)
+            for script in (made.m0, made.m1):
+                last = script.commands[-1]
+                assert (last.version, last.order) == ("1", 8)
+
+    run_sim(play())
 
 
 @in_scene("m0", "m1", "m2")

@@ -285,12 +285,6 @@ class Crowd:
                 if engine.load().doing == "running":
                     return
             await asyncio.sleep(0.01)
-        if engine.state == "failed":
-            # a change whose caller has given up may be the only one that met the failure
-            try:
-                engine.load()
-            except EngineFailed as error:
-                self._saw(error)
 
 
 def check_chosen(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed
 from fdasync.ipc.deadlines import Within
+from fdasync.ipc.futures import fail
 
 if TYPE_CHECKING:
     from fdasync.errors import FdasyncError
@@ -57,14 +58,15 @@ class PartUpdate:
             raise DeadlineExceeded("the next part of an update", limit_s) from None
 
     def end(self, error: FdasyncError | None) -> None:
-        """The task has ended: answer the calls that are left."""
+        """The task has ended: answer the calls that are left. One that was to abandon the update has nothing to do."""
         self._ended = error or BadInput("end_weight_update", "no update is open", hint="it has ended")
         if not self.begun.done():
-            self.begun.set_exception(error or EngineClosed("closed"))
+            fail(self.begun, error or EngineClosed("closed"))
         while not self._calls.empty():
-            _, answer = self._calls.get_nowait()
-            if not answer.done():
-                answer.set_exception(self._ended)
-        for future in (self.begun,):
-            # counts as read: its caller may be gone
-            _ = future.cancelled() or future.exception()
+            command, answer = self._calls.get_nowait()
+            if answer.done():
+                continue
+            if command.verb == "abandon_update":
+                answer.set_result(None)
+            else:
+                fail(answer, self._ended)

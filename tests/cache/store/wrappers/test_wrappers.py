@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import get_args
 
@@ -132,7 +133,9 @@ def test_everything_is_delegated(wrap):
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 @pytest.mark.parametrize(
-    "line", [ValueError("oops"), [], [DONE], ["done", "done"], None, 3], ids=["raises", "0", "1", "text", "none", "int"]
+    "line",
+    [ValueError("oops"), asyncio.CancelledError(), [], [DONE], ["done", "done"], None, 3],
+    ids=["raises", "cancels", "0", "1", "text", "none", "int"],
 )
 def test_what_breaks_the_contract_is_unavailable(wrap, line):
     async def play():
@@ -140,7 +143,7 @@ def test_what_breaks_the_contract_is_unavailable(wrap, line):
         async with opened(store):
             with pytest.raises(StoreUnavailable, match="scripted: put broke the contract") as found:
                 await store.put([item("a", 5), item("b", 5)])
-            assert found.value.__cause__ is (line if isinstance(line, Exception) else None)
+            assert found.value.__cause__ is (line if isinstance(line, BaseException) else None)
 
     run_sim(play())
 
