@@ -77,7 +77,7 @@ def finish_of(sample: Sample, max_tokens: int) -> dict[str, Any]:
     """How a sample ended. A deadline is an abort: SGLang's clients know no deadline."""
     reason = sample.finish_reason
     if reason == "stop":
-        return {"type": "stop", "matched": sample.stop_token_id}
+        return {"type": "stop", "matched": sample.stop_reason}
     if reason == "length":
         return {"type": "length", "length": max_tokens}
     words = "the deadline passed" if reason == "deadline" else "aborted"
