@@ -151,6 +151,10 @@ def test_a_call_without_arguments_has_none_however_that_is_said(none):
         assert call["function"] == {"name": "f", "arguments": {}}
 
 
+def test_a_choice_without_a_type_is_the_model_s():
+    assert [blocks_of_messages.tool_choice_of(choice) for choice in ({}, {"type": None})] == ["auto", "auto"]
+
+
 def test_roles_may_be_in_capitals():
     turns = [{"role": "USER", "content": "a"}, {"role": "Assistant", "content": [{"type": "text", "text": "b"}]}]
     assert [message["role"] for message in of_blocks("", turns)] == ["user", "assistant"]

@@ -103,7 +103,7 @@ def tools_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def tool_choice_of(choice: dict[str, Any]) -> Any:
     """The tool choice of a chat. Raises Refused (400)."""
-    kind = choice.get("type", "auto")
+    kind = "auto" if choice.get("type") is None else choice["type"]
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
