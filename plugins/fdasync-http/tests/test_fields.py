@@ -74,6 +74,7 @@ def test_null_is_the_default_at_each_level():
     assert read({"own": None, "inner": None, "said": None, "not_this": None, "other": None}) == (Body(), [])
     assert read({"inner": {"count": None}}) == (Body(), [])
     assert read({"inner": [{"count": None}, {"count": 2}]})[0].inner == [Inner(), Inner(2)]
+    assert read({"inner": [None, {"count": 2}]})[0].inner == [Inner(), Inner(2)]
     # one that means something of its own
     assert read({"kept": None})[0].kept is None
     assert read({})[0].kept == 128

@@ -232,3 +232,23 @@ async def test_a_chat_and_other_dialects_leave_them_out_too(in_prompt):
     )
     rows_fit(told.json()["meta_info"])
     assert told.json()["meta_info"]["routed_experts"]
+
+
+@pytest.mark.parametrize("form", ["whole", "stream n"])
+@pytest.mark.parametrize("start", [0, 3])
+async def test_scores_of_a_part_of_a_prompt_stand_beside_its_own_tokens(in_prompt, form, start):
+    scene, ask = in_prompt
+    body = {
+        "input_ids": LONG, "sampling_params": {"max_new_tokens": 9, "n": 2 if "n" in form.split() else 1},
+        "return_logprob": True, "logprob_start_len": start, "stream": "stream" in form,
+    }  # fmt: skip
+    response = await ask("/generate", **body)
+    ends = events_of(response) if "stream" in form else [response.json()]
+    body |= {"sampling_params": {"max_new_tokens": 0}, "stream": False}
+    whole = (await post(scene, "/generate", **body)).json()["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in whole] == LONG[start:]
+    for end in ends:
+        assert end["meta_info"]["finish_reason"]["type"] == "abort"
+        scored = end["meta_info"]["input_token_logprobs"]
+        assert 1 < len(scored) < len(whole)
+        assert scored == whole[: len(scored)]

@@ -159,5 +159,9 @@ def check_text_size(field: str, text: str, front: Front) -> None:
 async def read_json(request: Request, kind: type[T], config: HttpConfig) -> T:
     """The body of a request as a `kind`; an empty body counts as `{}`. Fields that change nothing are counted. Raises
     Refused."""
-    ignore: Ignore = request.scope.get(IGNORED) or (lambda _: None)
-    return decode(await read_body(request, config) or b"{}", kind, config, ignore)
+    return decode_of(request, await read_body(request, config) or b"{}", kind, config)
+
+
+def decode_of(request: Request, body: bytes, kind: type[T], config: HttpConfig) -> T:
+    """The body of a request, which was read, as a `kind`. Fields that change nothing are counted. Raises Refused."""
+    return decode(body, kind, config, request.scope.get(IGNORED) or (lambda _: None))

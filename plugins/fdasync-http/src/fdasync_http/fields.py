@@ -161,6 +161,9 @@ def _inner(kind: type[Any], value: msgspec.Raw, ignore: Ignore, field: str) -> A
     if _begins(value, b"["):
         values = msgspec.json.decode(value, type=list[msgspec.Raw])
         return [_inner(kind, one, ignore, f"{field}[{at}]") for at, one in enumerate(values)]
+    if _begins(value, b"null"):
+        # of a list: the object has its defaults
+        return {}
     # for its type to refuse
     return value
 

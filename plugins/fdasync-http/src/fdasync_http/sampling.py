@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from fdasync_http.fields import Described
 
-# "all" of top_k, in the words of SGLang and vLLM
-_ALL = (None, -1, 0, 1 << 30)
-
 
 def params_of(asked: Described, **decided: Any) -> SamplingParams:
     """The engine's parameters; the engine checks ranges.
@@ -64,7 +61,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
         "min_tokens", "temperature", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "n", "ignore_eos",
     ), _as_it_is),
-    "top_k": lambda value: 0 if value in _ALL else value,
+    # SGLang's and vLLM's word for all
+    "top_k": lambda value: 0 if value == -1 else value,
     "logit_bias": _clamped,
     "stop": texts_of,
     "stop_token_ids": _ids,

@@ -45,6 +45,21 @@ class Spaced:
         return Spaced(shows=True)
 
 
+class Shown:
+    """Of a tokenizer that tells its pieces: it, with special tokens shown, tells none."""
+
+    def encode(self, text):
+        return Spaced().encode(text)
+
+    def decode(self, token_ids):
+        return Spaced(shows=True).decode(token_ids)
+
+
+class ShownByAnother(Spaced):
+    def with_specials(self):
+        return Shown()
+
+
 def names_of(as_ids=False, tokenizer=None):
     return TokenNames(Front(None, HttpConfig(), tokenizer or Spaced()), as_ids=as_ids)
 
@@ -55,8 +70,9 @@ async def spaces(kind, chat_of):
         yield made
 
 
-def test_names_tell_tokens_apart():
-    names = names_of()
+@pytest.mark.parametrize("tokenizer", [Spaced(), ShownByAnother()])
+def test_names_tell_tokens_apart(tokenizer):
+    names = names_of(tokenizer=tokenizer)
     assert [names.of(token) for token in (0, 26, TAG)] == [" a", "a", "<tag>"]
     assert [names.of(token) for token in range(BYTES, BYTES + 4)] == [
         r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80",

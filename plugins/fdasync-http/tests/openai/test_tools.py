@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from fdasync_http.failures import Refused
+from fdasync_http.openai.chat import tools_of
 from fdasync_http.openai.declared import DeclaredReader
 from fdasync_http.openai.tools import Said, TagReader, shows_tags
+from fdasync_http.openai.types import ChatBody
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError
@@ -231,3 +234,11 @@ def test_a_call_is_given_once_it_is_whole():
     assert [len(one.calls) for one in said] == [0] * 5 + [1, 0, 0]
     said.append(reader.end("", ()))
     assert joined(said)[2] == [("f", '{"x":"yyyyy"}'), ("g", "{}")]
+
+
+@pytest.mark.parametrize("more", [{}, {"type": None}, {"type": "function"}])
+def test_a_tool_is_a_function_unless_it_says_else(more):
+    tools = [{"function": {"name": "look", "parameters": None}, **more}]
+    assert tools_of(ChatBody(messages=[], tools=tools)) == tools
+    with pytest.raises(Refused, match=r"tools\[0\].type: 'browser' is not served"):
+        tools_of(ChatBody(messages=[], tools=[{**tools[0], "type": "browser"}]))

@@ -142,6 +142,25 @@ def test_arguments_that_are_no_object_stand_in_one(arguments):
     assert block["content_block"]["input"] == {}
 
 
+@pytest.mark.parametrize("none", [None, "", " \n", "null", "{}", {}])
+def test_a_call_without_arguments_has_none_however_that_is_said(none):
+    items = [{"type": "function_call", "call_id": "1", "name": "f", "arguments": none}]
+    blocks = [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": none}]}]
+    for messages in (of_items(None, items), of_blocks("", blocks), of_items(None, [{**items[0], "arguments": "{}"}])):
+        ((call,),) = (message["tool_calls"] for message in messages)
+        assert call["function"] == {"name": "f", "arguments": {}}
+
+
+def test_a_choice_without_a_type_is_the_model_s():
+    assert [blocks_of_messages.tool_choice_of(choice) for choice in ({}, {"type": None})] == ["auto", "auto"]
+
+
+def test_roles_may_be_in_capitals():
+    turns = [{"role": "USER", "content": "a"}, {"role": "Assistant", "content": [{"type": "text", "text": "b"}]}]
+    assert [message["role"] for message in of_blocks("", turns)] == ["user", "assistant"]
+    assert [message["role"] for message in of_items(None, turns)] == ["user", "assistant"]
+
+
 KEYS = st.sampled_from([
     "type", "role", "content", "text", "name", "call_id", "id", "input", "arguments", "output", "tool_use_id",
     "thinking", "summary", "encrypted_content", "parameters", "input_schema", "schema", "refusal",

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 from fdasync_http.application import app
 from fdasync_http.config import HttpConfig
+from fdasync_http.front import Front
 
 from fdasync import Engine, SamplingParams
 from fdasync.testing import synthetic_config, until
@@ -305,3 +306,19 @@ async def test_a_name_ends_its_own_requests_and_no_others(scene):
     assert scene.generator.load().live == 1
     await post(scene, "/abort_request", {"rid": "job_", "prefix": True})
     assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_the_name_of_a_list_is_forgotten_with_its_last_list():
+    front = Front(None, HttpConfig(), None)
+
+    def named():
+        return {name: sorted(names) for name, names in front.groups.items()}
+
+    with front.group("job", ["job_0", None, "job_1"]):
+        with front.group("job", ["job_0"]), front.group(None, ["other"]):
+            assert named() == {"job": ["job_0", "job_0", "job_1"]}
+        assert named() == {"job": ["job_0", "job_1"]}
+        with pytest.raises(ZeroDivisionError), front.group("job", ["job_2"]):
+            raise ZeroDivisionError
+        assert named() == {"job": ["job_0", "job_1"]}
+    assert front.groups == {}

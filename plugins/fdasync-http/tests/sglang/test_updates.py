@@ -153,3 +153,47 @@ async def test_the_checker_tells_whether_an_update_brought_the_weights_of_before
     await check("checksum", 409)
     await post(scene, "/wake_up")
     assert (await ask(scene)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"json": {"weight_dir": "/elsewhere"}},
+        {"json": {"update_info": {"weight_dir": "/elsewhere"}}},
+        {"json": {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "group_name": "g"}}},
+        {"json": {"update_info": {"names": ["w"], "colour": "red"}}},
+        {"json": {"colour": "red"}},
+        {"content": b"{"},
+    ],
+    ids=["folder", "folder inside", "group", "key inside", "key", "no json"],
+)
+async def test_an_update_that_was_refused_is_not_finished(scene, body):
+    """TRL reads no status of these calls: its requests tell it."""
+    await post(scene, "/start_weight_update")
+    assert (await scene.client.post("/update_weights", **body)).status_code == 400
+    # a router hears it from its instances
+    await until(lambda: scene.generator.load().doing == "running")
+    assert (await post(scene, "/finish_weight_update", status=400))["error"]["code"] == "unfinished"
+    assert "an update was refused" in (await ask_vllm(scene)).json()["error"]["message"]
+    assert (await scene.client.get("/health")).status_code == 503
+    await post(scene, "/update_weights", {"weight_dir": str(scene.new_weights("step-1", 77))})
+    assert (await ask_vllm(scene)).status_code == 200
+
+
+async def test_keys_of_calls_for_weights_that_change_nothing_are_counted(scene):
+    tensors = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "flush_cache": True, "selector": "all"}
+    await post(scene, "/update_weights_from_distributed", {**tensors, "torch_empty_cache": False}, 400)
+    await post(scene, "/begin_weight_update", {"selector": "all"})
+    await post(scene, "/update_weights", {"packed_num_buffers": 2, "version": 3}, 400)
+    await post(scene, "/end_weight_update", {"selector": "all"}, 400)
+    await post(scene, "/weights_checker", {"action": "compare", "allow_quant_error": False, "selector": "all"}, 400)
+    info = {"local_checkpoint_dir": "a", "packed": False, "base_model_path": "b"}
+    await post(scene, "/init_weight_transfer_engine", {"init_info": info}, 400)
+    assert (await scene.client.get("/server_info")).json()["ignored_fields"] == {
+        "/update_weights_from_distributed": {"flush_cache": 1, "selector": 1, "torch_empty_cache": 1},
+        "/begin_weight_update": {"selector": 1},
+        "/update_weights": {"packed_num_buffers": 1, "version": 1},
+        "/end_weight_update": {"selector": 1},
+        "/weights_checker": {"allow_quant_error": 1, "selector": 1},
+        "/init_weight_transfer_engine": {"init_info.packed": 1, "init_info.base_model_path": 1},
+    }

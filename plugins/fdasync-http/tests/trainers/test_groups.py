@@ -326,5 +326,7 @@ async def test_what_does_not_fit_is_400_and_changes_nothing(tmp_path: Path, chan
             answer = await client.post("/update_weights_from_distributed", json=body)
             assert answer.status_code == 400
             assert word in answer.json()["message"]
-        result = await asyncio.wait_for(engine.complete(PROMPT, SamplingParams(max_tokens=2)), 300)
+        result = await asyncio.wait_for(
+            engine.complete(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True, seed=0)), 300
+        )
         assert len(result.samples[0].token_ids) == 2

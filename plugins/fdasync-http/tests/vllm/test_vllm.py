@@ -262,3 +262,24 @@ async def test_a_reset_that_pauses_ends_no_pause_of_another_client(scene_of, mod
         await scene.client.post("/resume")
         choice = (await call).json()["choices"][0]
         assert choice["finish_reason"] == ("abort" if mode == "abort" else "length")
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_reset_ends_no_pause_that_is_on_its_way(scene_of, mode):
+    body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 200, "ignore_eos": True}}
+    async with scene_of(held=True) as scene:
+        scene.steps.hold()
+        call = asyncio.ensure_future(scene.client.post("/inference/v1/generate", json=body))
+        await until(lambda: scene.generator.load().running == 1)
+        pause = asyncio.ensure_future(scene.client.post(f"/pause?mode={mode}&clear_cache=false"))
+        # the pause waits for a step, and the reset for nothing
+        await until(lambda: scene.generator.stats().scheduler.paused)
+        assert not scene.generator.load().paused
+        reset = asyncio.ensure_future(scene.client.post("/reset_prefix_cache?reset_running_requests=true"))
+        await until(reset.done)
+        assert not pause.done()
+        scene.steps.release()
+        assert (await reset).status_code == (await pause).status_code == 200
+        assert (await scene.client.get("/is_paused")).json()["is_paused"]
+        await scene.client.post("/resume")
+        assert (await call).json()["choices"][0]["finish_reason"] == ("abort" if mode == "abort" else "length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdasync_http.openai.messages import arguments_of
 from fdasync_http.translated.conversation import Conversation
 from fdasync_http.translated.fields import unserved, wrong
 
@@ -20,8 +21,9 @@ def messages_of(system: str | list[dict[str, Any]], given: list[dict[str, Any]])
     for number, message in enumerate(given):
         field = f"messages[{number}]"
         role, content = message.get("role"), message.get("content")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role.lower() not in _ROLES:
             raise wrong(f"{field}.role", f"is {role!r:.100}; there are {', '.join(_ROLES)}")
+        role = role.lower()
         if isinstance(content, str):
             made.say(role, [content])
             continue
@@ -54,9 +56,7 @@ def _put(made: Conversation, field: str, role: str, block: Any) -> None:
     elif role == "assistant" and kind == "thinking":
         made.think(_text(field, block, "thinking"))
     elif role == "assistant" and kind == "tool_use":
-        arguments = block.get("input")
-        if not isinstance(arguments, dict):
-            raise wrong(f"{field}.input", "is no object")
+        arguments = arguments_of(f"{field}.input", block.get("input"))
         made.call(_text(field, block, "id"), _text(field, block, "name"), arguments)
     elif role == "user" and kind == "tool_result":
         # templates have no place for a failure of its own: the content tells it
@@ -103,7 +103,7 @@ def tools_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def tool_choice_of(choice: dict[str, Any]) -> Any:
     """The tool choice of a chat. Raises Refused (400)."""
-    kind = choice.get("type", "auto")
+    kind = "auto" if choice.get("type") is None else choice["type"]
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:

@@ -107,7 +107,7 @@ def room_of(front: Front, prompt: list[int]) -> int:
 def tools_of(body: ChatBody) -> list[dict[str, Any]]:
     """The tools that the model may call. Raises Refused (400)."""
     for at, tool in enumerate(converted(msgspec.json.encode(body.tools), list[Tool], "tools")):
-        if tool.type != "function":
+        if tool.type not in (None, "function"):
             field = f"tools[{at}].type"
             raise Refused(400, f"{field}: {tool.type!r:.100} is not served; give functions", param=field)
     return [] if body.tool_choice == "none" else body.tools

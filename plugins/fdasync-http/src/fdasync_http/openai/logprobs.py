@@ -45,8 +45,9 @@ class TokenNames:
             self._kinds = TokenKinds(own)
             shown: Tokenizer = own.with_specials() if isinstance(own, WithSpecials) else own
             self._decode = shown.decode
-            if isinstance(shown, WithPieces):
-                self._piece = shown.piece
+            # which has the text of special tokens by itself
+            if isinstance(own, WithPieces):
+                self._piece = own.piece
         self._pieces: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> str:

@@ -1,7 +1,8 @@
 """Messages as OpenAI's clients send them, and as chat templates read them. Pure, but for the template itself.
 
 Templates read content as one text, and arguments of earlier tool calls as an object; clients send parts of text, and
-arguments as JSON text. Called by `chat.py` and `tokenize.py`.
+arguments as JSON text. Called by `chat.py`, `tokenize.py` and dialects that are
+translated into chats.
 """
 
 from __future__ import annotations
@@ -106,7 +107,13 @@ def _call_of(field: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, f"{field}.function has no name", param=field, code="bad_input")
-    arguments: Any = function.get("arguments")
+    arguments = arguments_of(f"{field}.function.arguments", function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(field: str, given: Any) -> dict[str, Any]:
+    """Arguments of a call, which are an object, JSON text of one, or none. Raises Refused, which names the field."""
+    arguments = given
     if isinstance(arguments, str):
         try:
             # clients say in many ways that there are none
@@ -116,6 +123,5 @@ def _call_of(field: str, call: Any) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        field = f"{field}.function.arguments"
         raise Refused(400, f"{field} is no JSON object", param=field, code="bad_input")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return arguments

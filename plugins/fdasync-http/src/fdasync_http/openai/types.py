@@ -122,12 +122,12 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `tools`.
 
     Attributes:
-        type: the one kind there is.
+        type: "function", the one kind there is, or None.
         function: see there.
     """
 
     function: ToolFunction
-    type: str = "function"
+    type: str | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):

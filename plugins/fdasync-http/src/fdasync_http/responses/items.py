@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from fdasync_http.openai.messages import arguments_of
 from fdasync_http.translated.conversation import Conversation
 from fdasync_http.translated.fields import unserved, wrong
 
@@ -39,7 +38,8 @@ def _put(made: Conversation, field: str, item: dict[str, Any]) -> None:
             raise wrong(f"{field}.role", f"is {role!r:.100}; there are {', '.join(_ROLES)}")
         made.say(_ROLES[role.lower()], _texts_of(f"{field}.content", item.get("content")))
     elif kind == "function_call":
-        made.call(_text(field, item, "call_id"), _text(field, item, "name"), _arguments_of(field, item))
+        arguments = arguments_of(f"{field}.arguments", item.get("arguments"))
+        made.call(_text(field, item, "call_id"), _text(field, item, "name"), arguments)
     elif kind == "function_call_output":
         made.result(_text(field, item, "call_id"), _texts_of(f"{field}.output", item.get("output")))
     elif kind == "reasoning":
@@ -56,18 +56,6 @@ def _text(field: str, item: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise wrong(f"{field}.{name}", "is missing, or no text")
     return value
-
-
-def _arguments_of(field: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Arguments, which are JSON text; blank: there are none."""
-    text = item.get("arguments") or "{}"
-    try:
-        arguments = msgspec.json.decode(text) if isinstance(text, str) and text.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    if not isinstance(text, str) or not isinstance(arguments, dict):
-        raise wrong(f"{field}.arguments", "is no JSON object")
-    return arguments
 
 
 def _texts_of(field: str, content: Any) -> list[str]:

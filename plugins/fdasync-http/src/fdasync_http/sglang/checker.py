@@ -7,13 +7,14 @@ trainer's own. Called by `application.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
 from fdasync.errors import ConfigError, FdasyncError
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused, refused_of
+from fdasync_http.fields import Table, ignored
 from fdasync_http.sglang.control import SGLangBody, reply
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ class CheckBody(SGLangBody):
         action: "checksum": tell the fingerprint. "snapshot": keep it. "compare": with the one that was kept.
             "reset_tensors" is refused.
         skip_tensor_list: tensors that do not count; only none is served.
-        allow_quant_error, selector: Miles'; they change nothing: all bytes of all weights count.
     """
+
+    RULES: ClassVar[Table] = {
+        **SGLangBody.RULES,
+        **ignored("all bytes of all weights count", "allow_quant_error", "selector"),
+    }
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     skip_tensor_list: list[str] | None = None
-    allow_quant_error: Any = None
-    selector: Any = None
 
 
 class Checked(msgspec.Struct, frozen=True, omit_defaults=True):

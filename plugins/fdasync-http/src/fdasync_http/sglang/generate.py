@@ -200,7 +200,7 @@ def _payload(
     if asked.body.return_logprob:
         # a sample that ended before its first token has none
         meta.setdefault("output_token_logprobs", [])
-    meta.update(prompt_meta_of(result, names))
+    meta.update(prompt_meta_of(result, asked.params.prompt_logprobs_start, names))
     parts: list[Part] = []
     if asked.body.return_routed_experts:
         put_rows(sample, asked.body.routed_experts_start_len, meta, parts, front.num_hidden_layers)

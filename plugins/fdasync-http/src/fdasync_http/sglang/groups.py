@@ -8,14 +8,15 @@ broadcast each. What a path says twice does no harm, but for a second update whi
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
 from fdasync import GroupTensors, TensorMeta, WeightsGroup
 from fdasync.errors import FdasyncError, UpdateUnderWay
-from fdasync_http.bodies import decode, read_body, read_json
+from fdasync_http.bodies import decode, decode_of, read_body, read_json
 from fdasync_http.failures import Refused, refused_of
+from fdasync_http.fields import Table, ignored
 from fdasync_http.replies import whole
 from fdasync_http.sglang.control import SGLangBody, Updated, reply
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 _NAME = "weight_update_group"
+# SGLang's of modules, and Miles' of models ("all", "target")
+_SELECTED: Table = {**SGLangBody.RULES, **ignored("the names of tensors say it", "selector")}
 
 
 class JoinBody(SGLangBody):
@@ -128,9 +131,13 @@ class ReceiveBody(SGLangBody):
         abort_all_requests: requests that run end; else they go on, on the KV that they have.
         expected_weights_id: as of `/update_weights_from_disk`; not of a part of an update.
         bucket_nbytes, checksum: as in `fdasync.GroupTensors`, for senders of `fdasync_transformers`.
-        flush_cache, torch_empty_cache: SGLang's; they change nothing.
-        selector: Miles', of the models whose tensors come ("all", "target"); the names say it, so it changes nothing.
     """
+
+    RULES: ClassVar[Table] = {
+        **_SELECTED,
+        **ignored("cached blocks of other weights match nothing", "flush_cache"),
+        **ignored("memory is the engine's own matter", "torch_empty_cache"),
+    }
 
     names: list[str]
     dtypes: list[str]
@@ -142,9 +149,6 @@ class ReceiveBody(SGLangBody):
     expected_weights_id: str | None = None
     bucket_nbytes: int = 0
     checksum: bool = False
-    flush_cache: Any = None
-    torch_empty_cache: Any = None
-    selector: Any = None
 
 
 class _Named(msgspec.Struct):
@@ -154,12 +158,12 @@ class _Named(msgspec.Struct):
 
 
 @asynccontextmanager
-async def of_group(front: Front, name: str) -> AsyncIterator[None]:
-    """Around an update by a group. Where it is refused, what began ends: an open update in parts, and the group, in
-    whose broadcasts the trainer waits for the ranks here. A second update while one is under way ends nothing.
+async def ends_if_refused(front: Front, name: str) -> AsyncIterator[None]:
+    """Around an update. Where it is refused, what began ends: an open update in parts, and the group, in whose
+    broadcasts the trainer waits for the ranks here. A second update while one is under way ends nothing.
 
     Args:
-        name: of the group; "": none.
+        name: of the group; "": there is none, or the update is of no group.
     """
     try:
         yield
@@ -200,11 +204,11 @@ async def update_weights_from_distributed(request: Request, front: Front) -> Res
     sent = await read_body(request, front.config) or b"{}"
 
     group = group_in(sent, front)
-    async with of_group(front, group):
-        body = decode(sent, ReceiveBody, front.config)
+    async with ends_if_refused(front, group):
+        body = decode_of(request, sent, ReceiveBody, front.config)
 
     async def receive() -> None:
-        async with of_group(front, group):
+        async with ends_if_refused(front, group):
             await _receive(body, front)
         front.updates()
 
@@ -221,13 +225,9 @@ async def _receive(body: ReceiveBody, front: Front) -> None:
 
 
 class BeginBody(SGLangBody):
-    """Of `/begin_weight_update`.
+    """Of `/begin_weight_update`."""
 
-    Attributes:
-        selector: of modules, which SGLang has; it changes nothing.
-    """
-
-    selector: Any = None
+    RULES: ClassVar[Table] = _SELECTED
 
 
 async def begin_weight_update(request: Request, front: Front) -> Response:
@@ -247,12 +247,12 @@ class EndBody(SGLangBody):
     Attributes:
         weight_version: label of the weights; None: that of the last part that named one.
         expected_weights_id: as of `/update_weights_from_disk`.
-        selector: as of `/begin_weight_update`.
     """
+
+    RULES: ClassVar[Table] = _SELECTED
 
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
-    selector: Any = None
 
 
 async def end_weight_update(request: Request, front: Front) -> Response:

@@ -100,12 +100,18 @@ def top_of(top: TopLogprobs | None, names: TokenNames | None = None) -> list[Ent
     return None if top is None else logprobs_of(top.logprobs, top.token_ids, names)
 
 
-def prompt_meta_of(result: Result, names: TokenNames | None = None) -> dict[str, Any]:
-    """Log-probs of the prompt's tokens, if they were asked for; the first token of all has none."""
-    if result.prompt_logprobs is None:
+def prompt_meta_of(result: Result, start: int | None, names: TokenNames | None = None) -> dict[str, Any]:
+    """Log-probs of the prompt's tokens, if they were asked for; the first token of all has none.
+
+    Args:
+        start: position from which they were; None: they were not.
+        names: see `meta_of`.
+    """
+    if result.prompt_logprobs is None or start is None:
         return {}
     values = [None if value != value else value for value in result.prompt_logprobs.tolist()]
-    tokens = result.prompt_token_ids[len(result.prompt_token_ids) - len(values) :]
+    # of a request that was aborted, a part is scored
+    tokens = result.prompt_token_ids[start : start + len(values)]
     meta: dict[str, Any] = {"input_token_logprobs": logprobs_of(values, tokens, names)}
     if result.prompt_top_logprobs is not None:
         meta["input_top_logprobs"] = [top_of(top, names) for top in result.prompt_top_logprobs]

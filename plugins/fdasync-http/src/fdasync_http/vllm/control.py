@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from starlette.responses import Response
 
-from fdasync_http.bodies import decode, read_body, read_json
+from fdasync_http.bodies import decode, decode_of, read_body, read_json
 from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.serve import fetched
 from fdasync_http.sglang.control import reply, woken
 from fdasync_http.sglang.control import sleep as fall_asleep
-from fdasync_http.sglang.groups import of_group, tensors_of
+from fdasync_http.sglang.groups import ends_if_refused, tensors_of
 from fdasync_http.vllm.groups import STATELESS
 from fdasync_http.weights import folder_within
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from starlette.requests import Request
 
     from fdasync import GroupTensors, PauseMode
@@ -202,8 +200,8 @@ class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
 async def update_weights(request: Request, front: Front) -> Response:
     """`POST /update_weights`: requests that run go on, on the KV that they have."""
     sent = await read_body(request, front.config) or b"{}"
-    async with _by_group(sent, front):
-        body = decode(sent, UpdateBody, front.config)
+    async with ends_if_refused(front, _group_in(sent, front)):
+        body = decode_of(request, sent, UpdateBody, front.config)
         info = body.update_info or body
         await front.generator.update_weights(
             info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
@@ -216,20 +214,16 @@ class _Named(msgspec.Struct):
     """What a body that is read in vain, too, says of a group."""
 
     update_info: dict[str, Any] | None = None
-    names: Any = None
     group_name: Any = None
 
 
-def _by_group(body: bytes, front: Front) -> AbstractAsyncContextManager[None]:
-    """What is around an update: of tensors by a group, `of_group`; of a folder nothing, which nobody waits for."""
+def _group_in(body: bytes, front: Front) -> str:
+    """The name of the group that a body names, whatever else it has; "": it names none."""
     named = _Named()
     with suppress(Refused):
         named = decode(body, _Named, front.config)
-    fields = named.update_info or {"names": named.names, "group_name": named.group_name}
-    if fields.get("names") is None and fields.get("group_name") is None:
-        return nullcontext()
-    name = fields.get("group_name")
-    return of_group(front, name if isinstance(name, str) else "")
+    name = named.group_name if named.update_info is None else named.update_info.get("group_name")
+    return name if isinstance(name, str) else ""
 
 
 def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:

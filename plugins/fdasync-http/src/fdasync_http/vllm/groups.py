@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from fdasync import WeightsGroup
-from fdasync_http.bodies import decode, read_body, read_json
+from fdasync_http.bodies import decode, decode_of, read_body, read_json
 from fdasync_http.failures import Refused
+from fdasync_http.fields import Table, ignored
 from fdasync_http.replies import whole
 from fdasync_http.sglang.control import reply
 from fdasync_http.sglang.groups import backend_of, port_of
@@ -41,10 +42,15 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
         timeout_s: as of `/init_weights_update_group`; vLLM has no such field.
         local_checkpoint_dir: of SkyRL's deltas, instead of a group: folder in `pulls_root` of the checkpoint that
             `/fetch_weights` writes.
-        packed, packed_buffer_size_bytes, packed_num_buffers: of vLLM's own groups, which are refused.
-        base_model_path, cloud_download_workers, checkpoint_load_format, multi_thread_safetensors_max_workers,
-            override_existing_receiver: SkyRL's beside `local_checkpoint_dir`; they change nothing.
     """
+
+    RULES: ClassVar[Table] = {
+        **ignored("vLLM's own groups are refused", "packed", "packed_buffer_size_bytes", "packed_num_buffers"),
+        **ignored(
+            "SkyRL's, of how its own server loads", "base_model_path", "cloud_download_workers",
+            "checkpoint_load_format", "multi_thread_safetensors_max_workers", "override_existing_receiver",
+        ),
+    }  # fmt: skip
 
     master_address: str = ""
     master_port: int | str = 0
@@ -54,14 +60,6 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
     backend: str = "nccl"
     timeout_s: float | None = None
     local_checkpoint_dir: str | None = None
-    packed: Any = None
-    packed_buffer_size_bytes: Any = None
-    packed_num_buffers: Any = None
-    base_model_path: Any = None
-    cloud_download_workers: Any = None
-    checkpoint_load_format: Any = None
-    multi_thread_safetensors_max_workers: Any = None
-    override_existing_receiver: Any = None
 
 
 class _AnyInit(msgspec.Struct):
@@ -88,7 +86,7 @@ async def init_weight_transfer_engine(request: Request, front: Front) -> Respons
     if not {"group_name", "local_checkpoint_dir"} & told.keys():
         # whatever else it has: a transfer of vLLM's own
         raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
-    info = decode(body, InitBody, front.config).init_info
+    info = decode_of(request, body, InitBody, front.config).init_info
     if info.local_checkpoint_dir is not None:
         front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, "init_info.local_checkpoint_dir")
         return reply({"message": "Weight transfer initialized"})
