@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from fdasync.request import MemoryPart
 
 SLEEP, WAKE_FAILS, FOLDER_GONE = "sleep", "wake fails", "wake without folder"
-_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", "cuda_graph")
-_SOME: tuple[tuple[MemoryPart, ...], ...] = (("kv_cache",), ("weights",), ("kv_cache", "cuda_graph"))
+_GRAPHS: MemoryPart = "cuda_graph"
+_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", _GRAPHS)
+_SOME: tuple[tuple[MemoryPart, ...], ...] = (("kv_cache",), ("weights",), ("kv_cache", _GRAPHS))
 # until a fleet that was woken has no instance that sleeps: one may be stopped, or out of reach, for a while
 _AWAKE_S = 40.0
 
@@ -104,17 +105,20 @@ class SleepFaults:
         return node.is_up and node.starts == starts and node.address in up
 
     async def _wake_parts(self, members: dict[Node, int], parts: tuple[MemoryPart, ...]) -> None:
-        """All parts but one come back: the instances sleep on."""
-        order = list(parts)
+        """All parts but one come back: the instances sleep on. Graphs come back with the last of the others."""
+        order = [part for part in parts if part != _GRAPHS]
         self._rng.shuffle(order)
-        for part in order[:-1]:
+        missing = order.pop()
+        if _GRAPHS in parts:
+            order.insert(self._rng.randint(0, len(order)), _GRAPHS)
+        for part in order:
             await self._try_wake((part,))
             await asyncio.sleep(self._rng.uniform(0.0, 0.3))
-        if len(order) > 1:
+        if order:
             for node, starts in members.items():
                 probe = await node.probe()
                 if probe is not None and self._is_at_hand(node, starts) and not probe.asleep:
-                    self._notes.wrong.append(f"sleep: {node.name} is awake without {order[-1]}")
+                    self._notes.wrong.append(f"sleep: {node.name} is awake without {missing}")
 
     async def _try_wake(self, tags: tuple[MemoryPart, ...] | None = None) -> FdasyncError | None:
         try:
