@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fdasync_http import tracing
 from fdasync_http.budget import Budget
@@ -45,6 +45,44 @@ def _traced(options: GenerateOptions) -> GenerateOptions:
     return {**options, "trace": trace} if trace else options
 
 
+class LastUpdate:
+    """What came of the last update of weights, for clients that read no status of its calls.
+
+    Attributes:
+        state: "whole": none was refused since one began, or brought weights. "refused": one was. "unfinished": one
+            was, and finished all the same, so that requests would be answered from other weights than the trainer's.
+    """
+
+    def __init__(self) -> None:
+        self.state: Literal["whole", "refused", "unfinished"] = "whole"
+        self._why = ""
+
+    def begins(self) -> None:
+        """An update has begun, or brought weights: what was refused before it is over."""
+        self.state, self._why = "whole", ""
+
+    def refuse(self, why: str) -> None:
+        """It was refused; its client may not have heard."""
+        if self.state == "whole":
+            self.state, self._why = "refused", why
+
+    def finish(self) -> None:
+        """Its client says that it has ended. Raises Refused (400) where it was refused; requests are refused then."""
+        if self.state == "whole":
+            return
+        self.state = "unfinished"
+        raise self._refusal(400)
+
+    def check(self) -> None:
+        """Raises Refused (503) where it is unfinished."""
+        if self.state == "unfinished":
+            raise self._refusal(503)
+
+    def _refusal(self, status: int) -> Refused:
+        words = f"the weights are not the trainer's: an update was refused, and finished all the same: {self._why}"
+        return Refused(status, words, code="unfinished")
+
+
 class Front:
     """See the module.
 
@@ -61,9 +99,7 @@ class Front:
         snapshot: fingerprint of weights that `/weights_checker` keeps; "": it keeps none.
         pulling: held while a checkpoint is pulled.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
-        refused: why the last update by a group was refused; "": it was not, or another one has begun since.
-        unfinished: of an update that was refused and finished all the same by a client that reads no status: its
-            requests are refused for this reason, until an update begins or brings weights. "": there is none.
+        update: what came of the last update of weights.
     """
 
     def __init__(
@@ -85,14 +121,10 @@ class Front:
         self.snapshot = ""
         self.pulling = asyncio.Lock()
         self.local_checkpoint = ""
-        self.refused = self.unfinished = ""
+        self.update = LastUpdate()
         # held by a reset that pauses; and how many clients' pauses are on their way
         self._resetting = asyncio.Lock()
         self._pausing = 0
-
-    def updates(self) -> None:
-        """An update has begun, or brought weights: what was refused before it is over."""
-        self.refused = self.unfinished = ""
 
     def ignore(self, path: str, field: str) -> None:
         """Count a field of a body that changes nothing there. Clients choose the names, so only so many are kept."""
@@ -102,12 +134,11 @@ class Front:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for a request that generates. Raises Refused: 503 while the front drains and where an update is
-        `unfinished`, 429 where `max_live` requests generate."""
+        """A place for a request that generates. Raises Refused: 503 while the front drains and where the last
+        update is "unfinished", 429 where `max_live` requests generate."""
         if self.is_draining():
             raise Refused(503, "the server drains, and ends", code="draining", retry_after_s=RETRY_AFTER_S)
-        if self.unfinished:
-            raise Refused(503, self.unfinished, code="unfinished")
+        self.update.check()
         if self.live >= self.config.max_live:
             raise Refused(
                 429,

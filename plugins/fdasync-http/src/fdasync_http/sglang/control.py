@@ -220,7 +220,7 @@ async def update_weights_from_disk(request: Request, front: Front) -> Response:
         folder = folder_within(front.config, body.model_path, "model_path")
         mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
         await front.generator.update_weights(body.weight_version, folder, mode, expected=body.expected_weights_id)
-        front.updates()
+        front.update.begins()
     except (Refused, FdasyncError) as error:
         refused = refused_of(error)
         return reply(Updated(False, refused.message), refused.status)

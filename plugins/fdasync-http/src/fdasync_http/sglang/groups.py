@@ -113,7 +113,7 @@ async def destroy_weights_update_group(request: Request, front: Front) -> Respon
     body = await read_json(request, LeaveBody, front.config)
 
     async def leave() -> None:
-        front.updates()
+        front.update.begins()
         await front.generator.abandon_weight_update()
         await front.generator.leave_weights_group(body.group_name)
 
@@ -170,7 +170,7 @@ async def ends_if_refused(front: Front, name: str) -> AsyncIterator[None]:
     except UpdateUnderWay:
         raise
     except (Refused, FdasyncError) as error:
-        front.refused = refused_of(error).message
+        front.update.refuse(refused_of(error).message)
         with suppress(FdasyncError):
             await front.generator.abandon_weight_update()
             if name:
@@ -210,7 +210,7 @@ async def update_weights_from_distributed(request: Request, front: Front) -> Res
     async def receive() -> None:
         async with ends_if_refused(front, group):
             await _receive(body, front)
-        front.updates()
+        front.update.begins()
 
     return await told(receive(), front)
 
@@ -236,7 +236,7 @@ async def begin_weight_update(request: Request, front: Front) -> Response:
 
     async def begin() -> None:
         await front.generator.begin_weight_update("keep")
-        front.updates()
+        front.update.begins()
 
     return await told(begin(), front)
 

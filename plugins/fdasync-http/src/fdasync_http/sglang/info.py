@@ -102,8 +102,7 @@ _WAITS = {
 
 def _check_health(front: Front) -> Load:
     """Raise what makes requests fail; returns the load."""
-    if front.unfinished:
-        raise Refused(503, front.unfinished, code="unfinished")
+    front.update.check()
     # raises where a router has no instance any more
     front.generator.facts()
     load = front.generator.load()

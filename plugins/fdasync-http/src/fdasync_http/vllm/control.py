@@ -206,7 +206,7 @@ async def update_weights(request: Request, front: Front) -> Response:
         await front.generator.update_weights(
             info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
         )
-    front.updates()
+    front.update.begins()
     return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
 
 

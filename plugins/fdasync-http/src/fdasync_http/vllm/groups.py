@@ -123,7 +123,7 @@ async def start_weight_update(request: Request, front: Front) -> Response:
     """`POST /start_weight_update`: no step runs until `/finish_weight_update`."""
     await read_json(request, StartBody, front.config)
     await front.generator.begin_weight_update("keep")
-    front.updates()
+    front.update.begins()
     return reply({"message": "Weight update started"})
 
 
@@ -147,11 +147,8 @@ async def finish_weight_update(request: Request, front: Front) -> Response:
     the trainer's.
     """
     body = await read_json(request, FinishBody, front.config)
-    if front.refused:
-        why, front.refused = front.refused, ""
-        front.unfinished = f"the weights are not the trainer's: an update was refused, and finished all the same: {why}"
-        raise Refused(400, front.unfinished, code="unfinished")
+    front.update.finish()
     await front.generator.end_weight_update(body.weight_version, expected=body.expected_weights_id)
-    front.updates()
+    front.update.begins()
     version = front.generator.facts().weight_version
     return reply({"message": "Weight update finished", "weight_version": version})
