@@ -413,7 +413,7 @@ class Generator(Protocol):
 
         Args:
             tags: the parts to take back; None or none: all. Graphs ("cuda_graph") come back with the last part of the
-                others, whoever names them: they hold its addresses. "scheduling" names none: without memory to take
+                others, named or not: they hold its addresses. "scheduling" names none: without memory to take
                 back it ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
 
         Dropped weights that no update has brought by then are loaded once more from their folder; where they came as

@@ -185,7 +185,7 @@ class Driver:
             if self._waiters:
                 self.tell()
         except BaseException as error:
-            # whatever cut the turn short: what it did, and what it did not do, nobody knows
+            # the turn is half done, whatever cut it short: the state of the engine is not known any more
             self.broken = True
             self._bus.feed_taps(events)
             if self._trace is not None:

@@ -153,7 +153,7 @@ class Groups:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._state.joining = None
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Exception):
-            # an interrupt, which the program has got: nobody knows what the runner holds
+            # an interrupt, which has reached the program: what the runner holds is not known
             self._fail(error)
 
     async def leave(self, name: str) -> None:

@@ -127,7 +127,7 @@ class Sleep:
                 # `asyncio.run` cancels all tasks at its end: nobody knows what the runner holds
                 self._fail(TaskCancelled(task.get_name()))
         elif (error := task.exception()) is not None and not isinstance(error, Exception):
-            # an interrupt, which the program has got: nobody knows what the runner holds
+            # an interrupt, which has reached the program: what the runner holds is not known
             self._fail(error)
 
     # -- sleep --------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Sleep:
         state.moving = state.waking = True
         try:
             for part in _PARTS:
-                # whoever named them or not: nothing is missing but them, or they have to wait for what is
+                # graphs come back when nothing else is missing, named or not, and not before
                 wanted = state.released == _LAST if part in _LAST else part in tags
                 if wanted and part in state.released:
                     await self._of_runner("taking memory back", self._runtime.runner.regain_memory(part))

@@ -73,7 +73,7 @@ class UpdateTask:
                 # `asyncio.run` cancels all tasks at its end: the runner may lack whole weights
                 self._fail(TaskCancelled("fdasync-weights"))
         elif (error := task.exception()) is not None and not isinstance(error, Exception):
-            # an interrupt, which the program has got: nobody knows what the runner holds
+            # an interrupt, which has reached the program: what the runner holds is not known
             self._fail(error)
 
     async def in_time(self, what: str, work: Awaitable[T]) -> T:
