@@ -421,7 +421,7 @@ class Engine(Generator):
         return self._frontend
 
     def _check_open(self, draining_is_fine: bool = False) -> None:
-        """As `_check_alive`, for a caller, who is told of the failure."""
+        """As `_check_alive`, in a call of the program: the failure that it raises counts as seen."""
         try:
             self._check_alive(draining_is_fine)
         except EngineFailed:

@@ -499,7 +499,7 @@ class ControlPlane:
         self._update = update = Update(command, task, parts)
         self._dispatch.hold()
         self.agreement.held = True
-        # also of one that is cancelled before its first step. Whoever waits for the task hears of its end later
+        # also ends an update that is cancelled before its first step. Callers that wait for the task go on after this
         task.add_done_callback(self._ended)
         return update
 

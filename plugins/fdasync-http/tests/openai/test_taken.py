@@ -31,7 +31,7 @@ async def ignored_by(scene):
 
 
 async def test_unknown_keys_of_generate_are_ignored_counted_and_named(chat_of):
-    """As xtuner sends them; in sampling parameters a key that nobody knows could mean anything."""
+    """As xtuner sends them; in sampling parameters an unknown key could mean anything."""
     async with chat_of() as (scene, _):
         plain = BODIES[SGLANG]
         for _ in range(2):

@@ -2,7 +2,7 @@
 
     python group_ranks.py FOLDER SOCKET
 
-Whoever connects to the socket has a rank: one line of JSON in, one out; the rank ends with the connection. The tensors
+Each connection to the socket is a rank: one line of JSON in, one out; the rank ends with the connection. The tensors
 are those of the folder's safetensors file, each a broadcast.
 """
 
@@ -109,7 +109,7 @@ def main() -> None:
         if not os.fork():
             server.close()
             with suppress(OSError):
-                # whoever asked is gone
+                # the client is gone
                 serve(connection, tensors)
             os._exit(0)
         connection.close()

@@ -153,7 +153,7 @@ class ResponseEvents(Translation):
         }
 
     def _reasoning_tokens(self) -> int:
-        """Of its text, made anew: which of the tokens were of it, nobody tells."""
+        """Tokens of its text, encoded again: the engine does not tell which of the tokens were reasoning."""
         text = "".join(self._reasoning)
         return len(encoded(self._front.tokenizer, text)) if text and self._front.tokenizer is not None else 0
 

@@ -1,6 +1,6 @@
 """What a chat says, as parts that follow one another: each begins, grows and ends before the next one begins.
 
-Whole answers and streams are made by one code: a whole answer is a stream whose events nobody reads. In a whole answer
+Whole answers and streams are made by one code: a whole answer is a stream whose events are dropped. In a whole answer
 all text stands before the calls, as it does in a chat. Called by `answers.py`; dialects say what their events are.
 """
 

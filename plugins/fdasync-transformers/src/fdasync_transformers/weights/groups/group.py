@@ -61,8 +61,8 @@ def new_store(address: str, port: int, world_size: int, timeout_s: float, *, is_
 class _Broadcast:
     """One under way; without `work` once the group was left.
 
-    Whoever waits holds this and not the work, which holds the group's connections open: the frames of an error that
-    somebody keeps would hold them, too.
+    Callers that wait hold this and not the work, which holds the group's connections open: an error that is kept holds
+    the frames of its callers.
     """
 
     __slots__ = ("data", "limit_s", "work")
@@ -199,8 +199,8 @@ class JoinedGroup:
 
 
 def _met(group: WeightsGroup, interface: str, kind: str, store: Any, limit_s: float, stop: int) -> tuple[Any, str]:
-    """torch's object for the rank, and "" - or None, and why the ranks did not meet: whoever keeps an error keeps its
-    frames, which hold listeners and connections here."""
+    """torch's object for the rank, and ""; where the ranks did not meet, None, and why. It raises nothing: an error
+    that is kept keeps its frames, which hold listeners and connections here."""
     until = time.monotonic() + limit_s
     try:
         check_wanted(stop)
