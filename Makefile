@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # versions to install; /dev/null: the newest
 CONSTRAINTS ?= constraints.txt
+# of the HTTP plugin: what its tests use
+HTTP_EXTRAS ?= test,agents
 # `make test-oldest` wants the oldest Python too
 OLDEST_PYTHON ?= python3.11
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 # tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
 export PYTHONDONTWRITEBYTECODE :=
 
-OLDEST = PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt
+OLDEST = PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt HTTP_EXTRAS=test
 PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
 .DELETE_ON_ERROR:
@@ -49,7 +51,7 @@ $(STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade -c $(CONSTRAINTS) torch setuptools
-	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[$(HTTP_EXTRAS)]'
 	@$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@

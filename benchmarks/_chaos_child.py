@@ -28,7 +28,8 @@ from fdasync.pd.transfer.process.proxy import ProcessTransport
 from fdasync.testing.harness.leaks import children
 
 if TYPE_CHECKING:
-    from fdasync.pd.messages import Source
+    from fdasync.pd.link.peer import Peer
+    from fdasync.pd.messages import Command, Source
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         paused: its scheduler plans no steps.
         asleep, released: it sleeps; the parts whose memory is not there.
         dropped: a sleep has dropped its weights, and they have not come again.
+        update: label of the last update that a router has told it of, and what came of it: "" while it goes on and
+            after it succeeded, else the name of its error.
     """
 
     state: str
@@ -86,9 +89,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     asleep: bool
     released: list[str]
     dropped: bool
+    update: tuple[str, str]
 
 
-def probe(instance: Instance) -> Probe:
+def probe(instance: Probed) -> Probe:
     engine = instance.engine
     stats = engine.stats()
     scheduler_stats = stats.scheduler
@@ -142,6 +146,7 @@ def probe(instance: Instance) -> Probe:
         asleep=weights.sleeps,
         released=list(weights.released),
         dropped=weights.dropped,
+        update=instance.update,
     )
 
 
@@ -195,6 +200,7 @@ class Probed(Instance):
     spec: ChildSpec
 
     def __init__(self, config: Any, **options: Any) -> None:
+        self.update = ("", "")
         super().__init__(config, links=self.spec.links, **options)
         if self.spec.data_port:
             ProxiedTcp.port = self.spec.data_port
@@ -202,6 +208,17 @@ class Probed(Instance):
             (transport,) = self._process.transports
             # what it says of itself is all that differs
             transport.__class__ = ProxiedTcp
+
+    async def _update(self, peer: Peer, message: Command) -> None:
+        if message.verb != "update_weights":
+            await super()._update(peer, message)
+            return
+        self.update = (str(message.version), "")
+        try:
+            await super()._update(peer, message)
+        except FdasyncError as error:
+            self.update = (str(message.version), type(error).__name__)
+            raise
 
     async def start(self) -> None:
         await super().start()

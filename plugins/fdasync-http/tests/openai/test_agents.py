@@ -6,9 +6,11 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
+from anthropic import AsyncAnthropic, beta_async_tool
+
+pytest.importorskip("agents", reason="the extra `agents` is not installed: pip install 'fdasync-http[agents]'")
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool
 from agents.exceptions import ModelBehaviorError
-from anthropic import AsyncAnthropic, beta_async_tool
 
 CALL = '{"name": "look", "arguments": {"at": "home"}}'
 SHOWN = [{"function": {"name": "look"}}]

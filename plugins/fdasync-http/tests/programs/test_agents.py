@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+
+pytest.importorskip("agents", reason="the extra `agents` is not installed: pip install 'fdasync-http[agents]'")
+from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 
 pytestmark = pytest.mark.slow
 USER = {"role": "user", "content": "hi"}
