@@ -30,6 +30,12 @@ if not HAS_DRIVER:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.support.costs import Costs
+
+    config.pluginmanager.register(Costs(config), "costs")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The modules of all tests and their libraries stay until the end: the collector does not go over them, neither
