@@ -41,6 +41,8 @@ class Costs:
         self._is_worker = hasattr(config, "workerinput")
         self._began_s = time.monotonic()
         self._tests: dict[str, float] = {}
+        # in real time: what waits costs no CPU
+        self._lasted_s: dict[str, float] = defaultdict(float)
         # before the first test: imports and collecting, in each process
         self._collecting_s = [0.0]
 
@@ -62,6 +64,7 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._lasted_s[report.nodeid] += report.duration
         for name, value in report.user_properties:
             if name == _COST and isinstance(value, float):
                 self._tests[report.nodeid] = value
@@ -88,7 +91,14 @@ class Costs:
         )
         if (folder := self._folder()) is not None:
             (folder / "costs.json").write_text(
-                json.dumps({"markexpr": self._config.option.markexpr, "collecting_s": collecting_s, "tests": self._tests})
+                json.dumps(
+                    {
+                        "markexpr": self._config.option.markexpr,
+                        "collecting_s": collecting_s,
+                        "tests": self._tests,
+                        "lasted_s": self._lasted_s,
+                    }
+                )
             )
 
     def _folder(self) -> Path | None:
