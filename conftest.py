@@ -30,6 +30,10 @@ if not HAS_DRIVER:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", metavar="FILE", help="write the CPU seconds of each test to FILE, as JSON")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     from tests.support.costs import Costs
 

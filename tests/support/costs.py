@@ -1,9 +1,9 @@
 """What each test costs in CPU time, and what a run of them costs: a plugin of pytest.
 
-CPU time is that of the process that runs a test and of the children that it waited for, from its first fixture to the
-end of its last one. A run leaves a record (`RECORD`), which `tests/test_budget.py` compares with `tests/budget.toml`,
-and ends with a line: tests, seconds, the dearest. With xdist the workers measure and the controller records. Loaded by
-the root's `conftest.py`; knows no test.
+A test's CPU time is that of the process that runs it and of the children that ended meanwhile, from its first fixture
+to the end of its last one. A run ends with a line: tests, seconds, the dearest. `--costs FILE` keeps all of it;
+`tests/test_budget.py` compares the record of `make test` with `tests/budget.toml`. With xdist the workers measure and
+the controller records. The root's `conftest.py` loads it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
 
-#: in the cache of pytest
-RECORD = "fdasync/costs.json"
-_COST = "cpu_s"
+_COST, _HEAVY = "cpu_s", "heavy"
 _BEGAN = pytest.StashKey[float]()
 _DEAREST = 5
 
@@ -33,21 +30,28 @@ def cpu_s() -> float:
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
+def core_s() -> float:
+    """CPU seconds that this core takes for a fixed piece of work: how quick it is, and how disturbed."""
+    began = time.process_time()
+    sum(one * one for one in range(400_000))
+    return time.process_time() - began
+
+
 class Costs:
-    """Collects what tests of a run cost. One per process of a run; that of the controller writes the record."""
+    """Collects what tests of a run cost. One per process of a run; that of the controller records."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._is_worker = hasattr(config, "workerinput")
-        self._began_s = time.monotonic()
+        self._began = time.monotonic()
         self._tests: dict[str, float] = {}
-        # in real time: what waits costs no CPU
-        self._lasted_s: dict[str, float] = defaultdict(float)
-        # before the first test: imports and collecting, in each process
-        self._collecting_s = [0.0]
+        self._heavy: list[str] = []
+        # of each process that runs tests: CPU until its first test, and of a fixed piece of work
+        self._collecting: list[float] = []
+        self._cores: list[float] = []
 
-    def pytest_collection_finish(self) -> None:
-        self._collecting_s[0] = cpu_s()
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self._collecting.append(cpu_s())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -61,54 +65,40 @@ class Costs:
         report = yield
         if call.when == "teardown":
             report.user_properties.append((_COST, cpu_s() - item.stash[_BEGAN]))
+            report.user_properties.append((_HEAVY, item.get_closest_marker("heavy") is not None))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._lasted_s[report.nodeid] += report.duration
-        for name, value in report.user_properties:
-            if name == _COST and isinstance(value, float):
-                self._tests[report.nodeid] = value
+        found = dict(report.user_properties)
+        if isinstance(cost := found.get(_COST), float):
+            self._tests[report.nodeid] = cost
+            if found[_HEAVY]:
+                self._heavy.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._collecting:
+            self._cores.append(core_s())
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["costs"] = [self._collecting, self._cores]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._collecting_s.append(getattr(node, "workeroutput", {}).get("collecting_s", 0.0))
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._is_worker:
-            session.config.workeroutput["collecting_s"] = self._collecting_s[0]  # type: ignore[attr-defined]
+        collecting, cores = getattr(node, "workeroutput", {}).get("costs", ([], []))
+        self._collecting += collecting
+        self._cores += cores
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self._tests:
             return
-        tests_s, collecting_s = sum(self._tests.values()), sum(self._collecting_s)
-        dearest = sorted(self._tests.items(), key=lambda one: -one[1])[:_DEAREST]
-        terminalreporter.write_sep("=", "cost")
-        for name, cost in dearest:
-            terminalreporter.write_line(f"{cost:6.1f} CPU-s  {name}")
+        collecting_s = sum(self._collecting)
+        terminalreporter.write_sep("=", "dearest tests, in CPU seconds")
+        for name, cost in sorted(self._tests.items(), key=lambda one: -one[1])[:_DEAREST]:
+            terminalreporter.write_line(f"{cost:6.2f}  {name}")
         terminalreporter.write_line(
-            f"{len(self._tests)} tests in {time.monotonic() - self._began_s:.0f} s: {tests_s + collecting_s:.0f} CPU-s, "
-            f"{collecting_s:.0f} of them to import and collect in {len(self._collecting_s)} processes"
+            f"{len(self._tests)} tests in {time.monotonic() - self._began:.0f} s and "
+            f"{sum(self._tests.values()) + collecting_s:.0f} CPU-s, {collecting_s:.0f} of them for imports in "
+            f"{len(self._collecting)} processes"
         )
-        if (folder := self._folder()) is not None:
-            (folder / "costs.json").write_text(
-                json.dumps(
-                    {
-                        "markexpr": self._config.option.markexpr,
-                        "collecting_s": collecting_s,
-                        "tests": self._tests,
-                        "lasted_s": self._lasted_s,
-                    }
-                )
-            )
-
-    def _folder(self) -> Path | None:
-        cache = getattr(self._config, "cache", None)
-        return None if cache is None else cache.mkdir("fdasync")
-
-
-def by_folder(tests: dict[str, float], folders: list[str]) -> dict[str, float]:
-    """CPU seconds by the longest folder of `folders` that a test is in; "": in none."""
-    found: dict[str, float] = defaultdict(float)
-    for name, cost in tests.items():
-        found[max((one for one in folders if name.startswith(f"{one}/")), key=len, default="")] += cost
-    return found
+        if (path := self._config.option.costs) is not None:
+            record = {"tests": self._tests, "heavy": self._heavy, "collecting": self._collecting, "cores": self._cores}
+            Path(path).write_text(json.dumps(record, indent=0))
