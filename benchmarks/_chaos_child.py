@@ -92,7 +92,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     update: tuple[str, str]
 
 
-def probe(instance: Probed) -> Probe:
+def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
     engine = instance.engine
     stats = engine.stats()
     scheduler_stats = stats.scheduler
@@ -146,7 +146,7 @@ def probe(instance: Probed) -> Probe:
         asleep=weights.sleeps,
         released=list(weights.released),
         dropped=weights.dropped,
-        update=instance.update,
+        update=update,
     )
 
 
@@ -236,7 +236,7 @@ class Probed(Instance):
             if not asked:
                 loop.remove_reader(sock.fileno())
                 return
-            sock.send(msgspec.json.encode(probe(self)) + b"\n")
+            sock.send(msgspec.json.encode(probe(self, self.update)) + b"\n")
 
         loop.add_reader(sock.fileno(), answer)
 

@@ -138,6 +138,56 @@ async def test_one_whose_weights_a_sleep_dropped_is_brought_all_from_the_checkpo
 
 
 @in_scene("m0", "m1")
+async def test_those_that_cannot_load_what_a_sleep_dropped_are_brought_the_last_update(scene):
+    one, two = sleepers(scene)
+    await scene.router.update_weights(1, "/w")
+    await scene.router.sleep(2)
+    for each in (one, two):
+        each.told.clear()
+    assert await scene.router.wake() == "running"
+    assert one.told == two.told == [("wake", ()), ("update_weights", "1")]
+    assert await asks(scene) == {"m0": 2, "m1": 2}
+    assert not any(problems(scene).values())
+
+
+@pytest.mark.parametrize("error", ["", "WeightsRejected", "WeightsBroken"])
+def test_one_that_wakes_late_without_weights_is_brought_the_last_update(error):
+    @in_scene("m0", "m1")
+    async def play(scene):
+        one, two = sleepers(scene)
+        await scene.router.update_weights(1, "/w")
+        await scene.router.sleep(2)
+        cut_off(scene, "m1")
+        await settle(5.0)
+        two.late = error
+        assert await scene.router.wake() == "running"
+        two.told.clear()
+        scene.network.heal(scene.router._wire, scene.m1.wire)
+        await settle(5.0)
+        assert two.told == [("wake", ()), ("update_weights", "1")]
+        assert await asks(scene) == {"m0": 2, "m1": 2}
+        assert not any(problems(scene).values()) and dropped(scene) == {}
+
+    play()
+
+
+@in_scene("m0", "m1")
+async def test_one_that_no_update_brings_what_a_sleep_dropped_goes_on_when_it_has_loaded_it(scene):
+    one, two = sleepers(scene)
+    await scene.router.update_weights(1, "/w")
+    await scene.router.sleep(2)
+    two.late = two.refuses = "WeightsRejected"
+    with pytest.raises(WeightsRejected):
+        await scene.router.wake()
+    assert await asks(scene) == {"m0": 4, "m1": 0}
+    assert dropped(scene) == {}
+    two.late, two.lacks = "", ""
+    assert await scene.router.wake() == "running"
+    assert await asks(scene) == {"m0": 2, "m1": 2}
+    assert not any(problems(scene).values())
+
+
+@in_scene("m0", "m1")
 async def test_weights_that_came_once_are_missed_by_name_until_a_whole_update(scene):
     one, two = sleepers(scene)
     await sleep_but_one(scene)

@@ -41,6 +41,7 @@ class Sleeper:
         told: (verb, tags) of sleeps and wakes, (verb, label) of other commands.
         version: of its weights.
         fails: error of its next wake; "": it succeeds.
+        late: error of its wakes after its memory has come back; "": they succeed.
         refuses: error of updates; "": they succeed.
         deltas: versions that are deltas to the one before.
         lacks: what it does when it is awake, having no weights, so that it takes no delta; "": it has some.
@@ -50,7 +51,7 @@ class Sleeper:
         self.script = script
         self.told = []
         self.version = 0
-        self.fails = self.refuses = ""
+        self.fails = self.late = self.refuses = ""
         self.deltas = deltas
         self.lacks = ""
         self._released = set()
@@ -71,12 +72,14 @@ class Sleeper:
             error, self.fails = self.fails, ""
         elif command.verb == "wake":
             self._released -= set(command.tags or self._released)
+            error = self.late
         elif command.verb == "update_weights":
             error = "Asleep" if "weights" in self._released else self.refuses
             if self.lacks and command.order in self.deltas:
                 error = error or "WeightsRejected"
             if not error:
                 self.version, self.lacks = command.order, ""
+                self.script.namespace, self.script.version = namespace_of(self.version), self.version
         self.script.status = msgspec.structs.replace(self.script.status, state=self.state)
         reply = done(command.number, error, "no", namespace_of(self.version), self.version)
         return msgspec.structs.replace(reply, state=self.state, is_delta=self.version in self.deltas)

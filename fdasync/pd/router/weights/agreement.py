@@ -14,7 +14,8 @@ process group brought, and those beyond so many deltas, cannot be had again: an 
 the next update.
 
 An instance that sleeps has no memory for weights. It is not dropped: it is brought to the weights that it lacks once
-its memory is back (`woke`). Where they cannot be had again it waits for the next update, which mends it.
+its memory is back (`woke`), and to all of them where a sleep dropped its own and it could not load them. Where they
+cannot be had again it waits for the next update, which mends it.
 
 Instances with the same weights may have different labels, as one that was started again from the updated folder does.
 Such an instance gets the label that this router gave last.
@@ -165,9 +166,15 @@ class WeightAgreement:
         """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none to which a delta is."""
         instance.kept, instance.awaits_memory = True, awaits_memory
 
-    def woke(self, instance: InstanceHandle) -> None:
-        """It may have memory for weights again: bring it those that it lacks."""
-        if instance.awaits_memory:
+    def woke(self, instance: InstanceHandle, *, lacks_all: bool = False) -> None:
+        """It may have memory for weights again: bring it those that it lacks. `lacks_all`: a sleep dropped its weights,
+        and it did not load them again."""
+        if lacks_all and not instance.behind:
+            if self._whole and not self.held:
+                instance.behind = True
+                self.keep(instance, awaits_memory=False)
+                self._spawn(instance, self._whole)
+        elif instance.awaits_memory or (instance.kept and instance.namespace == self._table.namespace):
             instance.awaits_memory = False
             self.judge(instance)
 
@@ -328,7 +335,7 @@ class WeightAgreement:
         """Whether it came to this update, and may go on to the next. None: it refused, which it may."""
         command, last = update.command, self.last
         # a later update of this or another router ends the loop
-        while self.last is last and not (instance.namespace == self._table.namespace and self._has_label(instance)):
+        while self.last is last and not self._has_all(instance):
             left_s = max(until - self._loop.time(), 0.0)
             done, problem = None, ""
             try:
@@ -363,6 +370,11 @@ class WeightAgreement:
                 return False
             await asyncio.sleep(_AGAIN_S)
         return False
+
+    def _has_all(self, instance: InstanceHandle) -> bool:
+        """Whether it has the weights of the others, whole, under their label."""
+        is_whole = instance.doing not in ("waits_for_weights", "broken")
+        return instance.namespace == self._table.namespace and self._has_label(instance) and is_whole
 
     def _has_like(self, instance: InstanceHandle) -> bool:
         """Whether an instance of the same role takes work."""

@@ -15,7 +15,7 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
-from fdasync.errors import FdasyncError, WeightsRejected
+from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import wait_within
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.instances import farthest
@@ -33,6 +33,8 @@ _PARTS: frozenset[WakeTag] = frozenset(get_args(MemoryPart))
 _ALL: frozenset[WakeTag] = frozenset(get_args(WakeTag))
 #: why an instance gets no requests that did not wake with the others
 OWES_WAKE = "it did not wake when this router's instances were woken, and gets no requests until it has"
+# errors of a wake whose memory came back, and whose dropped weights did not
+_NOT_LOADED = ("WeightsRejected", "WeightsBroken")
 # between two tries to wake one that is there
 _FIRST_AGAIN_S, _LAST_AGAIN_S = 0.5, 8.0
 
@@ -104,7 +106,7 @@ class Wakes:
         errors = [
             error
             for instance, error in failed
-            if not (isinstance(error, WeightsRejected) and instance.doing in ("running", "paused"))
+            if not (isinstance(error, (WeightsRejected, WeightsBroken)) and instance.doing in ("running", "paused"))
         ]
         if errors:
             raise errors[0]
@@ -127,7 +129,8 @@ class Wakes:
             # the instance refused before it tried to wake
             instance.owes_wake = True
             self._again(instance)
-        self._agreement.woke(instance)
+        lacks_all = outcome.state == "waits_for_weights" or outcome.error in _NOT_LOADED
+        self._agreement.woke(instance, lacks_all=lacks_all)
         return error_of(instance, outcome) if outcome.error else None
 
     # -- instances that owe a wake --------------------------------------------------------------------

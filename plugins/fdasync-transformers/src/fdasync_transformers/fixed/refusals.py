@@ -6,7 +6,7 @@ numerics become fixed, for the circumstances of each pass when it begins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -76,6 +76,11 @@ def refuse_model(model: torch.nn.Module) -> str:
     return kind
 
 
+@torch.compiler.disable  # the compiler of some versions of torch cannot raise an error of ours
+def _refuse_compiled() -> NoReturn:
+    raise compiled()
+
+
 def compiled() -> BadInput:
     """The error about torch.compile."""
     return BadInput("model", "is compiled by torch.compile, which has other bits than a rollout", hint="run it eagerly")
@@ -138,7 +143,7 @@ def refuse_pass(kind: str, device: torch.device, parts: tuple[tuple[str, torch.n
         UnsupportedModel: a device other than a CPU or of CUDA.
     """
     if torch.compiler.is_compiling():
-        raise compiled()
+        _refuse_compiled()
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedModel(kind, f"fixed numerics of a trainer run on CPUs and CUDA devices, and it is on {device}")
     if torch.is_autocast_enabled(device.type):
