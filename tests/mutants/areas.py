@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 _PLUGIN = "plugins/fdasync-transformers/src/fdasync_transformers"
 _WEIGHTS = f"{_PLUGIN}/weights"
 #: of the plugin's folder of weights: what replaces weights in use; the rest of it loads checkpoints
-_UPDATES = [f"{_WEIGHTS}/{name}" for name in ("update.py", "named.py", "deltas/**/*.py", "kept/**/*.py", "groups/**/*.py")]
+_UPDATES = [
+    f"{_WEIGHTS}/{name}" for name in ("update.py", "named.py", "deltas/**/*.py", "kept/**/*.py", "groups/**/*.py")
+]
 
 #: area -> what is in it, and what is not although it matches
 AREAS: dict[str, tuple[list[str], list[str]]] = {
@@ -39,6 +41,7 @@ def sources(root: Path, area: str) -> list[str]:
     """Paths of the area's files, relative to `root`, sorted."""
     inside, outside = AREAS[area]
     left_out = {path for glob in outside for path in root.glob(glob)}
-    return sorted({path.relative_to(root).as_posix() for glob in inside for path in root.glob(glob)} - {
-        path.relative_to(root).as_posix() for path in left_out
-    })
+    return sorted(
+        {path.relative_to(root).as_posix() for glob in inside for path in root.glob(glob)}
+        - {path.relative_to(root).as_posix() for path in left_out}
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import warnings
 from functools import lru_cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class NotFound(Exception):
@@ -120,7 +123,6 @@ def _spans(node: ast.ExceptHandler | ast.match_case, line: int) -> bool:
 def _around(lines: list[str], line: int, count: int) -> tuple[str, str]:
     first, end = line - 1, line - 1 + count
     return lines[first - 1] if first else "", lines[end] if end < len(lines) else ""
-
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 OPERATORS = (
-    "comparison", "boolean", "arithmetic", "constant", "condition", "call", "return", "assignment", "min-max", "keyword",
+    "comparison", "boolean", "arithmetic", "constant", "condition", "call", "return", "assignment", "min-max",
+    "keyword",
 )  # fmt: skip
 
 _COMPARED: dict[type[ast.cmpop], tuple[str, str]] = {

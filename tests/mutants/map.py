@@ -1,0 +1,87 @@
+"""Which tests run which lines, children of theirs included: made by a run of the tests under coverage."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from coverage import CoverageData
+
+from tests.mutants.mutant import statement_lines
+
+_CONFIG = Path(__file__).with_name("coverage.ini")
+_PHASED = re.compile(r"(?P<test>.+) \((?P<when>setup|call|teardown)\)", re.DOTALL)
+
+
+def make_map(out: Path, arguments: list[str]) -> int:
+    """Run pytest with `arguments` and write the data of coverage to `out`. Returns pytest's exit status: the map of a
+    run with failures is as good, but for what they did not reach."""
+    parts = out.absolute().with_name(f"{out.name}.parts")
+    parts.mkdir(parents=True)
+    # `combine` looks for files that are named as what it makes
+    environment = {
+        **os.environ,
+        "COVERAGE_PROCESS_START": str(_CONFIG),
+        "FDASYNC_MAP": str(parts / out.name),
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.contexts", *arguments]
+    status = subprocess.run(command, env=environment, check=False).returncode
+    combine = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "combine",
+        "-q",
+        f"--rcfile={_CONFIG}",
+        f"--data-file={out.absolute()}",
+    ]
+    subprocess.run([*combine, str(parts)], check=True)
+    parts.rmdir()
+    return status
+
+
+class Reached:
+    """The tests that run a line.
+
+    Attributes:
+        direct: ids of the tests that run it themselves, or whose child does.
+        shared: files of which a fixture runs it: of a fixture of a whole module only the first test is known.
+        at_import: it runs when its module is imported, so all tests that run anything of the file see it.
+    """
+
+    def __init__(self, contexts: set[str]) -> None:
+        self.direct: set[str] = set()
+        self.shared: set[str] = set()
+        self.at_import = "" in contexts
+        for context in contexts:
+            if found := _PHASED.fullmatch(context):
+                self.direct.add(found["test"])
+                if found["when"] == "setup":
+                    self.shared.add(found["test"].partition("::")[0])
+
+
+class Map:
+    """The data of a run with contexts. Reads one file's part at a time."""
+
+    def __init__(self, data: Path) -> None:
+        self._data = CoverageData(str(data))
+        self._data.read()
+        self._files = sorted(self._data.measured_files())
+        self._read: dict[str, dict[int, list[str]]] = {}
+
+    def reached(self, path: str, source: str, line: int) -> Reached:
+        """Of the statement around a line of a file, whose path is relative to the repository's root."""
+        lines = self._lines(path)
+        reached = Reached({one for at in statement_lines(source, line) for one in lines.get(at, ())})
+        if reached.at_import:
+            reached.direct |= Reached({one for contexts in lines.values() for one in contexts}).direct
+        return reached
+
+    def _lines(self, path: str) -> dict[int, list[str]]:
+        if path not in self._read:
+            found = [name for name in self._files if name == path or name.endswith(f"/{path}")]
+            self._read = {path: self._data.contexts_by_lineno(found[0]) if found else {}}
+        return self._read[path]
