@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: a mutant may never end to take memory; a test process here takes a third of this
 _MOST_NBYTES = 8 << 30
 _POLL_S = 0.2
+#: how long imports and collecting may take, of all tests on a busy machine
+_START_S = 300.0
 _MARK = "FDASYNC_MUTANTS_RUN"
 Found = Literal["passed", "failed", "crashed", "hung"]
 
@@ -143,13 +145,17 @@ class Tree:
             size = progress.stat().st_size
             if size != seen:
                 at, seen = time.monotonic(), size
-            elif time.monotonic() - at > self._limit_s:
-                last = _read(progress)[-1:]
-                # the record has CPU seconds: a test that waits, or on a busy machine, takes longer
-                if not last or time.monotonic() - at > self._limit_s + 10 * costs_s.get(last[0][1], 0.0):
-                    return True
+            elif time.monotonic() - at > self._limit_of(progress, costs_s):
+                return True
             time.sleep(_POLL_S)
         return False
+
+    def _limit_of(self, progress: Path, costs_s: dict[str, float]) -> float:
+        told = _read(progress)
+        if not told:
+            return max(self._limit_s, _START_S)
+        # the record has CPU seconds: a test that waits, or on a busy machine, takes longer
+        return self._limit_s + 10 * costs_s.get(told[-1][1], 0.0)
 
     def _kill_all(self) -> None:
         """Kill what the run left: all processes with its mark in their environment."""
@@ -202,4 +208,5 @@ def _outcome(progress: Path, status: int, *, hung: bool) -> Outcome:
     if hung:
         return Outcome("hung", last, num_run)
     # 5: none of the chosen tests is there
-    return Outcome("passed", "", num_run) if status in (0, 5) else Outcome("crashed", last, num_run)
+    whole = status in (0, 5) and num_run == sum(what == "began" for what, _ in told)
+    return Outcome("passed", "", num_run) if whole else Outcome("crashed", last, num_run)
