@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ import click
 import msgspec
 
 from tests.mutants.draw import draw as draw_mutants
-from tests.mutants.map import Map, make_map
+from tests.mutants.map import Map, costs_of, make_map, read_costs
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import Result, Ring, Run, run_all
 from tests.mutants.table import table as make_table
@@ -55,11 +54,18 @@ def map_(out: Path, pytest_args: tuple[str, ...]) -> None:
 @click.option("--marks", required=True, help="The ring: which tests may run, as of pytest's -m.")
 @click.option("--out", type=_FILE, required=True, help="Results; a run that was stopped goes on with what is there.")
 @click.option("--survivors-of", type=_THERE, help="Results of another ring: leave out what it killed.")
-@click.option("--costs", type=_FILE, default=Path(".pytest_cache/d/fdasync/costs.json"), show_default=True)
+@click.option("--costs", type=_FILE, help="What a run of the tests recorded.  [default: that of the map's]")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--limit-s", type=float, default=300.0, show_default=True, help="A test that takes longer hangs.")
 def run(
-    drawn: Path, data: Path, marks: str, out: Path, survivors_of: Path | None, costs: Path, jobs: int, limit_s: float
+    drawn: Path,
+    data: Path,
+    marks: str,
+    out: Path,
+    survivors_of: Path | None,
+    costs: Path | None,
+    jobs: int,
+    limit_s: float,
 ) -> None:
     """Apply each mutant of DRAWN to a copy of the tree here, and run the tests that run its line until one fails."""
     # as an interrupt does: what runs ends, and the copies go
@@ -71,11 +77,12 @@ def run(
     ring = _read(out) if out.exists() else Ring(marks)
     if ring.marks != marks:
         raise click.UsageError(f"{out} has results of the ring {ring.marks!r}")
-    costs_s = json.loads(costs.read_text())["tests"] if costs.exists() else {}
+    costs_s = read_costs(costs or costs_of(data))
+    map_of = Map(data)
     with contextlib.ExitStack() as stack:
         trees = [stack.enter_context(Tree(Path.cwd(), limit_s)) for _ in range(jobs)]
-        tests = trees[0].collect(marks)
-        click.echo(f"{len(mutants)} mutants, {len(ring.results)} of them done; {len(tests)} tests in the ring")
+        tests = trees[0].collect(marks, map_of.test_files())
+        click.echo(f"{len(mutants)} mutants, {len(ring.results)} of them done; {len(tests)} tests of the ring")
 
         def tell(ring: Ring, result: Result) -> None:
             # whole or not at all: it may be stopped at any time
@@ -85,7 +92,7 @@ def run(
             what = f"{result.state} {result.how} {result.num_run} tests, {result.seconds} s  {result.test}"
             click.echo(f"{result.mutant.number:3}  {result.mutant.path}:{result.mutant.line}  {what}")
 
-        run_all(mutants, ring, Run(Map(data), tests, costs_s), trees, tell)
+        run_all(mutants, ring, Run(map_of, tests, costs_s), trees, tell)
 
 
 @cli.command()

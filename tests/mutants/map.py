@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 from coverage import CoverageData
 
 from tests.mutants.mutant import statement_lines
+from tests.mutants.trial import file_of, outer_environment
 
+#: what the tests cost, as `tests/support/costs.py` leaves it
+_COSTS = Path(".pytest_cache/d/fdasync/costs.json")
 _CONFIG = Path(__file__).with_name("coverage.ini")
 _PHASED = re.compile(r"(?P<test>.+) \((?P<when>setup|call|teardown)\)", re.DOTALL)
 
@@ -23,12 +27,15 @@ def make_map(out: Path, arguments: list[str]) -> int:
     parts.mkdir(parents=True)
     # `combine` looks for files that are named as what it makes
     environment = {
-        **os.environ,
+        **outer_environment(),
         "COVERAGE_PROCESS_START": str(_CONFIG),
         "FDASYNC_MAP": str(parts / out.name),
     }
     command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.contexts", *arguments]
     status = subprocess.run(command, env=environment, check=False).returncode
+    if _COSTS.exists():
+        # the next run of any tests replaces it
+        shutil.copy(_COSTS, costs_of(out))
     combine = [
         sys.executable,
         "-m",
@@ -41,6 +48,17 @@ def make_map(out: Path, arguments: list[str]) -> int:
     subprocess.run([*combine, str(parts)], check=True)
     parts.rmdir()
     return status
+
+
+def costs_of(data: Path) -> Path:
+    """Where the costs of a map's tests are kept."""
+    return data.with_name(f"{data.name}.costs.json")
+
+
+def read_costs(path: Path) -> dict[str, float]:
+    """CPU seconds by id of a test; empty: there is no record."""
+    found: dict[str, float] = json.loads(path.read_text())["tests"] if path.exists() else {}
+    return found
 
 
 class Reached:
@@ -60,7 +78,7 @@ class Reached:
             if found := _PHASED.fullmatch(context):
                 self.direct.add(found["test"])
                 if found["when"] == "setup":
-                    self.shared.add(found["test"].partition("::")[0])
+                    self.shared.add(file_of(found["test"]))
 
 
 class Map:
@@ -71,6 +89,10 @@ class Map:
         self._data.read()
         self._files = sorted(self._data.measured_files())
         self._read: dict[str, dict[int, list[str]]] = {}
+
+    def test_files(self) -> set[str]:
+        """Files of all tests of the run."""
+        return {file_of(found["test"]) for one in self._data.measured_contexts() if (found := _PHASED.fullmatch(one))}
 
     def reached(self, path: str, source: str, line: int) -> Reached:
         """Of the statement around a line of a file, whose path is relative to the repository's root."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tests.mutants.mutant import Mutant
 
@@ -62,7 +62,7 @@ class Tree:
         _copy(root, self.path)
         sources = [self.path, *sorted(self.path.glob("plugins/*/src"))]
         self._environment = {
-            **os.environ,
+            **outer_environment(),
             "PYTHONPATH": os.pathsep.join(map(str, sources)),
             "PYTHONDONTWRITEBYTECODE": "",
             "HF_HUB_OFFLINE": "1",
@@ -93,11 +93,12 @@ class Tree:
             path.write_bytes(source)
             os.utime(path, (times.st_atime, times.st_mtime))
 
-    def collect(self, marks: str) -> list[str]:
-        """Ids of all tests with `marks`, in pytest's order, but for files that cannot be imported here. Raises:
-        RuntimeError: pytest does not begin."""
+    def collect(self, marks: str, files: Iterable[str]) -> list[str]:
+        """Ids of all tests of `files` with `marks`, in pytest's order, but for files that cannot be imported here or
+        are gone. Raises: RuntimeError: pytest does not begin."""
         collected = self._folder / "collected"
-        _, log = self._run(["--collect-only", "-m", marks, f"--collected={collected}"], set(), {})
+        there = sorted(name for name in files if (self.path / name).is_file())
+        _, log = self._run(["--collect-only", "-m", marks, f"--collected={collected}", *there], set(), {})
         if not collected.exists():
             raise RuntimeError(f"tests cannot be collected without a mutant:\n{log}")
         found: list[str] = json.loads(collected.read_text())
@@ -134,7 +135,7 @@ class Tree:
             finally:
                 self._kill_all()
                 process.wait()
-        return _outcome(progress, process.returncode, hung=hung), log.read_text(errors="replace")[-3000:]
+        return outcome_of(progress, process.returncode, hung=hung), log.read_text(errors="replace")[-3000:]
 
     def _wait(self, process: subprocess.Popen[bytes], progress: Path, costs_s: dict[str, float]) -> bool:
         """Wait for the end, or for a test that hangs: True. Raises: Stopped."""
@@ -151,11 +152,11 @@ class Tree:
         return False
 
     def _limit_of(self, progress: Path, costs_s: dict[str, float]) -> float:
-        told = _read(progress)
-        if not told:
+        begun = [test for what, test in _read(progress) if what == "began"]
+        if not begun:
             return max(self._limit_s, _START_S)
         # the record has CPU seconds: a test that waits, or on a busy machine, takes longer
-        return self._limit_s + 10 * costs_s.get(told[-1][1], 0.0)
+        return self._limit_s + 10 * costs_s.get(begun[-1], 0.0)
 
     def _kill_all(self) -> None:
         """Kill what the run left: all processes with its mark in their environment."""
@@ -172,6 +173,11 @@ class Tree:
 
 def file_of(test: str) -> str:
     return test.partition("::")[0]
+
+
+def outer_environment() -> dict[str, str]:
+    """That of this process, but for what a test that runs around it, and its coverage, left there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
 
 
 def _has(process: Path, mark: bytes) -> bool:
@@ -198,7 +204,7 @@ def _read(progress: Path) -> list[list[str]]:
     return [json.loads(line) for line in progress.read_text().splitlines() if line.endswith("]")]
 
 
-def _outcome(progress: Path, status: int, *, hung: bool) -> Outcome:
+def outcome_of(progress: Path, status: int, *, hung: bool) -> Outcome:
     told = _read(progress)
     num_run = sum(what == "ended" for what, _ in told)
     last = told[-1][1] if told else ""

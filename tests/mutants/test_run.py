@@ -1,0 +1,97 @@
+"""Which tests a mutant is tried with, what comes of a run of them, and the table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("coverage")
+
+from coverage import CoverageData
+
+from tests.mutants.map import Map
+from tests.mutants.mutant import Mutant
+from tests.mutants.run import Result, Ring, batches
+from tests.mutants.table import table
+from tests.mutants.trial import outcome_of
+
+SOURCE = "SIZE = (\n    3,\n)\n\n\ndef put(\n    item,\n):\n    return item\n"
+PUT = "tests/cache/test_put.py::test_put[1-a (b)]"
+
+
+@pytest.fixture
+def map_(tmp_path):
+    data = CoverageData(str(tmp_path / "map"))
+    for context, lines in {
+        "": [1, 6],
+        f"{PUT} (call)": [9],
+        "tests/pd/test_link.py::test_link (setup)": [9],
+        "tests/cache/test_none.py::test_none (call)": [],
+    }.items():
+        data.set_context(context)
+        data.add_lines({"/somewhere/fdasync/cache/put.py": lines})
+    data.write()
+    return Map(tmp_path / "map")
+
+
+def test_the_tests_that_run_a_line(map_):
+    reached = map_.reached("fdasync/cache/put.py", SOURCE, 9)
+    assert (reached.direct, reached.shared) == ({PUT, "tests/pd/test_link.py::test_link"}, {"tests/pd/test_link.py"})
+    # a line of a statement that runs when the module is imported
+    assert map_.reached("fdasync/cache/put.py", SOURCE, 2).direct == reached.direct
+    assert map_.reached("fdasync/cache/other.py", SOURCE, 9).direct == set()
+
+
+def test_cheap_tests_near_the_source_come_first(map_):
+    reached = map_.reached("fdasync/cache/put.py", SOURCE, 9)
+    link = "tests/pd/test_link.py::test_link"
+    ring = {PUT: 2.0, link: 1.0, "tests/pd/test_link.py::test_other": 0.1, "tests/pd/test_up.py::test_up": 0.1}
+    assert batches("fdasync/cache/put.py", reached, ring) == [[PUT], [link], ["tests/pd/test_link.py::test_other"]]
+    assert batches("fdasync/pd/put.py", reached, {PUT: 2.0}) == [[PUT]]
+    reached.direct = {f"tests/cache/test_put.py::test_{number}" for number in range(100)}
+    costs_s = {test: float(test.rpartition("_")[2]) for test in reached.direct}
+    first, second = batches("fdasync/cache/put.py", reached, costs_s)
+    assert [costs_s[test] for test in first] == list(range(30))
+    assert [costs_s[test] for test in second] == list(range(30, 100))
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "hung", "found", "test"),
+    [
+        ([("began", "a"), ("ended", "a")], 0, False, "passed", ""),
+        ([], 5, False, "passed", ""),
+        ([("began", "a"), ("failed", "a"), ("ended", "a")], 1, False, "failed", "a"),
+        ([("failed", "tests/test_a.py")], 2, False, "failed", "tests/test_a.py"),
+        ([("began", "a"), ("ended", "a"), ("began", "b")], -9, True, "hung", "b"),
+        ([("began", "a"), ("ended", "a"), ("began", "b")], -11, False, "crashed", "b"),
+        # the process ended as if all were well
+        ([("began", "a")], 0, False, "crashed", "a"),
+        ([], 1, False, "crashed", ""),
+    ],
+)
+def test_what_comes_of_a_run(tmp_path, told, status, hung, found, test):
+    (tmp_path / "progress").write_text("".join(json.dumps(one) + "\n" for one in told))
+    outcome = outcome_of(tmp_path / "progress", status, hung=hung)
+    assert (outcome.found, outcome.test) == (found, test)
+    assert outcome.num_run == sum(what == "ended" for what, _ in told)
+
+
+def test_rings_add_up_in_the_table():
+    mutants = [
+        Mutant(
+            number=number, area=area, operator="call", path="fdasync/a.py", line=number, scope="", above="", below="",
+            before="one()", after="pass",
+        )
+        for number, area in enumerate(["cache", "cache", "router"], 1)
+    ]  # fmt: skip
+    first = Ring("not slow", [Result(mutant=one, state="survived") for one in mutants[1:]])
+    first.results.append(Result(mutant=mutants[0], state="killed", test="a", how="failed"))
+    second = Ring("slow", [Result(mutant=mutants[1], state="killed", test="b", how="hung")])
+    written = table([first, second])
+    assert "| area | drawn | `not slow` | `slow` too |" in written
+    assert "| cache | 2 | 1 | 2 |" in written
+    assert "| router | 1 | 0 | 0 |" in written
+    assert "| all | 3 | 1 | 2 |" in written
+    assert "3. `fdasync/a.py:3` (module), call: survived" in written
+    assert "2. `" not in written
