@@ -68,8 +68,9 @@ def run(
     limit_s: float,
 ) -> None:
     """Apply each mutant of DRAWN to a copy of the tree here, and run the tests that run its line until one fails."""
-    # as an interrupt does: what runs ends, and the copies go
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # what runs ends, and the copies go; in the background of a shell interrupts would be left out
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     mutants = msgspec.json.decode(drawn.read_bytes(), type=list[Mutant])
     if survivors_of is not None:
         killed = {one.mutant for one in _read(survivors_of).results if one.state == "killed"}

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +30,15 @@ class _Chosen:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._progress: Path | None = config.getoption("--progress")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        # behind `conftest.py`, and before tests are imported: that a property fails is all that is asked; the smallest
+        # example of it would take minutes
+        settings.register_profile(
+            "mutants", settings.default, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
+        )
+        settings.load_profile("mutants")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

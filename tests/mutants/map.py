@@ -24,6 +24,7 @@ def make_map(out: Path, arguments: list[str]) -> int:
     """Run pytest with `arguments` and write the data of coverage to `out`. Returns pytest's exit status: the map of a
     run with failures is as good, but for what they did not reach."""
     parts = out.absolute().with_name(f"{out.name}.parts")
+    shutil.rmtree(parts, ignore_errors=True)  # of a run that was stopped
     parts.mkdir(parents=True)
     # `combine` looks for files that are named as what it makes
     environment = {

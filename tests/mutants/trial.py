@@ -121,7 +121,8 @@ class Tree:
         shutil.rmtree(self.path / ".hypothesis", ignore_errors=True)  # examples that another mutant failed on
         # values after "=": pytest looks for its configuration above all that stands alone
         command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.chosen", "-q", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={self._folder / 't'}", f"--progress={progress}", *arguments]
+        # the same examples of each property in all rings, before and after a change
+        command += ["--hypothesis-seed=0", f"--basetemp={self._folder / 't'}", f"--progress={progress}", *arguments]
         if chosen:
             (self._folder / "chosen").write_text(json.dumps(sorted(chosen)))
             command += [f"--chosen={self._folder / 'chosen'}"]
