@@ -8,11 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from coverage import CoverageData
 
-from tests.mutants.mutant import statement_lines
+from tests.mutants.mutant import function_lines, statement_lines
 from tests.mutants.trial import file_of, outer_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: what the tests cost, as `tests/support/costs.py` leaves it
 _COSTS = Path(".pytest_cache/d/fdasync/costs.json")
@@ -62,24 +67,25 @@ def read_costs(path: Path) -> dict[str, float]:
     return found
 
 
-class Reached:
+class Reached(msgspec.Struct, frozen=True):
     """The tests that run a line.
 
     Attributes:
-        direct: ids of the tests that run it themselves, or whose child does.
+        direct: ids of the tests that run it themselves, or whose child does; of a line that runs when its module is
+            imported all that run anything of the file.
+        beside: those that run other lines of its function. Behind an `await` that a cancellation or a deadline ended
+            Python 3.11 tells tracers nothing of the function's other lines.
         shared: files of which a fixture runs it: of a fixture of a whole module only the first test is known.
-        at_import: it runs when its module is imported, so all tests that run anything of the file see it.
     """
 
-    def __init__(self, contexts: set[str]) -> None:
-        self.direct: set[str] = set()
-        self.shared: set[str] = set()
-        self.at_import = "" in contexts
-        for context in contexts:
-            if found := _PHASED.fullmatch(context):
-                self.direct.add(found["test"])
-                if found["when"] == "setup":
-                    self.shared.add(file_of(found["test"]))
+    direct: set[str]
+    beside: set[str]
+    shared: set[str]
+
+
+def _phased(contexts: Iterable[str]) -> list[tuple[str, str]]:
+    """The tests of contexts, and in which phase of theirs."""
+    return [(found["test"], found["when"]) for one in contexts if (found := _PHASED.fullmatch(one))]
 
 
 class Map:
@@ -93,15 +99,20 @@ class Map:
 
     def test_files(self) -> set[str]:
         """Files of all tests of the run."""
-        return {file_of(found["test"]) for one in self._data.measured_contexts() if (found := _PHASED.fullmatch(one))}
+        return {file_of(test) for test, _ in _phased(self._data.measured_contexts())}
 
     def reached(self, path: str, source: str, line: int) -> Reached:
         """Of the statement around a line of a file, whose path is relative to the repository's root."""
-        lines = self._lines(path)
-        reached = Reached({one for at in statement_lines(source, line) for one in lines.get(at, ())})
-        if reached.at_import:
-            reached.direct |= Reached({one for contexts in lines.values() for one in contexts}).direct
-        return reached
+        contexts = self._contexts(path, statement_lines(source, line))
+        of_import = self._contexts(path, self._lines(path)) if "" in contexts else set()
+        direct = {test for test, _ in _phased(contexts | of_import)}
+        beside = {test for test, _ in _phased(self._contexts(path, function_lines(source, line)))}
+        shared = {file_of(test) for test, when in _phased(contexts) if when == "setup"}
+        return Reached(direct, beside - direct, shared)
+
+    def _contexts(self, path: str, lines: Iterable[int]) -> set[str]:
+        known = self._lines(path)
+        return {one for line in lines for one in known.get(line, ())}
 
     def _lines(self, path: str) -> dict[int, list[str]]:
         if path not in self._read:

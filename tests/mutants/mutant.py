@@ -116,6 +116,15 @@ def statement_lines(source: str, line: int) -> range:
     return range(found.lineno, max(end, line) + 1)
 
 
+def function_lines(source: str, line: int) -> range:
+    """The lines of the body of the innermost function around a line; none where there is no function."""
+    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    for node in ast.walk(_tree(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node  # as above
+    return range(found.body[0].lineno, (found.end_lineno or 0) + 1) if found else range(0)
+
+
 def _spans(node: ast.ExceptHandler | ast.match_case, line: int) -> bool:
     return node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
 

@@ -28,7 +28,8 @@ _UNKNOWN_S = 0.1
 class Result(msgspec.Struct, kw_only=True):
     """
     Attributes:
-        state: "uncovered": no test of the ring runs the line; "lost": the mutant's text is not in the tree.
+        state: "uncovered": it survived, and no test of the ring is known to run the line; "lost": its text is not in
+            the tree.
         test: the test that killed it, or "" where pytest did not begin; `how` it ended.
         num_run: tests that ended with it in place.
         seconds: wall time, the confirming run included.
@@ -63,30 +64,36 @@ class Run:
         unknown_s = median(costs_s.values()) if costs_s else _UNKNOWN_S
         self._map = map_
         self._costs_s = {test: costs_s.get(test, unknown_s) for test in tests}
+        # without a mutant, in a copy of the tree
         self._passing: set[str] = set()
+        self._broken: set[str] = set()
         self._reading = Lock()
 
     def try_mutant(self, tree: Tree, mutant: Mutant) -> Result:
         """Run the tests that run its line; the tree is as it was afterwards."""
         began = time.monotonic()
+        source = (tree.path / mutant.path).read_text()
         try:
-            reached = self._reached(tree, mutant)
+            line = mutant.find(source)
         except NotFound:
             return Result(mutant=mutant, state="lost")
-        result = Result(mutant=mutant, state="survived" if any(reached) else "uncovered")
-        for batch in reached:
-            left = batch
-            while left and result.state == "survived":
+        with self._reading:
+            reached = self._map.reached(mutant.path, source, line)
+        result = Result(mutant=mutant, state="survived" if reached.direct & self._costs_s.keys() else "uncovered")
+        for batch in batches(mutant.path, reached, self._costs_s):
+            left = set(batch) - self._broken
+            while left and result.state != "killed":
                 with tree.mutated(mutant):
                     outcome = tree.run(left, self._costs_s)
-                result.num_run += outcome.num_run
+                result.num_run += len(outcome.ended)
                 if outcome.found == "passed":
                     break
                 if self._passes(tree, outcome):
                     result.state, result.test, result.how = "killed", outcome.test, outcome.found
                 else:
                     result.broken.append(outcome.test)
-                    left = [test for test in left if test != outcome.test]
+                    self._broken.add(outcome.test)
+                    left -= {outcome.test, *outcome.ended}
         result.seconds = round(time.monotonic() - began, 1)
         return result
 
@@ -100,23 +107,19 @@ class Run:
             self._passing.add(outcome.test)
         return True
 
-    def _reached(self, tree: Tree, mutant: Mutant) -> list[list[str]]:
-        """Tests to run, in batches. Raises: NotFound."""
-        source = (tree.path / mutant.path).read_text()
-        line = mutant.find(source)
-        with self._reading:
-            reached = self._map.reached(mutant.path, source, line)
-        return batches(mutant.path, reached, self._costs_s)
-
 
 def batches(path: str, reached: Reached, costs_s: dict[str, float]) -> list[list[str]]:
     """Tests of a ring in the order in which they are tried, each batch a run: few and cheap ones near the source first;
-    last those that share files with tests whose fixtures run the line."""
-    direct = sorted(reached.direct & costs_s.keys(), key=lambda test: costs_s[test])
+    last those that share its function, or a file with tests whose fixtures run the line."""
+    direct, beside = (
+        sorted(tests & costs_s.keys(), key=costs_s.__getitem__) for tests in (reached.direct, reached.beside)
+    )
     near = [test for test in direct if test.startswith(_near(path))]
     far = [test for test in direct if not test.startswith(_near(path))]
-    shared = [test for test in costs_s if file_of(test) in reached.shared and test not in reached.direct]
+    known = reached.direct | reached.beside
+    shared = [test for test in costs_s if file_of(test) in reached.shared and test not in known]
     found = [near[:_FIRST_NEAR], near[_FIRST_NEAR:], far[:_FIRST_FAR], far[_FIRST_FAR:], shared]
+    found += [beside[:_FIRST_FAR], beside[_FIRST_FAR:]]
     return [batch for batch in found if batch]
 
 

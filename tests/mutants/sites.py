@@ -258,7 +258,7 @@ class _Finder(ast.NodeVisitor):
         if name in _SWAPPED:
             end = self._end(node.func)
             self.sites.append(Site("min-max", end - len(name), end, _SWAPPED[name]))
-        given = sorted([*node.args, *node.keywords], key=self._start)
+        given: list[ast.expr | ast.keyword] = sorted([*node.args, *node.keywords], key=self._start)
         for index, one in enumerate(given):
             if isinstance(one, ast.keyword) and one.arg in self._defaults.get(name, ()):
                 if index + 1 < len(given):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tests.mutants.areas import AREAS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.mutants.mutant import Mutant
     from tests.mutants.run import Ring
 
@@ -43,5 +45,5 @@ def _alive(mutant: Mutant, states: str) -> list[str]:
     ]
 
 
-def _row(cells: list[str] | list[str | int]) -> str:
+def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"

@@ -10,14 +10,15 @@ pytest.importorskip("coverage")
 
 from coverage import CoverageData
 
-from tests.mutants.map import Map
+from tests.mutants.map import Map, Reached
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import Result, Ring, batches
 from tests.mutants.table import table
 from tests.mutants.trial import outcome_of
 
-SOURCE = "SIZE = (\n    3,\n)\n\n\ndef put(\n    item,\n):\n    return item\n"
+SOURCE = "SIZE = (\n    3,\n)\n\n\ndef put(\n    item,\n):\n    use(item)\n    return item\n"
 PUT = "tests/cache/test_put.py::test_put[1-a (b)]"
+LINK = "tests/pd/test_link.py::test_link"
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def map_(tmp_path):
     for context, lines in {
         "": [1, 6],
         f"{PUT} (call)": [9],
-        "tests/pd/test_link.py::test_link (setup)": [9],
+        f"{LINK} (setup)": [9],
         "tests/cache/test_none.py::test_none (call)": [],
     }.items():
         data.set_context(context)
@@ -36,22 +37,25 @@ def map_(tmp_path):
 
 
 def test_the_tests_that_run_a_line(map_):
+    assert map_.test_files() == {"tests/cache/test_put.py", "tests/pd/test_link.py", "tests/cache/test_none.py"}
     reached = map_.reached("fdasync/cache/put.py", SOURCE, 9)
-    assert (reached.direct, reached.shared) == ({PUT, "tests/pd/test_link.py::test_link"}, {"tests/pd/test_link.py"})
+    assert reached == Reached({PUT, LINK}, set(), {"tests/pd/test_link.py"})
+    # what no test is known to run, of a function that they do
+    assert map_.reached("fdasync/cache/put.py", SOURCE, 10) == Reached(set(), {PUT, LINK}, set())
     # a line of a statement that runs when the module is imported
-    assert map_.reached("fdasync/cache/put.py", SOURCE, 2).direct == reached.direct
-    assert map_.reached("fdasync/cache/other.py", SOURCE, 9).direct == set()
+    assert map_.reached("fdasync/cache/put.py", SOURCE, 2) == Reached({PUT, LINK}, set(), set())
+    assert map_.reached("fdasync/cache/other.py", SOURCE, 9) == Reached(set(), set(), set())
 
 
-def test_cheap_tests_near_the_source_come_first(map_):
-    reached = map_.reached("fdasync/cache/put.py", SOURCE, 9)
-    link = "tests/pd/test_link.py::test_link"
-    ring = {PUT: 2.0, link: 1.0, "tests/pd/test_link.py::test_other": 0.1, "tests/pd/test_up.py::test_up": 0.1}
-    assert batches("fdasync/cache/put.py", reached, ring) == [[PUT], [link], ["tests/pd/test_link.py::test_other"]]
+def test_cheap_tests_near_the_source_come_first():
+    reached = Reached({PUT, LINK}, {"tests/cache/test_beside.py::test_it"}, {"tests/pd/test_link.py"})
+    others = {"tests/pd/test_link.py::test_other": 0.1, "tests/cache/test_beside.py::test_it": 0.1}
+    ring = {PUT: 2.0, LINK: 1.0, "tests/pd/test_up.py::test_up": 0.1, **others}
+    assert batches("fdasync/cache/put.py", reached, ring) == [[PUT], [LINK], *[[one] for one in others]]
     assert batches("fdasync/pd/put.py", reached, {PUT: 2.0}) == [[PUT]]
-    reached.direct = {f"tests/cache/test_put.py::test_{number}" for number in range(100)}
-    costs_s = {test: float(test.rpartition("_")[2]) for test in reached.direct}
-    first, second = batches("fdasync/cache/put.py", reached, costs_s)
+    many = Reached({f"tests/cache/test_put.py::test_{number}" for number in range(100)}, set(), set())
+    costs_s = {test: float(test.rpartition("_")[2]) for test in many.direct}
+    first, second = batches("fdasync/cache/put.py", many, costs_s)
     assert [costs_s[test] for test in first] == list(range(30))
     assert [costs_s[test] for test in second] == list(range(30, 100))
 
@@ -74,7 +78,7 @@ def test_what_comes_of_a_run(tmp_path, told, status, hung, found, test):
     (tmp_path / "progress").write_text("".join(json.dumps(one) + "\n" for one in told))
     outcome = outcome_of(tmp_path / "progress", status, hung=hung)
     assert (outcome.found, outcome.test) == (found, test)
-    assert outcome.num_run == sum(what == "ended" for what, _ in told)
+    assert outcome.ended == {one for what, one in told if what == "ended"}
 
 
 def test_rings_add_up_in_the_table():

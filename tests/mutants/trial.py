@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from tests.mutants.mutant import Mutant
 
@@ -38,12 +38,12 @@ class Outcome:
     Attributes:
         test: of a failure the test that failed, or that ran when all ended; the file where collecting failed; "" where
             pytest did not begin.
-        num_run: how many tests ended.
+        ended: the tests that ended, that which failed among them.
     """
 
     found: Found
     test: str = ""
-    num_run: int = 0
+    ended: frozenset[str] = frozenset()
 
 
 class Stopped(Exception):
@@ -104,10 +104,8 @@ class Tree:
         found: list[str] = json.loads(collected.read_text())
         return found
 
-    def run(self, tests: Sequence[str], costs_s: dict[str, float]) -> Outcome:
+    def run(self, tests: Iterable[str], costs_s: dict[str, float]) -> Outcome:
         """Run tests up to the first failure, file by file, the cheapest file first."""
-        if not tests:
-            return Outcome("passed")
         by_file: dict[str, float] = {}
         for test in tests:
             name = file_of(test)
@@ -207,13 +205,13 @@ def _read(progress: Path) -> list[list[str]]:
 
 def outcome_of(progress: Path, status: int, *, hung: bool) -> Outcome:
     told = _read(progress)
-    num_run = sum(what == "ended" for what, _ in told)
+    ended = frozenset(test for what, test in told if what == "ended")
     last = told[-1][1] if told else ""
     failed = [test for what, test in told if what == "failed"]
     if failed:
-        return Outcome("failed", failed[0], num_run)
+        return Outcome("failed", failed[0], ended)
     if hung:
-        return Outcome("hung", last, num_run)
+        return Outcome("hung", last, ended)
     # 5: none of the chosen tests is there
-    whole = status in (0, 5) and num_run == sum(what == "began" for what, _ in told)
-    return Outcome("passed", "", num_run) if whole else Outcome("crashed", last, num_run)
+    whole = status in (0, 5) and ended == {test for what, test in told if what == "began"}
+    return Outcome("passed", "", ended) if whole else Outcome("crashed", last, ended)
