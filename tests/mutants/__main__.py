@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,9 @@ _THERE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.group()
 def cli() -> None:
     """Draw mutants, map which tests run which lines, run those of each mutant, and make a table of what they killed."""
+    # what runs ends, and copies of the tree go; in the background of a shell interrupts would be left out
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 @cli.command()
@@ -56,21 +60,13 @@ def map_(out: Path, pytest_args: tuple[str, ...]) -> None:
 @click.option("--survivors-of", type=_THERE, help="Results of another ring: leave out what it killed.")
 @click.option("--costs", type=_FILE, help="What a run of the tests recorded.  [default: that of the map's]")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--budget-s", type=float, help="CPU seconds of tests for one mutant.  [default: as many as there are]")
 @click.option("--limit-s", type=float, default=300.0, show_default=True, help="A test that takes longer hangs.")
 def run(
-    drawn: Path,
-    data: Path,
-    marks: str,
-    out: Path,
-    survivors_of: Path | None,
-    costs: Path | None,
-    jobs: int,
-    limit_s: float,
-) -> None:
+    drawn: Path, data: Path, marks: str, out: Path, survivors_of: Path | None, costs: Path | None, jobs: int,
+    budget_s: float | None, limit_s: float,
+) -> None:  # fmt: skip
     """Apply each mutant of DRAWN to a copy of the tree here, and run the tests that run its line until one fails."""
-    # what runs ends, and the copies go; in the background of a shell interrupts would be left out
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     mutants = msgspec.json.decode(drawn.read_bytes(), type=list[Mutant])
     if survivors_of is not None:
         killed = {one.mutant for one in _read(survivors_of).results if one.state == "killed"}
@@ -93,7 +89,7 @@ def run(
             what = f"{result.state} {result.how} {result.num_run} tests, {result.seconds} s  {result.test}"
             click.echo(f"{result.mutant.number:3}  {result.mutant.path}:{result.mutant.line}  {what}")
 
-        run_all(mutants, ring, Run(map_of, tests, costs_s), trees, tell)
+        run_all(mutants, ring, Run(map_of, tests, costs_s, budget_s or math.inf), trees, tell)
 
 
 @cli.command()

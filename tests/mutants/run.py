@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ class Result(msgspec.Struct, kw_only=True):
         test: the test that killed it, or "" where pytest did not begin; `how` it ended.
         num_run: tests that ended with it in place.
         seconds: wall time, the confirming run included.
+        num_left: tests that run the line and were not tried: they are beyond the budget.
         broken: tests that failed, and without the mutant as well: they were left out.
     """
 
@@ -41,6 +43,7 @@ class Result(msgspec.Struct, kw_only=True):
     test: str = ""
     how: str = ""
     num_run: int = 0
+    num_left: int = 0
     seconds: float = 0.0
     broken: list[str] = []
 
@@ -58,9 +61,11 @@ class Run:
     Args:
         tests: ids of the ring's tests.
         costs_s: CPU seconds of each as they were recorded; of others the median stands for it.
+        budget_s: CPU seconds of tests, as recorded, that are spent on one mutant.
     """
 
-    def __init__(self, map_: Map, tests: Iterable[str], costs_s: dict[str, float]) -> None:
+    def __init__(self, map_: Map, tests: Iterable[str], costs_s: dict[str, float], budget_s: float = math.inf) -> None:
+        self._budget_s = budget_s
         unknown_s = median(costs_s.values()) if costs_s else _UNKNOWN_S
         self._map = map_
         self._costs_s = {test: costs_s.get(test, unknown_s) for test in tests}
@@ -80,8 +85,13 @@ class Run:
         with self._reading:
             reached = self._map.reached(mutant.path, source, line)
         result = Result(mutant=mutant, state="survived" if reached.direct & self._costs_s.keys() else "uncovered")
+        spent_s = 0.0
         for batch in batches(mutant.path, reached, self._costs_s):
             left = set(batch) - self._broken
+            spent_s += sum(self._costs_s[test] for test in left)
+            if spent_s > self._budget_s:
+                result.num_left += len(left)
+                continue
             while left and result.state != "killed":
                 with tree.mutated(mutant):
                     outcome = tree.run(left, self._costs_s)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.mutants.mutant import Mutant
-    from tests.mutants.run import Ring
+    from tests.mutants.run import Result, Ring
 
 
 def table(rings: list[Ring]) -> str:
@@ -30,9 +30,14 @@ def table(rings: list[Ring]) -> str:
     lines += [_row(["all", len(mutants), *map(len, killed)]), ""]
     alive = [mutants[number] for number in sorted(mutants.keys() - killed[-1])]
     for mutant in alive:
-        states = [result.state for ring in rings for result in ring.results if result.mutant.number == mutant.number]
-        lines += _alive(mutant, ", ".join(states))
+        results = [result for ring in rings for result in ring.results if result.mutant.number == mutant.number]
+        lines += _alive(mutant, ", ".join(map(_told, results)))
     return "\n".join(lines)
+
+
+def _told(result: Result) -> str:
+    left = f", {result.num_left} not tried" if result.num_left else ""
+    return f"{result.state} ({result.num_run} tests{left})"
 
 
 def _alive(mutant: Mutant, states: str) -> list[str]:

@@ -90,6 +90,7 @@ def test_rings_add_up_in_the_table():
         for number, area in enumerate(["cache", "cache", "router"], 1)
     ]  # fmt: skip
     first = Ring("not slow", [Result(mutant=one, state="survived") for one in mutants[1:]])
+    first.results[1].num_run, first.results[1].num_left = 7, 2
     first.results.append(Result(mutant=mutants[0], state="killed", test="a", how="failed"))
     second = Ring("slow", [Result(mutant=mutants[1], state="killed", test="b", how="hung")])
     written = table([first, second])
@@ -97,5 +98,5 @@ def test_rings_add_up_in_the_table():
     assert "| cache | 2 | 1 | 2 |" in written
     assert "| router | 1 | 0 | 0 |" in written
     assert "| all | 3 | 1 | 2 |" in written
-    assert "3. `fdasync/a.py:3` (module), call: survived" in written
+    assert "3. `fdasync/a.py:3` (module), call: survived (7 tests, 2 not tried)" in written
     assert "2. `" not in written
