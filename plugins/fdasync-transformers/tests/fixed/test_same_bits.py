@@ -7,6 +7,7 @@ import torch
 from bits import play, prompts_of, step_model_of
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.fused.live_rows import LiveRows
+from structures import by_structure
 
 ALONE = (150, 37, 5, 70)
 STEPS = [
@@ -37,7 +38,7 @@ def differing(family, dtype, *, fixed):
     return sum(int((one != other).any(-1).sum()) for one, other in zip(alone, mixed, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_families_in_float32(family):
     assert differing(family, torch.float32, fixed=True) == 0
 

@@ -18,6 +18,7 @@ from fdasync_transformers.replay.layout import Spans
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed, grads_of, observe, random_routing
 from rollout_bits import batch_of, drawn, loss_of, served_in
+from structures import by_structure
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fdasync.errors import BadInput
@@ -65,7 +66,9 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", by_structure(["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral"])
+)
 def test_gradients_are_those_of_the_library_in_float64(family: str) -> None:
     model = training(family)
     with fixed_numerics(model):

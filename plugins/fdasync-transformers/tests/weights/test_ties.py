@@ -15,6 +15,7 @@ from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredT
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import load_file, save_file
 from step_driver import Driver
+from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, WeightsBroken, WeightsRejected
@@ -98,7 +99,7 @@ def test_a_load_ties_what_the_library_ties(folder: Any, kind: str, dtype: str) -
     assert tied(ours) == tied(theirs) == (kind not in APART and (kind != "equal in bfloat16" or dtype == "bfloat16"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 async def test_greedy_tokens_of_a_head_of_its_own_are_the_librarys(folder: Any, family: str) -> None:
     path = folder("checkpoint", "another head", family)
     model = library(path)
