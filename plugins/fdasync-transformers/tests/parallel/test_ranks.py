@@ -58,7 +58,7 @@ def assert_same(one: Played, many: list[Played], tolerance: float) -> None:
     assert worst <= tolerance
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.ci)])
 def test_ranks_give_what_one_process_gives(tmp_path: Path, ranks: int) -> None:
     # at 4 ranks two of them have the same KV head
     make_tiny_checkpoint(tmp_path, "qwen3_moe", attention_bias=True)
@@ -134,6 +134,7 @@ def test_a_rank_that_sums_in_another_order_is_caught(tmp_path: Path, monkeypatch
     assert "rank 2 of 4 chose other experts than rank 0" in of_another_order(tmp_path, monkeypatch)
 
 
+@pytest.mark.ci
 def test_a_rank_of_a_dense_model_that_sums_in_another_order_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_runner_that_did_not_join_its_group_does_not_open(tmp_path: Path) -> N
     ("family", "out_ranks", "in_ranks"),
     [
         # heads in parts by four and by two; what one rank reads the others show
-        ("qwen3_moe", 4, 2),
+        pytest.param("qwen3_moe", 4, 2, marks=pytest.mark.ci),
         pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.slow),
         ("deepseek_v2", 1, 2),
         ("deepseek_v2", 2, 1),
