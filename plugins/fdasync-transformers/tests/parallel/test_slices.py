@@ -51,9 +51,7 @@ def trainers_logits(family: str, dtype: torch.dtype, **options: Any) -> torch.Te
     return logits
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [QUICK[0], *[pytest.param(*one, marks=pytest.mark.ci) for one in QUICK[1:]], *OTHERS]
-)
+@pytest.mark.parametrize(("family", "dtype"), [*PLAYED, *OTHERS])
 def test_logits_have_the_same_bits_at_any_width(family: str, dtype: torch.dtype) -> None:
     count = 2 if family in BY_TWO else 4
     (one,) = sliced_logits(family, dtype, SEQUENCES, 1, count)
