@@ -9,6 +9,7 @@ import pytest
 import torch
 from fdasync_transformers.tiny.checkpoints import _KEPT, make_tiny_checkpoint, make_tiny_model, tiny_config
 from fdasync_transformers.tiny.families import FAMILIES, family_of
+from structures import by_structure
 
 from fdasync.errors import BadInput
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_structure(FAMILIES))
 def test_every_entry_makes_a_model_whose_output_wanders(name: str) -> None:
     state = torch.random.get_rng_state()
     model = make_tiny_model(name)

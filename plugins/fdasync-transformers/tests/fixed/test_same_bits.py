@@ -7,6 +7,7 @@ import torch
 from bits import play, prompts_of, step_model_of
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.fused.live_rows import LiveRows
+from structures import by_structure, in_turn
 
 ALONE = (150, 37, 5, 70)
 STEPS = [
@@ -25,6 +26,9 @@ FAMILIES = (
     "qwen3_moe_swa",
     "longcat_flash",
 )
+# most of a second each: one in `make test`, the others in `make test-ci`
+HALF = ("qwen3_moe", "deepseek_v2", "gpt_oss")
+KERNELS = ("qwen3_moe_swa", "deepseek_v2", "gpt_oss")
 
 
 def differing(family, dtype, *, fixed):
@@ -37,12 +41,12 @@ def differing(family, dtype, *, fixed):
     return sum(int((one != other).any(-1).sum()) for one, other in zip(alone, mixed, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_families_in_float32(family):
     assert differing(family, torch.float32, fixed=True) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize("family", in_turn(HALF, ["qwen3_moe"], HALF))
 def test_families_in_bfloat16(family):
     assert differing(family, torch.bfloat16, fixed=True) == 0
 
@@ -59,7 +63,7 @@ def test_blocks_of_other_sizes_change_nothing():
     assert all(torch.equal(results[0], one) for one in results)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe_swa", "deepseek_v2", "gpt_oss"])
+@pytest.mark.parametrize("family", in_turn(KERNELS, ["deepseek_v2"], KERNELS))
 def test_kernels_in_their_fixed_order_compute_the_same(family):
     """Their bits are a GPU's to show; here the interpreter's products change with their shape."""
     plain = step_model_of(family, torch.float32, fixed=True)

@@ -8,14 +8,14 @@ from common_families import SERVED
 from fdasync_transformers import fixed_numerics
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from rollout_bits import batch_of, drawn, rollout_logits, served_in
+from structures import in_turn
 
 LENGTHS = (75, 20, 3)
-QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral")
-OTHERS = [family for family in SERVED if family not in QUICK]
+QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe")
 PLACES = ("left", "right", "packed")
 
 
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+@pytest.mark.parametrize("family", in_turn(SERVED, QUICK))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_real_token_has_the_rollouts_logits(family: str, dtype: torch.dtype) -> None:
     sequences = drawn(LENGTHS)

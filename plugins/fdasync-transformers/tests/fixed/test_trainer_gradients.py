@@ -18,6 +18,7 @@ from fdasync_transformers.replay.layout import Spans
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed, grads_of, observe, random_routing
 from rollout_bits import batch_of, drawn, loss_of, served_in
+from structures import by_structure, in_turn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fdasync.errors import BadInput
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LENGTHS = (40, 11, 3)
+# most of a second each: the first in `make test`, the others in `make test-ci`
+SLICED = ("qwen3_moe", "deepseek_v2", "longcat_flash")
 
 
 def training(family: str, **overrides: Any) -> Any:
@@ -65,7 +68,9 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", by_structure(["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral"])
+)
 def test_gradients_are_those_of_the_library_in_float64(family: str) -> None:
     model = training(family)
     with fixed_numerics(model):
@@ -73,7 +78,7 @@ def test_gradients_are_those_of_the_library_in_float64(family: str) -> None:
     assert worst(found, library_gradients(family)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "longcat_flash"])
+@pytest.mark.parametrize("family", in_turn(SLICED, SLICED[:1], SLICED))
 def test_gradients_of_sums_in_slices_are_those_of_the_library_too(family: str) -> None:
     plain, model = training(family), checkpointed(training(family))
     with fixed_numerics(plain, sum_slices=4):

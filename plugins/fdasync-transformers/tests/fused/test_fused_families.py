@@ -7,6 +7,7 @@ import torch
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES
+from structures import in_turn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS = 11
@@ -104,9 +105,7 @@ def test_every_family_is_in_the_table():
     assert set(EXPECTED) >= FIRST
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in EXPECTED]
-)
+@pytest.mark.parametrize("family", in_turn(EXPECTED, FIRST))
 def test_a_fused_family_answers_as_before(family):
     norms, rotary, dense, own = EXPECTED[family]
     model = make_tiny_model(family).to(DEVICE)

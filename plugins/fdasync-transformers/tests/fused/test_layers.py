@@ -16,6 +16,7 @@ from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
+from structures import by_structure
 from torch.utils._python_dispatch import TorchDispatchMode
 from written import write_tiny_checkpoint
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.layers.layer import FusedLayer
 
 PLACE = torch.device("cuda" if ON_GPU else "cpu")
+# norms of heads or of all of them, clipped or with biases, gates of shared experts, a part rotated, sinks
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss"]
 # Triton's interpreter takes seconds for each
 # whole engines: `start/test_fuse.py` plays one in `make test`
@@ -71,7 +73,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
         pytest.param(torch.float16, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=("olmoe", "qwen2_moe")))
 def test_every_layer_is_proven(family: str, dtype: torch.dtype) -> None:
     # two layers: with and without one behind it, dense and of experts
     model = build(family, dtype, **_two_layers(family))

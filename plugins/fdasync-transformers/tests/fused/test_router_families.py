@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fdasync_transformers.fused import router_kinds
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES
+from structures import by_structure
 
 from fdasync.errors import UnsupportedModel
 from fdasync.gpu.capture import CaptureBuffer
@@ -28,6 +30,34 @@ LEFT = {
     "zaya": "ZayaRouter is a network with a state",
 }
 PLAYED = [name for name, entry in FAMILIES.items() if not entry.quantised and not entry.dense]
+# a family of each form of `router_kinds.py`, and the class of its routers
+FORMS = {
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "jamba": "JambaTopKRouter",
+    "hunyuan_v1_moe": "HunYuanMoEV1Gate",
+    "gemma4_text": "Gemma4TextRouter",
+    "granitemoe": "GraniteMoeTopKRouter",
+    "gpt_oss": "GptOssTopKRouter",
+    "cohere2_moe_sigmoid": "Cohere2MoeTopKRouter",
+    "deepseek_v3": "DeepseekV3TopkRouter",
+    "axk2": "AXK2TopkRouter",
+    "deepseek_v2": "DeepseekV2TopkRouter",
+    "mistral4": "Mistral4TopkRouter",
+    "minimax_m3_vl_text": "MiniMaxM3VLTopKRouter",
+    "minimax_m2": "MiniMaxM2TopKRouter",
+    "hy_v3": "HYV3TopKRouter",
+    "afmoe": "AfmoeTokenChoiceRouter",
+    "lfm2_moe": "Lfm2MoeTopKRouter",
+    "deepseek_v4": "DeepseekV4TopKRouter",
+    "laguna": "LagunaTopKRouter",
+    "flint": "FlintTopKRouter",
+    "kolibri1": "Kolibri1TopKRouter",
+    "ernie4_5_moe": "Ernie4_5_MoeTopKRouter",
+    "longcat_flash": "LongcatFlashTopkRouter",
+    "phimoe": "PhimoeTopKRouter",
+}
+# of which the catalogue has no family
+UNPLAYED = {router_kinds._mistral_large}
 
 
 @torch.inference_mode()
@@ -36,10 +66,16 @@ def run(model: Any) -> torch.Tensor:
     return model(ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", PLAYED)
+def test_every_form_has_a_family() -> None:
+    assert {router_kinds._KINDS[name] for name in FORMS.values()} == router_kinds._FORMS.keys() - UNPLAYED
+
+
+@pytest.mark.parametrize("family", by_structure(PLAYED, also=FORMS))
 def test_a_family_is_fused_or_says_why(family):
     model = make_tiny_model(family).to(DEVICE)
     model.set_experts_implementation("eager")
+    if family in FORMS:
+        assert FORMS[family] in {type(module).__name__ for module in model.modules()}
     if family in NO_LAYERS:
         with pytest.raises(UnsupportedModel, match="handed no expert ids"):
             find_moe_layers(model)

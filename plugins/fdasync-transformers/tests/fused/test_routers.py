@@ -9,6 +9,7 @@ import torch
 from fdasync_transformers.fused.routers import FusedRouters, fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from structures import by_structure
 
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, InvariantBroken, RunnerError
@@ -55,7 +56,7 @@ FUSED = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", by_structure(FUSED))
 def test_a_fused_model_answers_as_before_and_records(family, dtype):
     model, layers, capture = build(family, dtype)
     seen = watched(model, layers)

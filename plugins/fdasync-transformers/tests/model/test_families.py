@@ -18,6 +18,7 @@ from fdasync_transformers.model.kv import KVPool, Reach
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 from step_driver import Driver
+from structures import by_structure
 
 from fdasync.errors import ConfigError, UnsupportedModel
 
@@ -59,7 +60,7 @@ def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("family", [*SERVED, *INDEXED])
+@pytest.mark.parametrize("family", by_structure([*SERVED, *INDEXED]))
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path)
@@ -133,7 +134,7 @@ async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
     await driver.close()
 
 
-@pytest.mark.parametrize("family", MLA)
+@pytest.mark.parametrize("family", by_structure(MLA))
 async def test_latents_and_expanded_kv_give_the_same_tokens(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     results, sizes = [], []

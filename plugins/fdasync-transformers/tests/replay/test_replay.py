@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fdasync_transformers.replay.force import find_routers, forced_routing, observed_routing
+from structures import by_structure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fdasync.errors import BadInput, UnsupportedModel
@@ -109,7 +110,7 @@ def random_rows(model: Any, count: int, seed: int = 7) -> dict[int, torch.Tensor
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_forcing_the_live_rows_changes_nothing(family: str) -> None:
     model, ids = build(family), tokens()
     live = observe(model, ids)
@@ -132,7 +133,7 @@ def test_forcing_the_live_rows_changes_nothing(family: str) -> None:
             assert torch.equal(best.sort(-1).values, live[layer].sort(-1).values)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_live_scores_are_in_the_documented_space(family: str) -> None:
     model, ids = build(family), tokens()
     looked: dict[int, Any] = {}
@@ -162,7 +163,7 @@ def test_live_scores_are_in_the_documented_space(family: str) -> None:
     assert bool(biases) == (family in ("ernie4_5_moe", "glm4_moe", "deepseek_v3", "minimax_m2"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_forced_random_rows_reach_the_experts(family: str) -> None:
     model, ids = build(family), tokens()
     rows = random_rows(model, 21)
@@ -175,7 +176,7 @@ def test_forced_random_rows_reach_the_experts(family: str) -> None:
     assert all(torch.equal(after, live[layer]) for layer, after in observe(model, ids).items()), "hooks stayed"
 
 
-@pytest.mark.parametrize("family", RANDOM_IDS)
+@pytest.mark.parametrize("family", by_structure(RANDOM_IDS))
 def test_weights_of_forced_experts_come_from_live_logits(family: str) -> None:
     """Against the family's formula, written out from its paper or source."""
     model, ids = build(family), tokens()

@@ -14,6 +14,7 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import (
     FAMILIES,
     LENGTHS,
+    UNEVEN,
     backward,
     checkpointed,
     ids_of,
@@ -22,6 +23,7 @@ from replay_helpers import (
     random_routing,
     same,
 )
+from structures import by_structure
 from torch.overrides import BaseTorchFunctionMode as BaseMode
 
 from fdasync.errors import BadInput, UnsupportedModel
@@ -51,7 +53,7 @@ def batch_of(model: Any, layout: str) -> tuple[dict[str, Any], Any, list[tuple[i
 UNPACKED = ("gpt_oss", "qwen3_next", "jamba")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_padded_packed_and_alone_are_equal(family: str) -> None:
     model = make_tiny_model(family)
     routing = [random_routing(model, 8, 1), None, random_routing(model, 9, 2, start=3)]

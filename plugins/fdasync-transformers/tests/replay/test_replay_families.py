@@ -13,6 +13,7 @@ from fdasync_transformers.replay.force import find_routers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import (
     FAMILIES,
+    UNEVEN,
     backward,
     checkpointed,
     grads_of,
@@ -26,9 +27,10 @@ from replay_helpers import (
     same,
     top_ks,
 )
+from structures import by_structure
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_replaying_the_live_choice_changes_nothing(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     rows = {layer: live.flip(-1)[:13] for layer, live in observe(model, input_ids=ids).items()}
@@ -65,7 +67,7 @@ def expected_weights(family: str, config: Any, logits: torch.Tensor, rows: torch
     return softmax
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     routing = random_routing(model, 13)
@@ -100,7 +102,7 @@ def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(slope, rel=rel, abs=5e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_checkpointing_is_bit_equal_even_after_the_context(family: str) -> None:
     model, ids = make_tiny_model(family).train(), ids_of(14)
     routing = random_routing(model, 11, start=2)
@@ -120,7 +122,7 @@ def test_checkpointing_is_bit_equal_even_after_the_context(family: str) -> None:
     assert nothing_left(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_rows_and_live_choices_mix_in_one_router_call(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     live = observe(model, input_ids=ids)
@@ -135,7 +137,7 @@ def test_rows_and_live_choices_mix_in_one_router_call(family: str) -> None:
         assert np.array_equal(reached[layer][5:11], routing.array[:, place, :k])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_bfloat16(family: str) -> None:
     model, ids = make_tiny_model(family).to(torch.bfloat16).train(), ids_of(14)
     routing = random_routing(model, 13)

@@ -26,3 +26,5 @@ SERVED = (
 #: positions picked by indexers: without fixed numerics
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 COMMON = (*SERVED, "qwen3_next", "jamba", *INDEXED)
+#: names on disk of their own: tied embeddings, renamed experts, fused ones
+STORED = ("ernie4_5_moe", "mixtral", "granitemoe")

@@ -34,9 +34,9 @@ class Played:
     """
 
     tokens: list[list[int]]
-    rows: list[Any]
-    raw: list[list[float]]
     # not shown: asyncio writes out a task's result as its loop ends, which for tensors takes longer than a step
+    rows: list[Any] = field(repr=False)
+    raw: list[list[float]] = field(repr=False)
     logits: list[torch.Tensor] = field(repr=False)
     capacity: Capacity
 

@@ -29,6 +29,8 @@ FAMILIES = [
     "qwen3_next",
     "jamba",
 ]
+# another top-k in each layer
+UNEVEN = ("hunyuan_v1_moe",)
 LENGTHS = (9, 4, 13)
 
 

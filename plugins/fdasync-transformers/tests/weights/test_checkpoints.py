@@ -11,6 +11,7 @@ from fdasync_transformers.replay.force import find_routers, observed_routing
 from fdasync_transformers.tokenizer import load_tokenizer
 from fdasync_transformers.weights import random_checkpoints
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, FAMILIES, VOCAB_SIZE, make_random_checkpoint
+from structures import by_structure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fdasync.errors import BadInput
@@ -29,7 +30,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_greedy_output_wanders_and_experts_are_used(folders: dict[str, Path], family: str) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folders[family])
     distinct, used = [], {layer: set() for layer in find_routers(model)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from common_families import COMMON
+from common_families import COMMON, STORED
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.weights import identity as naming
 from fdasync_transformers.weights import loading
@@ -17,6 +17,7 @@ from fdasync_transformers.weights.mapping import place
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
 from safetensors.torch import load_file, save_file
+from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, UnsupportedModel
@@ -36,7 +37,7 @@ def everything(model: Any) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
     write_tiny_checkpoint(tmp_path, family, shards=dtype == "bfloat16")

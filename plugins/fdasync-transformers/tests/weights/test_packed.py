@@ -18,6 +18,7 @@ from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import CPU, Live, assert_equal
 from quantised import edit, make_form, set_quantization, split
 from safetensors.torch import load_file
+from structures import in_turn
 
 from fdasync.errors import CheckpointError, UnsupportedModel, WeightsRejected
 
@@ -31,9 +32,11 @@ EXPERT = "model.layers.2.mlp.experts.3.down_proj"
 SOME = ("float-quantized block", "naive-quantized", "pack-quantized asymmetric", "awq", "gptq desc_act", "modelopt")
 
 
-def make(tmp_path: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+def make(
+    tmp_path: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> tuple[Path, Path]:
     quantised, plain = tmp_path / f"quantised {seed}", tmp_path / f"plain {seed}"
-    make_form(quantised, plain, how, seed, dtype)
+    make_form(quantised, plain, how, seed, dtype, **overrides)
     return quantised, plain
 
 
@@ -57,7 +60,7 @@ def replace(folder: Path, module: str, parts: dict[str, torch.Tensor]) -> None:
     edit(folder, **{**gone, **{f"{module}.{end}": part for end, part in parts.items()}})
 
 
-@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("how", in_turn(FORMS, SOME))
 def test_tensors_and_ids_equal_those_of_the_plain_form(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,10 +78,11 @@ def test_tensors_and_ids_equal_those_of_the_plain_form(
         assert [note.rpartition(" dequantised to ")[2] for note in notes] == [f"bfloat16: {count} tensors"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", in_turn(["float32", "float16"], ["float16"]))
 @pytest.mark.parametrize("how", FORMS)
 def test_products_are_rounded_to_the_dtype_of_the_scales_first(tmp_path: Path, how: str, dtype: str) -> None:
-    quantised, plain = make(tmp_path, how, dtype=getattr(torch, dtype))
+    # with experts, and without
+    quantised, plain = make(tmp_path, how, dtype=getattr(torch, dtype), num_hidden_layers=2)
     assert_equal(load(quantised, dtype).state_dict(), load(plain, dtype).state_dict())
 
 

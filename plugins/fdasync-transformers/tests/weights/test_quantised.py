@@ -166,9 +166,9 @@ def test_forms_of_scales(tmp_path: Path, form: str) -> None:
             scales = scales.view(torch.float8_e8m0fnu)
     elif form in ("per matrix", "scalar"):
         # all matrices of the folder have one scale each
-        for name, tensor in load_file(quantised / SINGLE_FILE).items():
-            if name.endswith("_scale_inv"):
-                edit(quantised, **{name: tensor.max().reshape(1) if form == "per matrix" else tensor.max()})
+        stored = load_file(quantised / SINGLE_FILE)
+        largest = {name: tensor.max() for name, tensor in stored.items() if name.endswith("_scale_inv")}
+        edit(quantised, **{name: one.reshape(1) if form == "per matrix" else one for name, one in largest.items()})
         set_quantization(quantised, weight_block_size=None, activation_scheme="static")
         edit(quantised, **{Q.replace("weight", "activation_scale"): torch.tensor(0.5)})
         scales = factors = torch.full((1, 1) if form == "per matrix" else (), 0.0137)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from common_families import COMMON
+from common_families import COMMON, STORED
 from fdasync_transformers import named_tensors
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import identity
@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import save_file
+from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import InvariantBroken, WeightsBroken, WeightsRejected
@@ -48,7 +49,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 # -- from a folder ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
     old, new = pair(family)
     live, first, fresh = Live(old), Live(old).state(), Live(new)
@@ -181,7 +182,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
 # -- tensor by tensor -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 @pytest.mark.parametrize("names", ["checkpoint", "state"])
 def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names: str) -> None:
     old, new = pair(family)

@@ -13,15 +13,11 @@ from fdasync_transformers.model.recurrent.states import States
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES
 from recurrent_play import BLOCK, Player, plain, start
+from structures import by_structure
 
 from fdasync.errors import InvariantBroken
 
-SERVED = [
-    # qwen3_5_moe's mixer is that of qwen3_next but for its projections
-    pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5_moe_text" else ())
-    for name, entry in FAMILIES.items()
-    if entry.recurrent and not entry.refused and entry.vision is None
-]
+SERVED = [name for name, entry in FAMILIES.items() if entry.recurrent and not entry.refused and entry.vision is None]
 LENGTH = 5 * BLOCK
 
 
@@ -35,7 +31,7 @@ def rest(player: Player, key: int) -> torch.Tensor:
     return torch.cat([*out, *(player.step() for _ in range(BLOCK))])
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", by_structure(SERVED, also=("zaya",)))
 def test_a_snapshot_continues_bit_by_bit(family: str) -> None:
     model = make_tiny_model(family)
     tokens, other = tokens_of(1), tokens_of(2)
