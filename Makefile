@@ -3,18 +3,24 @@ PYTHON ?= python3
 VENV ?= .venv
 # versions to install; /dev/null: the newest
 CONSTRAINTS ?= constraints.txt
-# of the HTTP plugin: what its tests use
-HTTP_EXTRAS ?= test,agents
 # `make test-oldest` wants the oldest Python too
 OLDEST_PYTHON ?= python3.11
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# bytecode of all tests and of what they import
+WARM := $(VENV)/.warm
+# what tests of the second ring use besides
+MORE := $(VENV)/.more
 RAY := $(VENV)/.ray
 TRL := $(VENV)/.trl
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
 INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
 PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake plugins/fdasync-ray
+# the rings of the tests, by their marks (CONTRIBUTING.md, "Which ring a test belongs to")
+RING_ONE := not ci and not nightly
+# what `make test` cost, for the tests of `make test-ci`
+COSTS := .costs.json
 # more than cores: tests that wait for processes and deadlines leave theirs to others
 WORKERS ?= 3
 SEEDS ?= 2000
@@ -23,19 +29,20 @@ export HF_HUB_OFFLINE := 1
 # tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
 export PYTHONDONTWRITEBYTECODE :=
 
-OLDEST = PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt HTTP_EXTRAS=test
+OLDEST = PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=.venv-oldest.txt
 PYPROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
 .DELETE_ON_ERROR:
 
-.PHONY: demo test fast warm test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean venv help
+.PHONY: demo test test-ci both ring-one test-oldest test-newest test-ray test-all lint types bench bench-pd bench-gpu clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
-	@echo "make test      set up, run the CPU tests, the linter and the type checker"
-	@echo "make test-oldest  the CPU tests on the oldest versions that the pyproject files allow, in .venv-oldest"
-	@echo "make test-newest  the CPU tests on the newest versions, in .venv-newest, which is made anew"
-	@echo "make test-all  the same with the long tests, those on Ray and TRL, and coverage"
+	@echo "make test      set up, run the tests of the first ring, the linter and the type checker: 5 minutes"
+	@echo "make test-ci   the tests of the second ring, which are run before a change is merged"
+	@echo "make test-all  the tests of all rings, those on Ray and TRL too, and coverage: every night"
+	@echo "make test-oldest  both first rings on the oldest versions that the pyproject files allow, in .venv-oldest"
+	@echo "make test-newest  both first rings on the newest versions, in .venv-newest, which is made anew"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
@@ -51,7 +58,7 @@ $(STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade -c $(CONSTRAINTS) torch setuptools
-	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[$(HTTP_EXTRAS)]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
 	@$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
@@ -65,12 +72,12 @@ $(STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 test-oldest: .venv-oldest.txt
 	$(MAKE) --no-print-directory venv $(OLDEST)
 	.venv-oldest/bin/pip install -q --no-compile --no-deps "$$(grep '^triton==' constraints.txt)"
-	$(MAKE) --no-print-directory fast $(OLDEST)
+	$(MAKE) --no-print-directory both $(OLDEST)
 
 # one that is there already would keep what it has
 test-newest:
 	rm -rf .venv-newest
-	$(MAKE) --no-print-directory fast VENV=.venv-newest CONSTRAINTS=/dev/null
+	$(MAKE) --no-print-directory both VENV=.venv-newest CONSTRAINTS=/dev/null
 
 # not for `make test`: 290 MB, and tests that start clusters for minutes
 $(RAY): $(STAMP)
@@ -87,17 +94,29 @@ demo: $(STAMP)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
-# the type checker has one core while the first import of all tests has another: both take more than a minute
+# at first the type checker has one core while the first import of all tests has another
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j 2 warm types lint
-	$(MAKE) --no-print-directory fast
+	@test -f $(WARM) || $(MAKE) --no-print-directory -j 2 $(WARM) types
+	$(MAKE) --no-print-directory -j 3 types lint ring-one
 
-fast: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+ring-one: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(RING_ONE)" --costs $(COSTS)
+
+# `make test` has run the others
+test-ci: $(MORE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "ci and not nightly"
+
+both: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not nightly"
 
 # each process of the tests imports all of them: bytecode that one has made serves the others
-warm: $(STAMP)
-	@$(BIN)/python -m pytest --collect-only -q -m "not slow" > /dev/null || true  # the tests' own run tells errors
+$(WARM): $(STAMP)
+	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true  # the tests' own run tells errors
+	@touch $@
+
+$(MORE): $(STAMP)
+	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-http[agents]'
+	@touch $@
 
 # one after the other, with what they measure: each module has a cluster, and clusters are many processes
 test-ray: $(RAY)
@@ -106,7 +125,7 @@ test-ray: $(RAY)
 # SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
 # (tests/system/test_pd_simulation.py); four times the examples of each property
 test-all: export FDASYNC_EXAMPLES := 2
-test-all: $(RAY) $(TRL)
+test-all: $(MORE) $(RAY) $(TRL)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q
@@ -157,4 +176,4 @@ bench-gpu:
 	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
+	rm -rf $(COSTS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -35,9 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.support.costs import Costs
-
-    config.pluginmanager.register(Costs(config), "costs")
+    # by its path: where pytest runs in a plugin's folder, `tests` are the plugin's
+    path = Path(__file__).parent / "tests/support/costs.py"
+    spec = importlib.util.spec_from_file_location("fdasync_costs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config.pluginmanager.register(module.Costs(config), "costs")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,7 +78,11 @@ def _quicken_interpreter() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU."""
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. A test marked `heavy` says why."""
+    for item in items:
+        for mark in item.iter_markers("heavy"):
+            if len(mark.args) != 1 or not isinstance(mark.args[0], str):
+                raise pytest.UsageError(f"{item.nodeid}: heavy() takes the reason, one string")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

@@ -41,6 +41,15 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the stdlib's loop tests run in the second ring; tryfirst: before the marks choose."""
+    for item in items:
+        played = getattr(item, "callspec", None)
+        if played is not None and played.params.get("_asyncio_loop_factory") is asyncio.SelectorEventLoop:
+            item.add_marker(pytest.mark.ci)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest, no_leaks: None, no_blocking: None) -> Iterator[None]:
     """Leaks of the process, and of the test's loop, and blocking calls fail the test that made them."""

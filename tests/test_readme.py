@@ -29,7 +29,7 @@ def snippets() -> tuple[str, str, str]:
     return first, second, third
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
     call = "import asyncio\nasyncio.run(step(list(range(20, 90)), 17))\n"
@@ -73,7 +73,7 @@ def test_the_http_example_runs(tmp_path: Path) -> None:
     assert re.search(r"/llm/generate: \[\d+, \d+, \d+\], [1-9]\d* characters of rows", out), out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_embedders_example_runs(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "model", size="tiny")
     out = run([str(ROOT / "examples" / "embed.py"), "model"], tmp_path)

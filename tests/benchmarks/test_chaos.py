@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 # of what runs for so many minutes: the start, the quiet after each round, the end, on a machine that is busy;
 # the short one says so before pytest's own limit ends everything
@@ -54,7 +56,7 @@ def test_the_short_play_is_given_up_before_pytest_gives_up(pytestconfig: pytest.
     assert float(pytestconfig.getini("faulthandler_timeout")) > 60 * SHORT * FACTOR + MORE_S
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None:
     figures = play(tmp_path, minutes=SHORT, seed=20, transport="shm")
     assert figures["late_words_refused"] > 0
@@ -63,7 +65,7 @@ def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None
     assert_served(figures, right=0.9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_that_die_sleeps_and_wakes_that_fail_strike_and_are_recovered_from(tmp_path: Path) -> None:
     kinds = ("trainer dies", "trainer stops", "sleep", "wake fails", "wake without folder")
     figures = play(tmp_path, 0.4, 23, "shm", "--instances", "1", "1", "--only", *kinds)
@@ -74,7 +76,7 @@ def test_trainers_that_die_sleeps_and_wakes_that_fail_strike_and_are_recovered_f
     assert figures.get("requests_lost", 0) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("seed", [21, 22])
 def test_nothing_goes_wrong_for_longer(tmp_path: Path, seed: int, transport: str) -> None:

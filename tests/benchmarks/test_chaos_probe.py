@@ -13,6 +13,8 @@ from fdasync.testing import synthetic_config
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def no_blocking() -> None:

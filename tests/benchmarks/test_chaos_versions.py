@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from fdasync.result import Sample
 
+pytestmark = pytest.mark.ci
+
 PROMPT = list(range(20, 61))
 PARAMS = SamplingParams(max_tokens=30, temperature=1.0, seed=7, logprobs="both")
 CONFIG = synthetic_config({"step_s": 0.01}, max_step_tokens=16)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from benchmarks._gpu_judge import Answer
     from benchmarks._gpu_plays import Play, Played
 
+pytestmark = pytest.mark.ci
+
 # the most different of those that are served
 EIGHT = (
     "qwen3_moe", "glm4_moe", "deepseek_v3_fp8", "gpt_oss", "minimax_m2", "longcat_flash", "llama4_text",
@@ -59,7 +61,7 @@ QUICK = [(name, ("plain", WAYS[number % len(WAYS)])) for number, name in enumera
 # states go to stores and to decode instances
 QUICK += [("lfm2_moe", ("store", "pd"))]
 QUICK += [("deepseek_v32", ("tight", "store")), ("glm_moe_dsa", ("pd", "replay"))]
-WHOLE = [pytest.param(name, ("plain", *WAYS), marks=pytest.mark.slow) for name in families.PLAYED]
+WHOLE = [pytest.param(name, ("plain", *WAYS), marks=pytest.mark.nightly) for name in families.PLAYED]
 
 
 @pytest.mark.parametrize(("name", "cells"), [*QUICK, *WHOLE])

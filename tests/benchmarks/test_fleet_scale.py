@@ -14,6 +14,8 @@ from benchmarks._fleet_scale_world import LINKS, Plan, World
 from benchmarks._report import Report
 from benchmarks.fleet_scale import full_at, measure_memory, play, request_us
 
+pytestmark = pytest.mark.ci
+
 WORK = Work(requests=120, per_s=80.0, question_tokens=(64, 128), answer_tokens=(16, 48), system_tokens=64, tasks=4)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 CPU = torch.device("cpu")
 RUNNER = {"device": "cpu", "kernels": "torch", "num_threads": 1, "self_check": False}
 
@@ -60,7 +62,7 @@ def damaged(answer: Answer, change: Callable[[Any], Any]) -> Answer:
     return replace(answer, routing=SimpleNamespace(array=rows, **fields))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_writes_what_it_found(tmp_path: Path) -> None:
     """The path of GPUs, by kernels in the interpreter; every row and token of the play is right."""
     out = tmp_path / "figures.json"

@@ -25,6 +25,8 @@ from benchmarks._shape_folder import empty_model
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 CPU = torch.device("cpu")
 GB = 1e9
 

@@ -16,6 +16,8 @@ from benchmarks._report import Report
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 
 def load(**values: float) -> gpu_pd.Load:
     given = {"seconds": 20.0, "warm_up": 5.0, "rate": 10.0, "prompt": 100, "new": 8, "seed": 3, **values}
@@ -52,7 +54,7 @@ def test_figures_are_those_of_the_answers(capsys: pytest.CaptureFixture[str]):
     assert report.figures["moved_gb_per_s"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_on_a_cpu(tmp_path: Path):
     out = tmp_path / "pd.json"
     command = [sys.executable, "-m", "benchmarks.gpu_pd", "--tiny", "--seconds", "3", "--warm-up", "1", "--rate", "3"]

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import gpu_quantised
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +33,7 @@ def test_both_models_have_one_shape() -> None:
     assert [each.weights for each in linears] == ["dequantised", "stored_linears"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_finds_the_same_rows_and_logits(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.gpu_quantised", "--tiny", "--json", str(out)]

@@ -12,6 +12,8 @@ from benchmarks import gpu_sampler
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def no_blocking() -> None:

@@ -19,6 +19,8 @@ from benchmarks._gpu_profile import Event
 from benchmarks._gpu_scale import Scale, large, tiny, write_folder
 from benchmarks._report import Report
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,7 +34,7 @@ def rehearse(out: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
     report = rehearse(tmp_path / "figures.json")
     figures, conditions = report["figures"], report["conditions"]
@@ -68,7 +70,7 @@ def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
     assert conditions["aims"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["glm-4.5-air", "deepseek-v2-lite"])
 def test_other_models_are_rehearsed(model: str, tmp_path: Path) -> None:
     """Latents, shared experts, a dense layer at the head, and routers of other kinds."""
@@ -80,7 +82,7 @@ def test_other_models_are_rehearsed(model: str, tmp_path: Path) -> None:
     assert report["figures"]["floor_share_2"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_is_timed_twice_in_processes_of_its_own(tmp_path: Path) -> None:
     report = rehearse(tmp_path / "figures.json", "--only", "g")
     for name in ("startup_cold_s", "startup_warm_s"):
@@ -89,7 +91,7 @@ def test_a_start_is_timed_twice_in_processes_of_its_own(tmp_path: Path) -> None:
         assert report["figures"][name] == pytest.approx(sum(parts.values()), abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "glm-4.5-air"])
 def test_the_library_answers_in_a_process_of_its_own(model: str, tmp_path: Path) -> None:
     scale = tiny(model)

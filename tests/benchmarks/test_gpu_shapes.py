@@ -28,6 +28,8 @@ from fdasync.errors import UnsupportedModel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
@@ -58,7 +60,7 @@ def rehearse(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]
     return done.returncode, json.loads(out.read_text()), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_by_kernels_writes_what_it_found(tmp_path: Path) -> None:
     """One shape with groups and latents, one with windows and sinks, in Triton's interpreter."""
     names = {"DeepSeek-V3": "deepseek_v3", "gpt-oss-120b": "gpt_oss_120b"}
@@ -79,7 +81,7 @@ def test_a_rehearsal_by_kernels_writes_what_it_found(tmp_path: Path) -> None:
     assert "void" in conditions
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quantised_forms_tell_how_they_were_loaded(tmp_path: Path) -> None:
     status, report, said = rehearse(tmp_path, "--quantised", "--kernels", "torch")
     assert status == 0, said
@@ -95,7 +97,7 @@ def test_quantised_forms_tell_how_they_were_loaded(tmp_path: Path) -> None:
         assert shapes[name]["host_nbytes_while_loading"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_child_that_fails_or_takes_too_long_is_told_and_ends(tmp_path: Path) -> None:
     children = Children()
     try:
@@ -114,7 +116,7 @@ QUICK = ("DeepSeek-V3", "gpt-oss-120b", "ERNIE-4.5-21B-A3B")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
 )
 def test_every_shape_is_served_and_exact(name: str, tmp_path: Path) -> None:
     """The work of a child, here, with torch's attention; its verdict changes where rows are moved."""

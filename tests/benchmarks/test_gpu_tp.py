@@ -13,6 +13,8 @@ import pytest
 from benchmarks import gpu_tp
 from benchmarks.gpu_serving import Run
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,7 @@ def test_ratios_and_the_share_of_sums_follow_from_the_rates() -> None:
     assert gpu_tp.aims_of(gpu_tp.scale_of(gpu_tp.parse(["--tiny"])), 2, gpu_tp.LEAST) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_finds_the_same_tokens_and_rows(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.gpu_tp", "--tiny", "--only", "x", "--json", str(out)]

@@ -19,6 +19,8 @@ from benchmarks._http_load import Counted, Load, Tally
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 LOAD = Load(
     streams=3, prompt_tokens=20, vocab_size=500, least_tokens=5, most_tokens=9, rows=True, warm_s=0.5, count_s=3.0
 )
@@ -68,7 +70,7 @@ def test_a_tally_counts_what_comes_in_its_time(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_run_has_every_figure(tmp_path: Path):
     out = tmp_path / "http.json"
     command = [sys.executable, "-m", "benchmarks.http", "--runs", "1", "--streams", "3", "--seconds", "3"]
@@ -85,7 +87,7 @@ def test_a_short_run_has_every_figure(tmp_path: Path):
     assert "ttft_added_ms_p50" in figures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rehearsal_of_the_gpu_on_a_cpu(tmp_path: Path):
     out = tmp_path / "http.json"
     command = [sys.executable, "-m", "benchmarks.gpu_http", "--tiny", "--pairs", "2", "--seconds", "3"]

@@ -18,6 +18,8 @@ from benchmarks._shape_folder import fp8_of, write_config, write_shards
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 # parameters in thousands of millions as the publishers name them, without what predicts further tokens
 PARAMETERS = {
     "Qwen3-30B-A3B": 30.5,

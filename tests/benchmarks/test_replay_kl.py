@@ -15,6 +15,8 @@ from benchmarks._replay_sides import Ask, Pass, Sampled, asks, sampled_rows
 from benchmarks.replay_kl import Figures, check_replay, compare
 from fdasync.result import Routing
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,7 +44,7 @@ def k3(by: float) -> float:
     return float(np.exp(-by) + by - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_run_writes_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.replay_kl", "--tokens", "400", "--steps", "4", "--json", str(out)]

@@ -21,6 +21,8 @@ from benchmarks._tier import Blocks
 from benchmarks._timed_loop import Ticker, TimedLoop
 from fdasync.cache.store.file.layout import Shape
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 

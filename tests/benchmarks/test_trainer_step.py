@@ -14,6 +14,8 @@ from benchmarks import trainer_step
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.ci
+
 SHAPE: dict[str, Any] = {
     **trainer_step.SHAPES["small"],
     "vocab_size": 40,

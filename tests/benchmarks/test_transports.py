@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.transports import Bench
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 

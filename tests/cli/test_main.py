@@ -80,7 +80,7 @@ def test_demo_checks_outputs_of_one_token(model: Path, tmp_path: Path) -> None:
     assert values["throughput"]["tpot_ms_p50"] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_demo_serves_again_from_a_store(kind: str, tmp_path: Path) -> None:
     # a model whose prefill costs enough for a store to be worth asking
@@ -99,7 +99,7 @@ def test_demo_serves_again_from_a_store(kind: str, tmp_path: Path) -> None:
     assert "with the store" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_says_what_a_store_without_room_refused(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     arguments = ("--requests", "4", "--max-tokens", "8", "--json", str(figures), "--inline")
@@ -113,7 +113,7 @@ def test_demo_says_what_a_store_without_room_refused(model: Path, tmp_path: Path
     assert "nothing came back from the store: it refused what was written: it never fits" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_serves_over_prefill_and_decode_instances(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     arguments = ("--requests", "8", "--max-tokens", "16", "--pd", "1x1", "--json", str(figures))

@@ -210,7 +210,7 @@ def test_a_terminal_of_80_x_24_shows_all_of_it_without_flicker_and_follows_its_s
         assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[H"), "the cursor stays hidden"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_stays_when_an_instance_ends_and_says_so(tmp_path: Path) -> None:
     with (
         Terminal(24, 80) as terminal,
@@ -227,7 +227,7 @@ def test_it_stays_when_an_instance_ends_and_says_so(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_piped_it_is_text_and_json(tmp_path: Path) -> None:
     with served(tmp_path) as (address, _):
 

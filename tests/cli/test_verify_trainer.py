@@ -158,7 +158,7 @@ def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
     assert told(True) == {"after": [1, 2]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("numerics", ["default", "fixed"])
 def test_a_model_is_served_in_all_ways_and_what_differs_is_named(numerics, tmp_path):
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
@@ -178,7 +178,7 @@ def test_a_model_is_served_in_all_ways_and_what_differs_is_named(numerics, tmp_p
     assert bool(found["differing"]) == bool(found["note"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_sum_in_slices_have_the_bits_of_one_trainer(tmp_path):
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     words = ("--model", tmp_path / "model", "--tokens", 600, "--num-threads", 1, "--sum-slices", 4, "--tp", 2, "--json")
@@ -189,7 +189,7 @@ def test_ranks_that_sum_in_slices_have_the_bits_of_one_trainer(tmp_path):
     assert found["differing"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_rollout_writes_is_read_back(tmp_path):
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     words = ("--model", tmp_path / "model", "--numerics", "default", "--tokens", 100, "--no-pd", "--num-threads", 1)

@@ -255,7 +255,7 @@ def test_no_order_of_calls_hangs_or_leaks():
     assert outcomes["complete: cancelled"], outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_order_of_calls_hangs_or_leaks_in_a_thousand_rounds():
     outcomes = fuzz(range(1000, 2000))
     for verb in ("complete", "stream", "pause", "resume", "update", "drain", "close"):

@@ -46,7 +46,7 @@ def test_what_the_model_says_holds_after_every_call(seed: int, folders: Path) ->
     play(seed, folders)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_and_for_hundreds_of_seeds(part: int, folders: Path) -> None:
     for seed in range(100 + part, 900, 4):

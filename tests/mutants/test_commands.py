@@ -38,7 +38,7 @@ def command(*arguments):
     return done.stdout
 
 
-@pytest.mark.slow  # it collects the whole suite once, and runs two files of it several times
+@pytest.mark.nightly  # it collects the whole suite once, and runs two files of it several times
 def test_what_matters_is_killed_and_the_rest_survives(tmp_path):
     mutants = [
         mutant(1, "fdasync/cache/aux.py", "        return len(self._free)", "        return len(self._free) + 1"),
@@ -56,7 +56,7 @@ def test_what_matters_is_killed_and_the_rest_survives(tmp_path):
     ]  # fmt: skip
     (tmp_path / "drawn").write_bytes(msgspec.json.encode(mutants[:3]))
     command("map", "--out", tmp_path / "map", "-q", *TESTS)
-    arguments = [tmp_path / "drawn", "--map", tmp_path / "map", "--marks", "not slow", "--out", tmp_path / "out"]
+    arguments = [tmp_path / "drawn", "--map", tmp_path / "map", "--marks", "not ci and not nightly", "--out", tmp_path / "out"]
     assert "3 mutants, 0 of them done" in command("run", *arguments)
     # it goes on with those that it has no result of
     (tmp_path / "drawn").write_bytes(msgspec.json.encode(mutants))

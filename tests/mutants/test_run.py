@@ -89,12 +89,12 @@ def test_rings_add_up_in_the_table():
         )
         for number, area in enumerate(["cache", "cache", "router"], 1)
     ]  # fmt: skip
-    first = Ring("not slow", [Result(mutant=one, state="survived") for one in mutants[1:]])
+    first = Ring("not ci and not nightly", [Result(mutant=one, state="survived") for one in mutants[1:]])
     first.results[1].num_run, first.results[1].num_left = 7, 2
     first.results.append(Result(mutant=mutants[0], state="killed", test="a", how="failed"))
-    second = Ring("slow", [Result(mutant=mutants[1], state="killed", test="b", how="hung")])
+    second = Ring("ci and not nightly", [Result(mutant=mutants[1], state="killed", test="b", how="hung")])
     written = table([first, second])
-    assert "| area | drawn | `not slow` | `slow` too |" in written
+    assert "| area | drawn | `not ci and not nightly` | `ci and not nightly` too |" in written
     assert "| cache | 2 | 1 | 2 |" in written
     assert "| router | 1 | 0 | 0 |" in written
     assert "| all | 3 | 1 | 2 |" in written

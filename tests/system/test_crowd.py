@@ -35,7 +35,7 @@ def test_everything_at_once(request: pytest.FixtureRequest):
         assert not {"stop", "length", "abort", "deadline", "cancelled"} - outcomes.keys(), outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_everything_at_once_of_many_seeds(part: int, request: pytest.FixtureRequest):
     assert play(range(_FEW + part, _FEW + _MANY, _PARTS), request.config)

@@ -29,7 +29,7 @@ def test_a_fleet_of_eight(capsys):
     check(report)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fleet_of_two_hundred(capsys):
     report = run_sim(LargeFleet(100, 20_000, 60.0).play())
     with capsys.disabled():

@@ -59,7 +59,7 @@ def test_pd_simulation(pd_seeds: SimSeeds):
         assert all(counts[name] for name in (*work, *incidents))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):
     """`--pd-seeds` says how many in all."""
@@ -81,7 +81,7 @@ def test_two_routers_control_one_fleet():
     assert all(counts[kind] for kind in kinds), words(counts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_two_routers_control_one_fleet_for_many_seeds(part: int):
     play(of_two_routers(1500)[part::_PARTS])

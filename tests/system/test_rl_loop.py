@@ -152,7 +152,7 @@ def made_batch(rl: Any, shapes: tuple[tuple[int, int, float], ...]) -> list[Any]
     return batch
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("replay", [False, True])
 def test_log_probs_are_those_of_one_token_after_the_other(rl: Any, model: Path, replay: bool) -> None:
     trainer = rl.Trainer(model, replay=replay)
@@ -180,7 +180,7 @@ def test_log_probs_are_those_of_one_token_after_the_other(rl: Any, model: Path, 
             assert float(theirs[at, first + step]) == float(one.sample.raw_logprobs[step])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sample_without_its_experts_is_not_trained_on(rl: Any, model: Path) -> None:
     sample = made_sample((5, 6), ((0, 2, 0),))
     trainer = rl.Trainer(model, replay=True)
@@ -279,7 +279,7 @@ def test_figures_tell_samples_that_crossed_an_update(rl: Any) -> None:
     assert told.fresh == mismatch([np.full(3, -1.0)], [np.full(3, -1.5)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("replay", [False, True])
 def test_what_was_rewarded_becomes_likelier(rl: Any, model: Path, replay: bool, monkeypatch: Any) -> None:
     """Two samples of different lengths, in micro-batches of one: their log-probs go where their advantages say."""
@@ -300,7 +300,7 @@ def test_what_was_rewarded_becomes_likelier(rl: Any, model: Path, replay: bool, 
     assert after[1].mean() < before[1].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_is_trained_once(rl: Any, model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     told: list[str] = []
     monkeypatch.setattr(rl.small_moe, "accuracy", lambda *_: 0.0)  # takes seconds
@@ -331,7 +331,7 @@ def started(model: Path, cwd: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "2", "--png", "out/loop.png")
     out, _ = process.communicate(timeout=600)
@@ -352,7 +352,7 @@ def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path)
     assert float(kl["replay on"]) <= float(kl["replay off"]) < 1e-3, out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_run_with_fixed_numerics_ends_with_ratios_of_one(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "2", "--arm", "off", "--numerics", "fixed", "--png", "loop.png")
     out, _ = process.communicate(timeout=600)
@@ -395,7 +395,7 @@ def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path: Path, rl: Any, mon
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupt_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     process = started(model, tmp_path, "--steps", "500", "--arm", "on")
     assert process.stdout is not None

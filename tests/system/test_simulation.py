@@ -76,7 +76,7 @@ def test_simulation_in_real_time(name: str, tmp_path: Path, request: pytest.Fixt
         assert all(totals[name] for name in work), totals
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", _LOOPS)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_simulation_in_real_time_of_many_seeds(part: int, name: str, tmp_path: Path, request: pytest.FixtureRequest):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRETRAIN_STEPS = 25  # fewer, and the experts that differ move no log-prob
 PROBLEMS, GROUP = 9, 8
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 needs_trl = pytest.mark.skipif(
     find_spec("trl") is None, reason="TRL is not installed: pip install 'fdasync-transformers[trl]'"
 )

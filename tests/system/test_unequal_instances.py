@@ -79,7 +79,7 @@ FLEETS = {
     ("sizes", "text"),
     [
         # text is tokens once it has reached an instance: of every other fleet either stands for both
-        pytest.param(sizes, text, id=f"{name}-{word}", marks=() if number % 2 == text else pytest.mark.slow)
+        pytest.param(sizes, text, id=f"{name}-{word}", marks=() if number % 2 == text else pytest.mark.nightly)
         for number, (name, sizes) in enumerate(FLEETS.items())
         for text, word in enumerate(("tokens", "text"))
     ],

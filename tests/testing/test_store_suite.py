@@ -14,6 +14,8 @@ from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.testing import Deadlock, SimLoop, StoreTests
 from fdasync.testing.stores.machine import run_machine
 
+pytestmark = pytest.mark.ci
+
 
 class SlowStore(MemoryStore):
     """In memory, but each object takes a while, so that there is something to cancel; it may outlive its end."""

@@ -19,6 +19,8 @@ from tests.runner import test_synthetic as runners
 from tests.testing import test_store_suite as stores
 from tests.testing import test_transport_suite as transports
 
+pytestmark = pytest.mark.ci
+
 FOLDER = Path(fdasync.testing.__file__).parent
 SUITES = sorted(path for room in ("stores", "runners", "transports") for path in (FOLDER / room).glob("*.py"))
 

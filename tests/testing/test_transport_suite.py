@@ -14,6 +14,8 @@ from fdasync.testing import SimLoop, TransportTests
 from fdasync.testing.sim.transport import SimFabric, SimTransport
 from fdasync.testing.transports import lifetimes
 
+pytestmark = pytest.mark.ci
+
 
 class Suite(TransportTests):
     """Not collected: in virtual time, with short patience."""
@@ -230,7 +232,7 @@ def test_whether_the_loop_runs_does_not_depend_on_how_fast_a_core_is(monkeypatch
         suite.test_the_loop_runs_meanwhile()
 
 
-@pytest.mark.slow  # `TestSim` of `test_transports.py` is the same suite, with more patience
+@pytest.mark.nightly  # `TestSim` of `test_transports.py` is the same suite, with more patience
 def test_what_is_right_passes():
     suite = Suite()
     for name in sorted(dir(suite)):

@@ -28,7 +28,7 @@ class TestUnix(TransportTests):
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestUnixOnTheStdlibLoop(TestUnix):
     def new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop()

@@ -8,7 +8,7 @@ from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.testing import StoreTests
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("nothing_left")
 class TestMooncake(StoreTests):
     """Memory lent by another process: objects outlive the store."""
@@ -37,7 +37,7 @@ class TestMooncake(StoreTests):
         self.config["segment_nbytes"] = 64 << 20
         super().test_against_the_model()
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_against_the_model_across_ends(self):
         self.examples, self.steps = 15, 25
         super().test_against_the_model()

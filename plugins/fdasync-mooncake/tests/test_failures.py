@@ -249,7 +249,7 @@ async def test_a_hung_call_is_killed_with_its_process(own_master, memory_process
         await until("another process serves", 300, "done", lambda: get_or_why(store, blocks, "k"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_nothing_is_written_after_a_get_that_the_client_gave_up(network):
     """After 60 s the client says that transfers failed, and writes them when the other process goes on: it must end."""
     blocks = Blocks(128)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("network")
 
 
 # an engine for each side and test
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestMooncake(TransportTests):
     factory = "fdasync_mooncake.transfer.transport:MooncakeTransport"
 

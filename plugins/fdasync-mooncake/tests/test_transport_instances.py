@@ -85,7 +85,7 @@ def test_at_an_address_that_it_cannot_have_it_is_left_out():
     assert "IPv6" in made.notice
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_instances_hand_over_blocks_by_it_and_results_are_right():
     options = {"transport": "mooncake", "trusted_network": True}
@@ -118,7 +118,7 @@ async def test_instances_hand_over_blocks_by_it_and_results_are_right():
                 assert decode.engine.stats().scheduler.received_blocks > before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("trusting", ["decode", "prefill"])
 async def test_where_one_side_trusts_the_network_the_next_way_is_taken_and_told(trusting):
@@ -136,7 +136,7 @@ async def test_where_one_side_trusts_the_network_the_next_way_is_taken_and_told(
         assert decode.notice == prefill.notice == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("in_process", [True, False])
 async def test_the_way_follows_the_route_and_an_engine_that_does_not_start_is_left_out(in_process, monkeypatch):
@@ -170,7 +170,7 @@ async def test_the_way_follows_the_route_and_an_engine_that_does_not_start_is_le
             await here.aclose()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("why", ["firewall", "protocol", "elsewhere"])
 async def test_an_engine_that_cannot_be_read_from_here_has_its_sender_read_over_tcp(why, monkeypatch):

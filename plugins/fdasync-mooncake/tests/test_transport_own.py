@@ -200,7 +200,7 @@ def stranger(*segments):
         process.stdout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_a_stranger_in_the_staging_areas_damages_copies_and_reaches_nothing_else():
     async with Hooks().sides() as (sender, receiver):
@@ -226,7 +226,7 @@ async def test_a_stranger_in_the_staging_areas_damages_copies_and_reaches_nothin
         assert await receiver.take(sender.source, specs) == ["done"] * 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_the_staging_area_has_one_size_and_no_instance_memory_is_in_the_engines_process():
     async with Hooks().sides() as (sender, receiver):
@@ -247,7 +247,7 @@ async def test_the_staging_area_has_one_size_and_no_instance_memory_is_in_the_en
             assert "fdasync-side" in memory_of(os.getpid())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("whose", ["sender", "receiver"])
 async def test_an_engine_that_is_killed_fails_copies_and_is_started_again(whose):
@@ -273,7 +273,7 @@ async def test_an_engine_that_is_killed_fails_copies_and_is_started_again(whose)
             assert engine.restarts == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_an_engine_that_is_stopped_fails_its_copies_by_their_deadline_and_no_others():
     with no_leaks():
@@ -299,7 +299,7 @@ async def test_an_engine_that_is_stopped_fails_its_copies_by_their_deadline_and_
             assert await receiver.take(stopped.source, [first]) == ["done"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_an_engine_that_was_stopped_before_it_is_met_is_started_again_and_holds_up_nobody(monkeypatch):
     async with Hooks().sides(3) as (stopped, sender, receiver):
@@ -321,7 +321,7 @@ async def test_an_engine_that_was_stopped_before_it_is_met_is_started_again_and_
         assert stopped.transport.engine.pid != pid
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_addresses_at_which_there_is_no_sender():
     async with Hooks().sides() as (sender, receiver):
@@ -345,7 +345,7 @@ async def test_addresses_at_which_there_is_no_sender():
         assert await receiver.take(sender.source, [spec]) == ["done"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 async def test_strangers_at_the_senders_port_hear_nothing_and_are_dropped():
     async with Hooks().sides() as (sender, receiver):
@@ -363,7 +363,7 @@ async def test_strangers_at_the_senders_port_hear_nothing_and_are_dropped():
         assert await receiver.take(sender.source, [receiver.wanted(sender, "a", MAX_STAGES * 1000)]) == ["done"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("how", ["missing", "pigeon", "rdma"])
 async def test_where_there_is_no_engine_it_does_not_open_and_says_why(how, monkeypatch, tmp_path):

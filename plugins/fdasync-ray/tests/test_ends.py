@@ -69,7 +69,7 @@ async def test_instances_that_join_while_weights_change_have_the_last_ones(clust
             assert told[0][1] == str(version)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_driver_that_is_busy_for_long_loses_no_instance(cluster, engine_of):
     lines: list[str] = []
     async with RayFleet(FleetConfig(engine=engine_of(), mixed=3), lines.append) as fleet:
@@ -131,7 +131,7 @@ def test_the_command_names_a_cluster_that_does_not_answer(address, words):
     assert "ray start --head" in str(done.exception)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_second_signal_ends_the_command_at_once(cluster, tmp_path):
     config = tmp_path / "engine.json"
     shape = {"vocab_size": 128, "num_blocks": 256, "max_context_tokens": 1024, "step_s": 0.1}

@@ -98,7 +98,7 @@ def test_a_node_has_one_copy_of_an_object_whoever_reads_it(cluster):
     assert not data.flags.writeable
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_command_drains_at_a_signal_and_leaves_nothing_when_it_is_killed(cluster, tmp_path):
     config = tmp_path / "engine.json"
     config.write_text(json.dumps({"runner_config": {"vocab_size": 128, "num_blocks": 256, "max_context_tokens": 512}}))
@@ -133,7 +133,7 @@ async def test_the_command_drains_at_a_signal_and_leaves_nothing_when_it_is_kill
                 await process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_runs(loopback):
     example = Path(__file__).parents[3] / "examples" / "rl_on_ray.py"
     done = subprocess.run(

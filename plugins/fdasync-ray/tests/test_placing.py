@@ -78,7 +78,7 @@ async def test_an_instance_that_no_node_can_have_says_so(cluster, engine_of):
         attach("fleet")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_ranks_of_a_group_serve_together_on_cpus(cluster, tmp_path: Path):
     tiny = pytest.importorskip("fdasync_transformers.tiny.checkpoints")
     tiny.make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", 0)

@@ -104,7 +104,7 @@ def until_two(machine: Machine) -> None:
     raise AssertionError(f"{done.stderr}\n{machine.log.read_text()}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_cross_once_links_are_authenticated_and_a_machine_that_falls_silent_is_replaced(machines, tmp_path):
     machine, wire, stack = machines
     keys = tmp_path / "fleet.keys"

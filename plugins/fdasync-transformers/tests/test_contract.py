@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # of one in `make test`, of all in `make test-all`
-FAMILIES = ["qwen3_moe", *[pytest.param(family, marks=pytest.mark.slow) for family in ("ernie4_5_moe", "glm4_moe")]]
+FAMILIES = ["qwen3_moe", *[pytest.param(family, marks=pytest.mark.nightly) for family in ("ernie4_5_moe", "glm4_moe")]]
 
 
 class _OnACheckpoint(RunnerSuite):
@@ -110,7 +110,7 @@ class TestInHalfPrecision(_OnACheckpoint, TailTests):
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", *[pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "llama4_text")]]
+    "family", ["deepseek_v3", *[pytest.param(one, marks=pytest.mark.nightly) for one in ("gpt_oss", "llama4_text")]]
 )
 def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, family: str) -> None:
     """Latents, sinks with windows, chunks: each has a mask of its own over the block that is there in part."""
@@ -121,7 +121,7 @@ def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, fami
     suite.test_a_sequence_begun_elsewhere_may_have_more_to_compute()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.nightly)])
 def test_positions_that_indexers_chose_are_written_as_they_are_due(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     suite = TestTransformers()
@@ -131,7 +131,7 @@ def test_positions_that_indexers_chose_are_written_as_they_are_due(tmp_path: Pat
     suite.test_rows_that_stand_stay_when_a_sequence_starts_again()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "test",
     ["test_swapped_out_and_in_elsewhere_blocks_answer_as_before", "test_tensors_change_the_answers_and_back"],

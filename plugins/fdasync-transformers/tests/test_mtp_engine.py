@@ -229,7 +229,7 @@ OF_RANKS = [("glm4_moe", 4), ("deepseek_v3", 2), ("qwen3_moe", 2)]
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("glm4_moe", 2), *[pytest.param(*each, marks=pytest.mark.slow) for each in OF_RANKS]]
+    ("family", "ranks"), [("glm4_moe", 2), *[pytest.param(*each, marks=pytest.mark.nightly) for each in OF_RANKS]]
 )
 async def test_ranks_draft_as_one_process_does(
     folder_of: Any, family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_children: None

@@ -26,7 +26,7 @@ FAMILIES = [
     # what stands between decoder and logits differs: nothing, soft caps, scales, heads of their own
     "qwen3_moe",
     *[
-        pytest.param(one, marks=pytest.mark.slow)
+        pytest.param(one, marks=pytest.mark.nightly)
         for one in ("gpt_oss", "deepseek_v3", "granitemoe", "mixtral", "llama4_text", "phimoe", "hunyuan_v1_moe")
     ],
 ]

@@ -73,7 +73,7 @@ def begun_behind(results: list[Result]) -> list[int]:
     return [result.samples[0].cached_tokens for result in results[len(results) // 2 :]]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[1:]]])
+@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES[1:]]])
 async def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     talk = Talk(5, 13)
@@ -97,7 +97,7 @@ async def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
     "family",
     [pytest.param(one, marks=pytest.mark.gpu) for one in KERNELS]
     if ON_GPU
-    else ["lfm2_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)],
+    else ["lfm2_moe", pytest.param("qwen3_next", marks=pytest.mark.nightly)],
 )
 async def test_kernels_give_the_results_of_the_host(tmp_path: Path, family: str) -> None:
     """Two steps in flight, so the device alone knows which state goes on: graphs on a GPU, else the interpreter."""
@@ -117,7 +117,7 @@ async def test_kernels_give_the_results_of_the_host(tmp_path: Path, family: str)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_ranks_and_preemption(tmp_path: Path) -> None:
     """Few blocks and few places, the host's tier, two ranks: all that interrupts a sequence between its drafts."""
     make_tiny_checkpoint(tmp_path, "qwen3_next")

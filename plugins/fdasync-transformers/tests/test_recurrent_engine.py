@@ -44,7 +44,7 @@ def prompts(count: int) -> list[list[int]]:
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]])
+@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS]])
 async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     asked = prompts(9)
@@ -86,7 +86,7 @@ async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, mon
     assert report.rows_exact == report.rows_checked > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_two_ranks_begin_behind_snapshots_of_either_tier(tmp_path: Path) -> None:
     """Of a state that both have whole, rank 0 alone writes the copy on the host."""
     make_tiny_checkpoint(tmp_path, "qwen3_next")

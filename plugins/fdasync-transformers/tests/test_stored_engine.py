@@ -74,7 +74,7 @@ def assert_alike(one: list[Result], other: list[Result]) -> None:
             assert np.allclose(sample.logprobs, twin.logprobs, atol=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", NOTES)
 async def test_answers_and_ids_are_those_of_the_dequantised_engine(tmp_path: Path, kind: str) -> None:
     quantised, _ = make(tmp_path, kind)
@@ -106,7 +106,7 @@ async def test_answers_and_ids_are_those_of_the_dequantised_engine(tmp_path: Pat
         twin.check()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", NOTES)
 async def test_they_sleep_and_wake(tmp_path: Path, kind: str) -> None:
     quantised, _ = make(tmp_path, kind)
@@ -150,7 +150,7 @@ async def test_ranks_hold_whole_blocks(tmp_path: Path) -> None:
         assert_alike(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_linear_layers_stay_too(tmp_path: Path) -> None:
     """Their products have sums of another order than the library's."""
     quantised, _ = make(tmp_path, "fp8")
@@ -185,7 +185,7 @@ def near(one: list[Result], other: list[Result]) -> None:
         assert np.equal(*rows).all(-1).mean() > 0.7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_model_with_recurrent_layers_keeps_its_experts(tmp_path: Path) -> None:
     quantised = tmp_path / "quantised"
     shape = {**SIZES, "mlp_only_layers": [], "layer_types": ["linear_attention", "full_attention"]}

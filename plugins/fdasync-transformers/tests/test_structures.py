@@ -44,7 +44,7 @@ def test_the_first_of_each_class_that_occurs_stays() -> None:
     given = by_structure(["mixtral", "qwen3_moe", "glm4_moe", "olmoe", "solar_open"])
     assert [one.values[0] for one in given] == ["mixtral", "qwen3_moe", "glm4_moe", "olmoe", "solar_open"]
     assert stays(given) == ["qwen3_moe", "glm4_moe"]
-    assert [one.marks for one in given if one.marks] == [(pytest.mark.slow,)] * 3
+    assert [one.marks for one in given if one.marks] == [(pytest.mark.nightly,)] * 3
     assert stays(by_structure(["mixtral", "olmoe"], also=["olmoe"])) == ["mixtral", "olmoe"]
     assert len(stays(by_structure(FAMILIES))) == len(CLASSES)
 

@@ -274,7 +274,7 @@ def test_text_in_parts_is_the_whole_text(name: str) -> None:
     assert {"no", "found", "special"} <= ends
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_text_in_parts_is_the_whole_text_of_very_many_sequences(name: str) -> None:
     # 132,000 in all

@@ -55,7 +55,7 @@ def in_turn(
 SIZES = [(2, 8), (2, 1400), (3, 2000), (4, 24), (4, 2048), (7, 256), (8, 256)]
 # each size by each way and, where time allows, in both dtypes
 SUMS = [
-    pytest.param(ranks, count, dtype, way, marks=[pytest.mark.slow] if (number + turn + other) % 2 else [])
+    pytest.param(ranks, count, dtype, way, marks=[pytest.mark.nightly] if (number + turn + other) % 2 else [])
     for number, (ranks, count) in enumerate(SIZES)
     for turn, way in enumerate(("one_shot", "two_shot"))
     for other, dtype in enumerate((torch.float32, torch.bfloat16))

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("forked_children")
 
 PROMPT = [1, 2, 3]
 both_loops = pytest.mark.parametrize(
-    "run", [pytest.param(uvloop.run, id="uvloop"), pytest.param(asyncio.run, id="asyncio", marks=pytest.mark.slow)]
+    "run", [pytest.param(uvloop.run, id="uvloop"), pytest.param(asyncio.run, id="asyncio", marks=pytest.mark.nightly)]
 )
 
 

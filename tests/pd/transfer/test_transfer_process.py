@@ -31,7 +31,7 @@ def tcp_in_process():
 
 
 # two processes and more for each test
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestShmInProcess(TransportTests):
     keeps_offers = False
     factory = "tests.pd.transfer.test_transfer_process:shm_in_process"
@@ -40,7 +40,7 @@ class TestShmInProcess(TransportTests):
         return shm_in_process()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTcpInProcess(TransportTests):
     factory = "tests.pd.transfer.test_transfer_process:tcp_in_process"
 

@@ -22,7 +22,7 @@ class TestShm(TransportTests):
         return ShmTransport()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestShmOnTheStdlibLoop(TestShm):
     def new_loop(self):
         return asyncio.SelectorEventLoop()
@@ -40,7 +40,7 @@ class TestTcp(TransportTests):
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestTcpOnTheStdlibLoop(TestTcp):
     def new_loop(self):
         return asyncio.SelectorEventLoop()
@@ -59,7 +59,7 @@ class TestDevice(TransportTests):
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestDeviceOnTheStdlibLoop(TestDevice):
     def new_loop(self):
         return asyncio.SelectorEventLoop()

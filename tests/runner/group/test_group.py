@@ -62,7 +62,7 @@ class TestDraftsOfAGroup(DraftTests):
         return group_of(lambda own: SyntheticRunner(SyntheticConfig(pass_stamp=True), own), limits, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestWorkers(test_synthetic.TestSynthetic):
     """Two processes that compare each step. What can go wrong with such processes: `test_workers.py`."""
 

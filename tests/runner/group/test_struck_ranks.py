@@ -120,7 +120,7 @@ def moments(tmp_path: Path) -> dict[str, Moment]:
 @pytest.mark.parametrize(
     ("struck", "how", "moment"),
     [
-        pytest.param(*cell, id="-".join(cell).replace(" ", "_"), marks=[] if cell in _FAST else pytest.mark.slow)
+        pytest.param(*cell, id="-".join(cell).replace(" ", "_"), marks=[] if cell in _FAST else pytest.mark.nightly)
         for cell in itertools.product(STRIKES, SIGNALS, MOMENTS)
     ],
 )

@@ -88,7 +88,7 @@ def pressed(name: str, reserve: int, ends: int = 300) -> Pressure:
 
 
 @pytest.mark.parametrize(
-    "name", ["outputs beyond prompts", pytest.param("outputs of any length", marks=pytest.mark.slow)]
+    "name", ["outputs beyond prompts", pytest.param("outputs of any length", marks=pytest.mark.nightly)]
 )
 def test_the_reserve_prevents_storms_of_preemptions_and_blocks_no_request(name):
     storm, calm = pressed(name, 0), pressed(name, 2)
@@ -156,7 +156,7 @@ def flood(context: Pressure, more, seconds: float, live: int = 10) -> None:
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("big", ["lease", "local"])
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, depth):
     context = crowded(depth)
     flood(context, STREAMS[stream], 1.0)
@@ -170,8 +170,8 @@ def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, dept
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("output", [24, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)]])
+@pytest.mark.parametrize("output", [24, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3)]])
 def test_a_preempted_request_comes_back_soon_however_many_small_ones_come(stream, output, seed):
     context = crowded(seed=seed, reserve=0)
     flood(context, STREAMS[stream], 1.0)

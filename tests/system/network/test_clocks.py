@@ -38,7 +38,7 @@ def why_no_clocks() -> str | None:
 
 
 _REASON = why_not() or why_no_clocks()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
 
 
 def test_clocks_differ_as_these_tests_believe(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ _cable = pytest.mark.skipif(_NO_CABLE is not None, reason=str(_NO_CABLE))
     "network",
     [
         "region",
-        pytest.param("lan", marks=[_cable, pytest.mark.slow]),
-        pytest.param("near", marks=pytest.mark.slow),
-        pytest.param("far", marks=pytest.mark.slow),
+        pytest.param("lan", marks=[_cable, pytest.mark.nightly]),
+        pytest.param("near", marks=pytest.mark.nightly),
+        pytest.param("far", marks=pytest.mark.nightly),
     ],
 )
 def test_requests_and_updates_are_exact_over_a_network(tmp_path: Path, network: str) -> None:
@@ -50,7 +50,7 @@ def test_requests_and_updates_are_exact_over_a_network(tmp_path: Path, network: 
     [
         (("ab", "ba"), 1.0, "decode"),
         *[
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in product((("ab", "ba"), ("ab",), ("ba",)), (1.0, 5.0, 40.0), ("decode", "prefill"))
             if case != (("ab", "ba"), 1.0, "decode")
         ],
@@ -71,7 +71,7 @@ def test_a_cut_hangs_nothing_and_heals(tmp_path: Path, directions: tuple[str, ..
     assert found["healed_s"] < 20.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_cross_by_mooncakes_engine(tmp_path: Path) -> None:
     try:
         from fdasync_mooncake.testing import why_not as no_mooncake

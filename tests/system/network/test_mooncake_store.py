@@ -14,7 +14,7 @@ import pytest
 from tests.system.network.hosts import Host, Wire, why_not
 
 _REASON = why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
 
 A, B = "10.9.1.1", "10.9.1.2"
 _START_S = 30.0

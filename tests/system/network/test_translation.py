@@ -60,7 +60,7 @@ def why_no_translation() -> str | None:
 
 
 _REASON = why_not() or why_no_translation()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
 
 
 def served(folder: Path, options: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from fdasync.testing import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 CLIENT = Path(__file__).with_name("litellm_client.py")
 KEY = "sk-0123456789abcdef"
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -102,7 +102,7 @@ def sent_to(path: Path, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("kind", ["engine", "fleet"])
 @pytest.mark.parametrize(
-    "rounds", [range(10), pytest.param(range(10, 400), marks=pytest.mark.slow)], ids=["few", "many"]
+    "rounds", [range(10), pytest.param(range(10, 400), marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 async def test_no_body_makes_a_defect(chat_of, defects, tmp_path, kind, rounds):
     pulled = tmp_path / "pulled"

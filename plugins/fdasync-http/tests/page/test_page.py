@@ -29,7 +29,7 @@ LAYERS, EXPERTS = 12, 32
 DEAD_LAYER, DEAD = 7, 19
 MODEL = {"num_moe_layers": LAYERS, "num_experts": EXPERTS, "top_k": 4, "num_blocks": 256, "pass_stamp": False}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class DeadExpertRunner(SyntheticRunner):

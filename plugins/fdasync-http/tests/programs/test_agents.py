@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 pytest.importorskip("agents", reason="the extra `agents` is not installed: pip install 'fdasync-http[agents]'")
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 USER = {"role": "user", "content": "hi"}
 SENT = {"seed": 7, "ignore_eos": True}
 

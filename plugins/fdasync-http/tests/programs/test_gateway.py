@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 BODY = {
     "input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
     "sampling_params": {"max_new_tokens": 6, "temperature": 0},

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 256, 512, 48, 32
 
 

@@ -29,7 +29,7 @@ BOUNDS = {
     "headers_60_kb": (16, {"200"}),
     "pipelined_5000": (48, {"closed", "400", "200"}),
 }
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("name", list(BOUNDS))

@@ -18,7 +18,7 @@ from benchmarks import http_fuzz
 _PYTHON = os.environ.get("FDASYNC_FUZZ_PYTHON", sys.executable)
 _CASES = Path(http_fuzz.__file__).with_name("_http_cases.py")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         sys.executable == _PYTHON and importlib.util.find_spec("schemathesis") is None,
         reason="Schemathesis is not installed (the extra `proof`), and FDASYNC_FUZZ_PYTHON names no Python that has it",

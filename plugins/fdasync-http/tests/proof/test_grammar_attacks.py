@@ -57,7 +57,7 @@ num_threads = 1
 self_check = false
 """
 BODY: dict[str, Any] = {"input_ids": [1, 2, 3], "sampling_params": {"regex": "[ab]{2}", "max_new_tokens": 4}}
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

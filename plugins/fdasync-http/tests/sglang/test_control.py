@@ -267,7 +267,7 @@ async def test_the_host_and_port_are_those_that_the_client_called(scene_of, name
         assert (info["host"], info["port"]) == (host, port or scene.port)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_the_ranks_that_a_trainer_counts_are_the_engine_s(ranks, forked_children):
     process = "inline" if ranks == 1 else "worker"
     async with Engine(synthetic_config(tensor_parallel=ranks, process=process)) as engine:

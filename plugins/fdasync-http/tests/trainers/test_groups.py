@@ -155,8 +155,8 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"checksum": "maybe"}, {"load_format": "flattened_bucket"}, pytest.param({"names": 5}, marks=pytest.mark.slow),
-        pytest.param({"dtypes": []}, marks=pytest.mark.slow),
+        {"checksum": "maybe"}, {"load_format": "flattened_bucket"}, pytest.param({"names": 5}, marks=pytest.mark.nightly),
+        pytest.param({"dtypes": []}, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 async def test_a_refused_update_ends_what_began_and_the_trainer_hears_of_it(tmp_path: Path, changes: Any) -> None:
@@ -228,7 +228,7 @@ async def test_trl_whose_update_is_refused_hears_of_it_by_its_requests(tmp_path:
         assert await generated(scene) == await fresh_tokens(scene.new)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_vllms_clients_start_send_and_finish(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         group = scene.trainer.group
@@ -258,7 +258,7 @@ async def test_vllms_clients_start_send_and_finish(tmp_path: Path) -> None:
         assert await generated(scene) == await fresh_tokens(scene.new)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_trainer_that_dies_is_told_as_an_engine_that_must_be_updated(tmp_path: Path) -> None:
     async with scene_of(tmp_path, "--die-after", "4") as scene:
         await sglang_join(scene, scene.trainer.group)

@@ -162,8 +162,8 @@ class Miles:
         ("engine", False, "in_place"),
         ("fleet", True, "retract"),
         ("router", True, "in_place"),
-        pytest.param("router", True, "retract", marks=pytest.mark.slow),
-        pytest.param("process", True, "retract", marks=pytest.mark.slow),
+        pytest.param("router", True, "retract", marks=pytest.mark.nightly),
+        pytest.param("process", True, "retract", marks=pytest.mark.nightly),
     ],
 )
 async def test_miles_trains_a_step(stage_of, place, rows, mode):

@@ -153,7 +153,7 @@ class PrimeRL:
         ("engine", False),
         ("fleet", True),
         ("router", True),
-        pytest.param("process", True, marks=pytest.mark.slow),
+        pytest.param("process", True, marks=pytest.mark.nightly),
     ],
 )
 async def test_prime_rl_trains_a_step(stage_of, place, rows):

@@ -31,7 +31,7 @@ from group_play import PROMPT, Trainer, engine_config, fresh_tokens
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NAMES = ("old", "sglang", "vllm", "delta", "more", "pulled")
 

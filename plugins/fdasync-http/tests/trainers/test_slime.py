@@ -184,7 +184,7 @@ class Slime:
         ("engine", False),
         ("fleet", True),
         ("router", True),
-        pytest.param("process", True, marks=pytest.mark.slow),
+        pytest.param("process", True, marks=pytest.mark.nightly),
     ],
 )
 async def test_slime_trains_a_step(stage_of, place, rows):

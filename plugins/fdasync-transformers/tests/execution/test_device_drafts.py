@@ -75,9 +75,9 @@ class TestDraftsOnAGpu(OnTheDevice):
         "test_a_path_that_was_wrong_is_followed_on",
         "test_positions_behind_a_rejected_draft_have_no_rows",
         "test_each_sequence_has_its_own_drafts",
-        pytest.param("test_what_is_right_is_accepted", marks=pytest.mark.slow),
-        pytest.param("test_log_probs_stand_beside_their_tokens", marks=pytest.mark.slow),
-        pytest.param("test_drafts_that_do_not_fit_fail_the_step", marks=pytest.mark.slow),
+        pytest.param("test_what_is_right_is_accepted", marks=pytest.mark.nightly),
+        pytest.param("test_log_probs_stand_beside_their_tokens", marks=pytest.mark.nightly),
+        pytest.param("test_drafts_that_do_not_fit_fail_the_step", marks=pytest.mark.nightly),
     ],
 )
 def test_the_suite(tmp_path: Path, test: str) -> None:
@@ -107,7 +107,7 @@ class TestFixedDraftsOnAGpu(OnTheDevice):
 
 
 @pytest.mark.parametrize(
-    "way", ["decodes", pytest.param("tiles", marks=pytest.mark.slow), pytest.param("both", marks=pytest.mark.slow)]
+    "way", ["decodes", pytest.param("tiles", marks=pytest.mark.nightly), pytest.param("both", marks=pytest.mark.nightly)]
 )
 async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the step attends: rows of drafts that were not wanted are padding among those of a prompt."""
@@ -236,7 +236,7 @@ async def drafted(
 
 
 @pytest.mark.parametrize(
-    "kind", ["half right", *[pytest.param(one, marks=pytest.mark.slow) for one in ("right", "wrong")]]
+    "kind", ["half right", *[pytest.param(one, marks=pytest.mark.nightly) for one in ("right", "wrong")]]
 )
 async def test_whatever_is_drafted_answers_stay(tmp_path: Path, kind: str) -> None:
     """Two steps in flight, runs over the ends of blocks, beside a sequence that takes no drafts."""

@@ -232,7 +232,7 @@ async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
     await driver.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_self_check_would_find_a_decode_kernel_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ RECURRENT = ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe"]
 MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe_lite", "phimoe", "granitemoe"]
 # Triton's interpreter takes seconds for each: one in `make test`, the others in `make test-all`
 QUICK = ("qwen3_moe", "qwen3_next")
-MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.slow for one in FAMILIES + RECURRENT}
+MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.nightly for one in FAMILIES + RECURRENT}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> No
     assert_same(await answers(tmp_path, DEVICE), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in FAMILIES[1:] + MORE]]
 )
@@ -89,7 +89,7 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
     assert {("tiles", True, False), ("tiles", False, True)} <= set(ways)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     monkeypatch.setattr(device_executor, "_MOST_TILED_TOKENS", 8)
@@ -112,7 +112,7 @@ def test_sizes_of_steps_with_prompts() -> None:
     assert token_ladder(40, 2) == (16, 32, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, max_running=16)
@@ -183,7 +183,7 @@ async def complete_all(config: EngineConfig, folder: Path) -> list[Any]:
         return [*first, *second, stopped]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.gpu)])
 async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> None:
     """Two steps in flight, preemption, swaps: tokens and rows are those of the path of CPUs with one in flight."""
@@ -213,7 +213,7 @@ async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> Non
         assert np.array_equal(np.sort(mine, -1), np.sort(theirs, -1))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("ernie4_5_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("ernie4_5_moe", marks=pytest.mark.nightly)])
 async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, family: str) -> None:
     """By the fused router and by the hook; the runner checks each row as it comes, and would fail."""
     make_small_checkpoint(tmp_path, family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
@@ -229,7 +229,7 @@ async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, fam
     await driver.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config=DEVICE)
@@ -240,9 +240,9 @@ async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        pytest.param("test_steps_overlap_and_complete_in_order", marks=pytest.mark.slow),
+        pytest.param("test_steps_overlap_and_complete_in_order", marks=pytest.mark.nightly),
         "test_a_step_fails_after_those_before_it",
-        pytest.param("test_swapped_out_and_in_elsewhere_blocks_answer_as_before", marks=pytest.mark.slow),
+        pytest.param("test_swapped_out_and_in_elsewhere_blocks_answer_as_before", marks=pytest.mark.nightly),
     ],
 )
 def test_the_contract(tmp_path: Path, test: str) -> None:

@@ -117,7 +117,7 @@ class TestHostRuns(OnTheHost):
                 await on.launch(drafts=drafts_of({0: (4, [1], 1)}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestHostStates(OnTheHost):
     """The same suite on recurrent layers, whose state must go on behind the last draft that was right."""
 

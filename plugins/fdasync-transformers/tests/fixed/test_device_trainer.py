@@ -166,7 +166,7 @@ def few_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "glm4_moe"])
 @pytest.mark.usefixtures("few_tiles")
 def test_gradients_of_whole_models_are_those_of_a_cpu(family: str) -> None:
@@ -220,7 +220,7 @@ def test_logits_are_a_rollouts_to_the_bit(family: str, dtype: torch.dtype) -> No
     assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe"])
 @pytest.mark.usefixtures("few_tiles")
 def test_logits_in_bfloat16_are_a_rollouts_in_the_interpreter_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_parameters_that_stay_in_float32_must_not_be_rounded_with_the_others() -
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "mixed", "checkpointing"),
     [("qwen3_moe", 0, 0), ("qwen3_moe", 1, 1), ("deepseek_v3", 1, 0), ("gpt_oss", 0, 1)],

@@ -122,7 +122,7 @@ def assert_close(ours: torch.Tensor, wanted: torch.Tensor, room: float = 1e-5) -
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == "gpt_oss" else pytest.mark.slow) for one in FOUND]
+    "family", [pytest.param(one, marks=() if one == "gpt_oss" else pytest.mark.nightly) for one in FOUND]
 )
 def test_every_layer_is_fused(family: str) -> None:
     model, layers, modules = build(family)
@@ -220,7 +220,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(one, marks=() if one in ("function", "norm") else pytest.mark.slow) for one in CHANGES]
+    "what", [pytest.param(one, marks=() if one in ("function", "norm") else pytest.mark.nightly) for one in CHANGES]
 )
 def test_one_layer_that_differs_leaves_all_to_the_library(what: str) -> None:
     model, layers, modules = build("qwen3_moe")

@@ -27,7 +27,7 @@ def opened(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 def test_a_whole_layer_is_what_the_library_computes(family: str, dtype: torch.dtype) -> None:
     model, live = opened(family, dtype), LiveRows()

@@ -33,7 +33,7 @@ PLACE = torch.device("cuda" if ON_GPU else "cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss"]
 # Triton's interpreter takes seconds for each
 # whole engines: `start/test_fuse.py` plays one in `make test`
-SOME = [pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
+SOME = [pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES]
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -69,8 +69,8 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
     "dtype",
     [
         torch.float32,
-        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(torch.float16, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=("olmoe", "qwen2_moe")))
@@ -96,7 +96,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus(
     assert [one.indices for one in fusing] == [(0, 1, 2, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[FusedLayers]) -> None:
     write_tiny_checkpoint(tmp_path, family)
@@ -106,7 +106,7 @@ async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing
     assert [one.indices for one in fusing] == [(0, 1, 2, 3)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLayers]) -> None:
     write_tiny_checkpoint(tmp_path, "glm4_moe")
     aux = {"aux": ("layer_norms", "routing_weights"), "self_check": False}
@@ -128,7 +128,7 @@ async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLay
     assert abs(seen[0]["layer_norms"].astype("float64") - seen[1]["layer_norms"]).max() < 2e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fusing: list[FusedLayers]) -> None:
     """A hook hands on another tensor: its norm is computed, and not the one that was handed on."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
@@ -315,7 +315,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "why", [pytest.param(one, marks=() if number < 2 else pytest.mark.slow) for number, one in enumerate(CHANGES)]
+    "why", [pytest.param(one, marks=() if number < 2 else pytest.mark.nightly) for number, one in enumerate(CHANGES)]
 )
 def test_a_layer_that_differs_keeps_the_librarys_code(why: str) -> None:
     model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=2, mlp_only_layers=[0])
@@ -363,7 +363,7 @@ def _two_layers(family: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
 def test_with_fixed_numerics_layers_have_the_bits_of_their_operations(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +379,7 @@ def test_with_fixed_numerics_layers_have_the_bits_of_their_operations(
         assert fused.indices == (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_last_bit_keeps_a_layer_unfused_with_fixed_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mixtral", torch.bfloat16, **_two_layers("mixtral"))
     fuse_operations(model)

@@ -52,7 +52,7 @@ def build(family: str) -> tuple[Any, Any, Any]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == "qwen3_moe" else pytest.mark.slow) for one in FAMILIES]
+    "family", [pytest.param(one, marks=() if one == "qwen3_moe" else pytest.mark.nightly) for one in FAMILIES]
 )
 def test_they_compute_what_the_library_makes_of_the_dequantised_weights(family: str) -> None:
     model, layers, module = build(family)

@@ -141,7 +141,7 @@ async def test_what_they_draft_is_what_they_draft_on_a_cpu(tmp_path: Path) -> No
 
 
 # layers of several depths, latents, and deeper drafts than layers
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 1), ("deepseek_v3", 2), ("glm4_moe", 3)])
 async def test_layers_of_several_depths(tmp_path: Path, family: str, layers: int) -> None:
     make_agreeing_checkpoint(tmp_path, family, layers=layers, num_hidden_layers=2, takes=TAKES)

@@ -46,7 +46,7 @@ def trainers(model: Any, sequences: list[torch.Tensor], slices: int) -> torch.Te
 
 
 @pytest.mark.skipif(PLACE.type == "cuda", reason="forks, in Triton's interpreter")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 def test_one_process_two_ranks_and_a_trainer_have_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # tiles of all regimes are tried by `fused/test_experts.py`

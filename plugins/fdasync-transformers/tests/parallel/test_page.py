@@ -46,7 +46,7 @@ def row(family: str) -> str:
     return f"| {family} | {two} | {four} | {attention} |"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_has_every_family() -> None:
     entries = {name: entry for name, entry in FAMILIES.items() if not entry.quantised and entry.vision is None}
     wanted = [row(name) for name, entry in entries.items() if not entry.refused and not entry.whole_only]

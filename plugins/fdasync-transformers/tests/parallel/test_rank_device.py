@@ -75,7 +75,7 @@ async def plays(folder: Path, exchange: Exchange | None, arena: HostArena, **con
     ("family", "fused"),
     [
         ("qwen3_moe", False),
-        *[pytest.param(one, True, marks=pytest.mark.slow) for one in ("qwen3_moe", "glm4_moe", "qwen2_moe")],
+        *[pytest.param(one, True, marks=pytest.mark.nightly) for one in ("qwen3_moe", "glm4_moe", "qwen2_moe")],
     ],
 )
 def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: bool) -> None:

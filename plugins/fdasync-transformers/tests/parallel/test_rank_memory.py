@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 # experts stored one by one; latents; experts stored in one tensor
 FAMILIES = [
     "qwen3_moe",
-    *[pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "llama4_text", "mixtral")],
+    *[pytest.param(name, marks=pytest.mark.nightly) for name in ("deepseek_v2", "llama4_text", "mixtral")],
 ]
 
 

@@ -199,7 +199,7 @@ def test_a_runner_that_did_not_join_its_group_does_not_open(tmp_path: Path) -> N
     [
         # heads in parts by four and by two; what one rank reads the others show
         pytest.param("qwen3_moe", 4, 2, marks=pytest.mark.ci),
-        pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.nightly),
         ("deepseek_v2", 1, 2),
         ("deepseek_v2", 2, 1),
         ("minimax_m2", 2, 1),

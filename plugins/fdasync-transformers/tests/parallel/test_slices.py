@@ -36,7 +36,7 @@ NO_PLAN = ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
 # that ranks cannot part by four
 BY_TWO = ("laguna", "mimo_v2_flash")
 OTHERS = [
-    pytest.param(name, dtype, marks=pytest.mark.slow)
+    pytest.param(name, dtype, marks=pytest.mark.nightly)
     for name, entry in CATALOGUE.items()
     for dtype in (F32, BF16)
     if (name, dtype) not in QUICK and not (entry.refused or entry.whole_only) and name not in NO_PLAN

@@ -37,7 +37,7 @@ def is_alive(checks: GrammarProcess) -> bool:
     return not checks._child.process.exited.done()
 
 
-@pytest.mark.parametrize("grammar", [ENDLESS, pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grammar", [ENDLESS, pytest.param(SLOW, marks=pytest.mark.nightly)])
 async def test_what_takes_too_long_is_refused_and_the_next_is_checked(tokenizer: Path, grammar: Grammar) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
     both = [checks.check(grammar), checks.check(FINE)]

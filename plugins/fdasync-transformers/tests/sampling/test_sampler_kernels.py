@@ -201,7 +201,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize(
     ("width", "listed", "dtype"),
     [
-        pytest.param(*one, dtype, marks=() if number == other else pytest.mark.slow)
+        pytest.param(*one, dtype, marks=() if number == other else pytest.mark.nightly)
         for number, one in enumerate(LISTS)
         for other, dtype in enumerate(DTYPES)
     ],

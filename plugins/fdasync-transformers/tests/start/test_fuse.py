@@ -245,7 +245,7 @@ def same(got: list[Any], wanted: list[Any]) -> bool:
     [
         ("qwen3_moe", {"mlp_only_layers": []}),
         # experts of all tokens beside the others
-        pytest.param("qwen2_moe", {"layer_types": ["full_attention"] * 2}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"layer_types": ["full_attention"] * 2}, marks=pytest.mark.nightly),
     ],
 )
 async def test_a_fused_model_answers_as_the_path_of_cpus_before_and_after_new_weights(
@@ -275,7 +275,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus_before_and_after_new_we
         await driver.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_self_check_compares_the_fused_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that turn wrong behind their proof are found before anything is served."""
     make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)

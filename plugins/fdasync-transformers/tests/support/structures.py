@@ -79,6 +79,6 @@ def in_turn(names: Iterable[str], kept: Collection[str], in_ci: Collection[str] 
     def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
         if name in kept:
             return ()
-        return (pytest.mark.ci,) if name in in_ci else (pytest.mark.slow,)
+        return (pytest.mark.ci,) if name in in_ci else (pytest.mark.nightly,)
 
     return [pytest.param(one, marks=marks(one)) for one in names]

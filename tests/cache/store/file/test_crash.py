@@ -334,7 +334,7 @@ def test_killed_anywhere(tmp_path, own_process):
     crash(tmp_path, seed=1, kills=10, own_process=own_process)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("own_process", [False, True], ids=["direct", "own_process"])
 @pytest.mark.parametrize("seed", [2, 3, 4, 5])
 def test_killed_anywhere_often(tmp_path, own_process, seed):

@@ -40,7 +40,7 @@ class TestFileTiny(InFolder):
         run_machine(self)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestFileInProcess(InFolder, StoreTests):
     examples = 1
     steps = 8

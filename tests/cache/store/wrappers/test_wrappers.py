@@ -41,7 +41,7 @@ class WrappedSuite(StoreTests):
         return SimLoop()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestPlain(WrappedSuite):
     def wrap(self, store):
         return Wrapper(store)
@@ -72,7 +72,7 @@ class TestLatency(WrappedSuite):
         return Latency(store, call_s=0.001, gib_s=1.0, jitter=0.5, random=Random(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestFaultsOfRateZero(WrappedSuite):
     def wrap(self, store):
         return FaultyStore(store, StoreFaults(delay_s=1.0))

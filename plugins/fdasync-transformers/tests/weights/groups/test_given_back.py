@@ -307,7 +307,7 @@ async def test_each_end_gives_everything_back(tmp_path: Path) -> None:
             await play(stage, way, FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("process", ["inline", "worker"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 async def test_a_hundred_ends_give_everything_back(

@@ -35,7 +35,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 async def test_weights_that_come_in_any_buckets_are_those_of_the_trainer(tmp_path: Path, family_dtype: str) -> None:
     checkpoint(tmp_path / "old", 0)
     one, other = checkpoint(tmp_path / "new", 1), checkpoint(tmp_path / "newer", 2)
@@ -123,7 +123,7 @@ async def test_a_trainer_that_dies_leaves_the_engine_paused_until_a_whole_update
         engine.check()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_trainer_of_torchs_own_group_sends_checkpoint_names_tensor_by_tensor(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     checkpoint(tmp_path / "new", 1)
