@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,12 +78,20 @@ def _quicken_interpreter() -> None:
         quicken()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest's own choice by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. A test marked `heavy` says why."""
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` the
+    first N cases are in the first ring. A test marked `heavy` says why."""
+    cases: Counter[object] = Counter()
     for item in items:
         for mark in item.iter_markers("heavy"):
             if len(mark.args) != 1 or not isinstance(mark.args[0], str):
                 raise pytest.UsageError(f"{item.nodeid}: heavy() takes the reason, one string")
+        for mark in [mark for mark in item.own_markers if mark.name == "ci" and mark.kwargs]:
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] <= mark.kwargs["after"]:
+                item.own_markers.remove(mark)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

@@ -107,6 +107,7 @@ async def test_a_stream_and_a_completion_are_the_same_tokens_and_rows(face: Gene
         assert [(sample.routing, sample.aux, len(sample.text)) for sample in text.samples] == [(None, {}, 12)] * 2
 
 
+@pytest.mark.ci(after=1)
 async def test_a_sample_is_whole_from_its_last_delta_on(face: Generator) -> None:
     params = msgspec.structs.replace(GROUP, logprobs="raw")
     async with face:
@@ -218,6 +219,7 @@ async def test_a_pause_holds_requests_until_it_is_resumed(face: Generator) -> No
         check(await waiting)
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
 async def test_a_pause_of_every_mode_is_undone_by_resume(face: Generator, mode: PauseMode) -> None:
     async with face:
@@ -241,6 +243,7 @@ async def test_a_pause_of_every_mode_is_undone_by_resume(face: Generator, mode: 
             await face.pause("gently")  # type: ignore[arg-type]
 
 
+@pytest.mark.ci(after=1)
 async def test_requests_between_two_instances_outlast_every_pause(face: Generator) -> None:
     """Many arrive while pauses come and go: some are in the middle of a hand-over each time."""
     brief = SamplingParams(max_tokens=6, seed=7)
@@ -262,6 +265,7 @@ def versions(result: fdasync.Result) -> set[str]:
     return {span.version for sample in result.samples for span in sample.weight_version}
 
 
+@pytest.mark.ci(after=1)
 async def test_a_version_is_counted_up_given_again_and_given_without_new_weights(
     face: Generator, weights: Path, other: Path
 ) -> None:

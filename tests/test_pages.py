@@ -66,6 +66,7 @@ def test_a_cuda_event_is_awaited_as_written(tmp_path: Path) -> None:
     assert run(tmp_path, blocks("completion.md", "python")[0]) == "done (4096, 4096)\n"
 
 
+@pytest.mark.ci
 def test_the_same_lines_run_on_a_device_without_streams(tmp_path: Path) -> None:
     script = blocks("completion.md", "python")[0]
     for old, new in (
@@ -83,6 +84,7 @@ def test_the_fake_port_runs_as_written(tmp_path: Path) -> None:
     assert "an illegal memory access" in run(tmp_path, blocks("completion.md", "python")[1])
 
 
+@pytest.mark.ci
 def test_the_example_of_a_cuda_future_runs(tmp_path: Path) -> None:
     out = run(tmp_path, (ROOT / "examples" / "cuda_future.py").read_text())
     (ticks,) = re.findall(r"another task ran (\d+) times meanwhile$", out, re.MULTILINE)

@@ -194,6 +194,7 @@ def test_no_module_keeps_state():
     assert int(run_python(script)) > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("process", ["inline", "worker"])
 def test_an_engine_process_has_no_threads(process):
     script = (

@@ -40,6 +40,7 @@ def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
     assert (tmp_path / "kv").is_dir()
 
 
+@pytest.mark.ci
 def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
     (tmp_path / "ten_lines.py").write_text(snippets()[0])
@@ -49,6 +50,7 @@ def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
     assert all(0 < int(rows) <= 3 + 16 - 1 for rows in shapes)
 
 
+@pytest.mark.ci
 def test_a_router_answers_as_written(tmp_path: Path) -> None:
     (line,) = re.findall(r"^fdasync (up .*?)  +#", (ROOT / "README.md").read_text(), re.MULTILINE)
     config = config_file(tmp_path, {"vocab_size": 256})
@@ -62,12 +64,14 @@ def test_a_router_answers_as_written(tmp_path: Path) -> None:
     assert shapes == [str(3 + 16 - 1)] * 4, out
 
 
+@pytest.mark.ci
 def test_the_disaggregated_example_runs(tmp_path: Path) -> None:
     out = run([str(ROOT / "examples" / "disaggregated.py")], tmp_path)
     assert out.count("24 tokens (length)") == 4
     assert re.search(r"decode decode: 4 samples, [1-9][0-9]* blocks received", out), out
 
 
+@pytest.mark.ci
 def test_the_http_example_runs(tmp_path: Path) -> None:
     out = run([str(ROOT / "examples" / "http_service.py")], tmp_path)
     assert re.search(r"/llm/generate: \[\d+, \d+, \d+\], [1-9]\d* characters of rows", out), out

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
 
 
+@pytest.mark.ci
 def test_its_snippets_are_tests_that_pass(tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "test_page.py").write_text("\n\n".join(snippets))

@@ -43,6 +43,7 @@ def test_it_is_what_the_console_script_starts() -> None:
     assert project["tool"]["setuptools"]["py-modules"] == ["fdasync_command"]
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("module", ["fdasync", "msgspec", "numpy", "fdasync.cli.store"])
 def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     done = subprocess.run(
@@ -77,6 +78,7 @@ def test_its_own_import_is_light() -> None:
     assert not [name for name in eval(said.stdout) if name.split(".")[0] == "fdasync"]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("safe_path", [False, True])
 def test_python_m_fdasync_is_the_same_command(safe_path: bool, tmp_path: Path) -> None:
     def say(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -114,6 +116,7 @@ def closing(*fds: int) -> Callable[[], None]:
     return close
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("fds", [(0,), (0, 1), (0, 1, 2), (1, 2)])
 def test_closed_descriptors_are_no_others(fds: tuple[int, ...], tmp_path: Path) -> None:
     ours, theirs = os.pipe()
@@ -130,6 +133,7 @@ def test_closed_descriptors_are_no_others(fds: tuple[int, ...], tmp_path: Path) 
     assert "Traceback" not in running.text
 
 
+@pytest.mark.ci
 def test_what_ends_at_once_ends_well_with_closed_descriptors() -> None:
     done = subprocess.run(
         [*COMMAND, "plugins", "--no-load"], preexec_fn=closing(0, 1, 2), timeout=DEADLINE_S, check=False
@@ -141,6 +145,7 @@ def files(soft: int, hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.ci
 def test_too_few_open_files_are_told_with_the_limit_and_the_way_out(tmp_path: Path) -> None:
     arguments = ["--config", str(config_file(tmp_path)), "--listen", f"ipc://{tmp_path}/m0"]
     with command(tmp_path, "serve", *arguments, preexec_fn=files(20, 20)) as running:
@@ -150,6 +155,7 @@ def test_too_few_open_files_are_told_with_the_limit_and_the_way_out(tmp_path: Pa
     assert len(running.text.splitlines()) == 1, running.text
 
 
+@pytest.mark.ci
 def test_it_takes_all_the_open_files_that_it_may(tmp_path: Path) -> None:
     arguments = ["--config", str(config_file(tmp_path)), "--listen", f"ipc://{tmp_path}/m0"]
     with command(tmp_path, "serve", *arguments, preexec_fn=files(32, 600)) as running:
@@ -157,6 +163,7 @@ def test_it_takes_all_the_open_files_that_it_may(tmp_path: Path) -> None:
         assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (600, 600)
 
 
+@pytest.mark.ci
 def test_a_link_names_the_limit_where_a_caller_has_too_few_open_files(tmp_path: Path) -> None:
     script = """
         import asyncio, os, resource, sys

@@ -50,6 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_checkpoint(tmp_path_factory.mktemp("cli") / "model", size="tiny")
 
 
+@pytest.mark.ci
 def test_demo_makes_its_checkpoint_and_every_row_is_exact(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = command("demo", "--requests", "16", "--concurrency", "8", "--json", str(figures), cache=tmp_path)
@@ -246,6 +247,7 @@ def test_bad_arguments_end_with_2(
     assert "Error" in errors(capsys, monkeypatch, *arguments)
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_the_demo_and_its_worker(model: Path) -> None:
     arguments = [*COMMAND, "demo", "--model", str(model), "--requests", "5000", "--max-tokens", "64"]
     with subprocess.Popen(

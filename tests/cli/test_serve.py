@@ -31,6 +31,7 @@ PROMPT = list(range(30))
 NOTE = "no model: tokens follow from those before them by a rule"
 
 
+@pytest.mark.ci
 def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.03})
     address = f"ipc://{tmp_path}/m0"
@@ -70,6 +71,7 @@ def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
     assert not (tmp_path / "m0").exists()
 
 
+@pytest.mark.ci
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.2})
     address = f"ipc://{tmp_path}/m0"
@@ -91,6 +93,7 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in running.text
 
 
+@pytest.mark.ci
 def test_requests_that_outlive_the_drain_end_with_what_they_have_at_its_deadline(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.05})
     address = f"ipc://{tmp_path}/m0"
@@ -114,6 +117,7 @@ def test_requests_that_outlive_the_drain_end_with_what_they_have_at_its_deadline
     assert "did not end within 5 s" in running.text
 
 
+@pytest.mark.ci
 def test_a_terminal_that_closes_ends_it_at_once(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/m0"
     with command(tmp_path, "serve", "--config", str(config_file(tmp_path)), "--listen", address) as running:
@@ -124,6 +128,7 @@ def test_a_terminal_that_closes_ends_it_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "m0").exists()
 
 
+@pytest.mark.ci
 def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
     config = config_file(tmp_path, process="worker")
     with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:
@@ -141,6 +146,7 @@ def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
     assert len(running.text.splitlines()) == 3, running.text
 
 
+@pytest.mark.ci
 def test_it_serves_without_a_store_that_is_not_there_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +169,7 @@ def test_it_serves_without_a_store_that_is_not_there_and_says_so(
     assert "nobody answers" in running.text
 
 
+@pytest.mark.ci
 def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"load_s": 30.0}, process="worker")
     with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:
@@ -232,6 +239,7 @@ def test_a_configuration_that_makes_no_sense_is_named(
     assert words in errors(capsys, monkeypatch, "serve", "--config", str(path), "--listen", "ipc:///x")
 
 
+@pytest.mark.ci
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     arguments = ("--model", str(tmp_path / "model"), "--listen", f"ipc://{tmp_path}/m0")

@@ -50,6 +50,7 @@ def serve(folder: Path, name: str, config: Path, *arguments: str) -> AbstractCon
     return command(out, "serve", "--config", str(config), *listen, *arguments)
 
 
+@pytest.mark.ci
 def test_two_instances_do_not_take_one_gpu(machine: Path) -> None:
     config = config_file(machine, {"kv_shares": 2}, process="worker")
     with serve(machine, "m0", config, "--tp", "2", "--gpus", "1,0") as first:
@@ -80,6 +81,7 @@ def test_two_instances_do_not_take_one_gpu(machine: Path) -> None:
                     assert running.wait() == 0, running.text
 
 
+@pytest.mark.ci
 def test_instances_of_up_have_their_own_and_have_them_again_after_a_restart(machine: Path) -> None:
     config = config_file(machine, process="worker")
     arguments = ("up", "--config", str(config), "--mixed", "2")
@@ -96,6 +98,7 @@ def test_instances_of_up_have_their_own_and_have_them_again_after_a_restart(mach
     assert "m0 (mixed) was ended by SIGKILL; it is started again" in running.text
 
 
+@pytest.mark.ci
 def test_instances_of_up_that_overlap_are_refused_by_name(machine: Path) -> None:
     config = config_file(machine, process="worker")
     arguments = ("up", "--config", str(config), "--prefill", "1", "--decode", "1")

@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import pytest
 import uvloop
 
 import fdasync
@@ -38,6 +39,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.ci
 def test_a_trainers_step_in_the_routers_process_costs_no_stream(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.03, "num_blocks": 256})
     addresses = {role: f"ipc://{tmp_path}/{role}" for role in ("prefill", "decode")}

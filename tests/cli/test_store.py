@@ -257,6 +257,7 @@ def test_what_cannot_run_says_why(tmp_path):
     assert "is no age" in store("gc", "--older-than", "7", tmp_path, code=2)
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_it(tmp_path):
     shape = Shape(16 << 20, 400, 1)
     with (tmp_path / shape.name).open("wb") as file:

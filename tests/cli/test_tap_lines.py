@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
+import pytest
 import uvloop
 
 import fdasync
@@ -39,6 +40,7 @@ _SOURCE = """
 _TAPS = {"deaf": "fdasync_bad:Deaf", "raises": "fdasync_bad:Raises"}
 
 
+@pytest.mark.ci
 def test_it_says_which_taps_failed_and_which_lost_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_plugin(tmp_path, monkeypatch, _SOURCE, "fdasync.taps", _TAPS)
     config, address = config_file(tmp_path), f"ipc://{tmp_path}/m0"
@@ -58,6 +60,7 @@ def test_it_says_which_taps_failed_and_which_lost_events(tmp_path: Path, monkeyp
     assert "tap deaf lost 2 events of 2" in running.text
 
 
+@pytest.mark.ci
 def test_taps_that_failed_or_lost_events_are_said_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_plugin(tmp_path, monkeypatch, _SOURCE, "fdasync.taps", _TAPS)
 

@@ -171,6 +171,7 @@ def served(folder: Path, name: str = "m0") -> Iterator[tuple[str, Running]]:
         assert running.wait() == 0, running.text
 
 
+@pytest.mark.ci
 def test_a_terminal_of_80_x_24_shows_all_of_it_without_flicker_and_follows_its_size(tmp_path: Path) -> None:
     with (
         Terminal(24, 80) as terminal,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.ci
 def test_instances_with_keys_listen_at_ports_and_answer_who_has_them(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     oracle = oracle_of(config_of(config))

@@ -9,12 +9,15 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafting.md"
 
 
+@pytest.mark.ci
 def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -> None:
     text = PAGE.read_text()
     drafter, tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -50,6 +50,7 @@ def linear(row):
     return lambda drafts, _running: 1.0 + row * drafts
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("acceptance", "row", "best"),
     [(0.7, 0.05, 3), (0.7, 0.45, 1), (0.9, 0.5, 3), (0.3, 0.5, 0), (0.05, 0.1, 0), (0.6, 0.25, 2)],
@@ -164,6 +165,7 @@ def test_what_changes_is_noticed():
     assert play.numbers[0] > 80
 
 
+@pytest.mark.ci
 def test_a_stall_is_no_price():
     """Whatever step it falls on, of a first try or later."""
     for stalled in (*range(1, 30), 300):

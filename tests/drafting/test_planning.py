@@ -127,6 +127,7 @@ def play(wrong, depth, steps=400, most=3, seed=0, cuts=0.0, price=seconds, churn
     return planner, runner
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_counts_are_the_runners(depth, wrong):
@@ -153,6 +154,7 @@ def test_runs_that_room_cuts_are_no_rejections(depth):
     assert planner.acceptance(0) > 0.99
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_that_come_and_go_keep_their_tokens(seed):
     """The drafter that plays checks every token that it is given."""
@@ -169,6 +171,7 @@ def test_nothing_is_drafted_in_vain():
     assert counters.steps < 120
 
 
+@pytest.mark.ci
 def test_a_sequence_that_becomes_predictable_drafts_again():
     planner, runner = play(1.0, 1, steps=600, churn=0.0)
     seer = planner._drafter._drafter

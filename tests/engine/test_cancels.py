@@ -77,6 +77,7 @@ async def play(call: Callable[[Engine], Awaitable[object]], *, store: bool = Fal
         raise AssertionError(f"it has not ended after {turns} turns")
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_cancelled_after_every_number_of_turns(name, store):
@@ -93,6 +94,7 @@ def test_a_stream_is_cancelled_after_every_number_of_turns(name):
     run_sim(play(call))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_request_of_a_worker_is_cancelled_after_every_number_of_turns(name):
     # turns of a real loop: how many a call takes is not known, and the first ones are those in which things are lent

@@ -111,6 +111,7 @@ async def test_samples_share_what_was_chosen_for_the_prompt(start):
         assert [sample.cached_tokens for sample in result.samples] == [0, 48, 48, 48]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("seed", range(5, 13))
 def test_no_sample_ends_before_the_rows_stand_that_it_shares(seed):
     """Where blocks come from the host or a store the first sample may wait for them while others could start."""
@@ -224,6 +225,7 @@ async def test_a_copy_goes_on_where_its_reader_was_cancelled(monkeypatch):
         check_chosen(stream.result, PROMPT, choosing(7), oracle_of(engine.config))
 
 
+@pytest.mark.ci
 async def test_in_a_worker_the_rows_come_by_shared_memory():
     async with synthetic_engine(config(process="worker", max_step_tokens=20, pipeline_depth=2)) as engine:
         asked = [([number, *PROMPT], choosing(number, n=2, max_tokens=20)) for number in range(6)]
@@ -341,6 +343,7 @@ async def open_files(pid: int) -> str:
     return (await listing.communicate())[0].decode()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 async def test_no_descriptor_is_open_while_a_request_lives(process):
     long = choosing(0, n=3, max_tokens=60)

@@ -181,6 +181,7 @@ async def test_a_worker_checks_and_keeps_them():
             await engine.complete(PROMPT, under("%2!4"))
 
 
+@pytest.mark.ci
 async def test_grammars_are_checked_beside_steps_in_flight():
     # an answer of a step that overtook another one would fail the engine
     config = synthetic_config(process="worker", runner={"step_s": 0.001, "vocab_size": 1000}, pipeline_depth=2)

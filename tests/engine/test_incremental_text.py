@@ -137,6 +137,7 @@ def joined(*parts):
 DECODERS = (Replacing, Ignoring, ByteForByte, Fallback, Silent, Murmuring, Wordless)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("make", DECODERS)
 @case_settings(100)
 @given(joined(utf8, cut_short, one, special, textless, piece), st.lists(st.integers(0, 80), max_size=30), st.booleans())
@@ -198,6 +199,7 @@ LONG = {
 }
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("make", DECODERS)
 def test_the_cost_of_a_token_does_not_grow_with_a_text_that_never_settles(make):
     for name, pattern in LONG.items():

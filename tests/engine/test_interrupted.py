@@ -84,6 +84,7 @@ async def test_an_engine_whose_tasks_are_all_cancelled_fails_at_once_and_leaves_
     assert engine.state == "failed"
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("after", range(12))
 async def test_everything_cancelled_again_and_again_while_it_closes_leaves_nothing(after):
     """The fixtures that look for leaks say what was left behind."""

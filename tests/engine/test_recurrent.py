@@ -51,6 +51,7 @@ async def test_answers_do_not_depend_on_what_is_cached(depth, host_blocks):
         check_idle(engine)
 
 
+@pytest.mark.ci
 async def test_a_worker_keeps_states_and_snapshots():
     async with synthetic_engine(config({"num_blocks": 20}, process="worker", host_blocks=40)) as engine:
         # one after the other, so that what is on the host does not depend on how fast the worker is
@@ -60,6 +61,7 @@ async def test_a_worker_keeps_states_and_snapshots():
         await conversations(engine, seed=3)
 
 
+@pytest.mark.ci
 async def test_ranks_write_each_snapshot_once():
     model = {"num_blocks": 20, "kv_shares": 2}
     wide = config(model, process="worker", tensor_parallel=2, host_blocks=40)

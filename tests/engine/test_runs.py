@@ -39,6 +39,7 @@ async def read(engine, prompt, params):
     return stream.result
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tiers", [{}, {"host_blocks": 12, "store": "memory"}], ids=["device", "store"])
 async def test_every_result_is_the_one_of_one_token_a_step(tiers, depth):

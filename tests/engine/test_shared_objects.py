@@ -41,6 +41,7 @@ async def ask(engine: Engine, prompt=PROMPT):
     return result
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_store_serves_one_engine_at_a_time(wrapped):
     random = Random(1)

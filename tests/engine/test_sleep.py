@@ -448,6 +448,7 @@ def test_a_runner_that_cannot_sleep_says_why():
     play(work)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_sleeps_under_load(seed):
     """Requests come and go, and sleeps of all kinds begin at any time."""

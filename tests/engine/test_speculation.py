@@ -88,6 +88,7 @@ def outcome(results):
     ]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", ["right", "wrong", "half", "wild"])
 async def test_every_result_is_the_one_without_drafts(kind, depth):

@@ -61,6 +61,7 @@ def test_an_abort_inside_a_run_keeps_what_was_accepted(kind):
     play(work)
 
 
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pause_inside_a_run_changes_no_token(kind, mode):
@@ -108,6 +109,7 @@ def test_new_weights_make_their_own_tokens_whatever_is_drafted(kind):
     play(work)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_hand_over_goes_on_with_drafts(kind, tmp_path):
     """The decode side drafts from the first token of its own on; the prefill side has nothing to draft."""

@@ -42,6 +42,7 @@ async def ask(engine, tokens):
     return result
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("write_through", ["off", "all"])
 async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(write_through, tmp_path):
     # "off": lookups and the breaker's probes are all that hangs, and nothing of them is lent out

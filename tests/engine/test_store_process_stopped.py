@@ -33,6 +33,7 @@ async def ask(engine, number):
     return result
 
 
+@pytest.mark.ci
 async def test_a_restarted_engine_reads_what_the_last_one_wrote(tmp_path):
     async with Engine(file_config(tmp_path)) as engine:
         for number in range(3):

@@ -264,6 +264,7 @@ def late_config(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("why", ["hang", "the disk is away"])
 async def test_a_process_store_that_cannot_be_opened_is_used_when_it_can(why, late_config, monkeypatch):
     monkeypatch.setenv("LATE_WHY", why)

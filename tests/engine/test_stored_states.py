@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fdasync import Engine
 from fdasync.cache.store.block_format import read_header
 from fdasync.events.catalog import BlockDamaged
@@ -72,6 +74,7 @@ def test_a_state_that_was_damaged_costs_its_block_and_is_written_anew():
     play(work)
 
 
+@pytest.mark.ci
 async def test_conversations_by_way_of_files(tmp_path):
     # segments of the cap's size would leave none for the objects with a state, which have their own
     files = {"path": str(tmp_path), "max_nbytes": 1 << 24, "segment_nbytes": 1 << 20}

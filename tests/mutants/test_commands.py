@@ -56,7 +56,15 @@ def test_what_matters_is_killed_and_the_rest_survives(tmp_path):
     ]  # fmt: skip
     (tmp_path / "drawn").write_bytes(msgspec.json.encode(mutants[:3]))
     command("map", "--out", tmp_path / "map", "-q", *TESTS)
-    arguments = [tmp_path / "drawn", "--map", tmp_path / "map", "--marks", "not ci and not nightly", "--out", tmp_path / "out"]
+    arguments = [
+        tmp_path / "drawn",
+        "--map",
+        tmp_path / "map",
+        "--marks",
+        "not ci and not nightly",
+        "--out",
+        tmp_path / "out",
+    ]
     assert "3 mutants, 0 of them done" in command("run", *arguments)
     # it goes on with those that it has no result of
     (tmp_path / "drawn").write_bytes(msgspec.json.encode(mutants))

@@ -161,6 +161,7 @@ class _BrokenRuns(SyntheticRunner):
         return output, kept
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("way", "test"),
     [
@@ -220,6 +221,7 @@ class _BrokenDrafts(SyntheticRunner):
         return output, kept
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

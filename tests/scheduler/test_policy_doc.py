@@ -9,9 +9,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
 
 
+@pytest.mark.ci
 def test_the_policy_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -> None:
     text = PAGE.read_text()
     policy, tests = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

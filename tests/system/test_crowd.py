@@ -29,6 +29,7 @@ def play(seeds: Iterable[int], config: pytest.Config) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.ci
 def test_everything_at_once(request: pytest.FixtureRequest):
     outcomes = play(range(_FEW), request.config)
     if request.config.getoption("--sim-seed") is None:

@@ -7,6 +7,8 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import fdasync
 from fdasync import EngineConfig, SamplingParams
 from fdasync.pd.instance.instance import Instance
@@ -64,6 +66,7 @@ async def test_requests_leave_no_cycles():
     assert found == []
 
 
+@pytest.mark.ci
 async def test_requests_between_instances_leave_no_cycles(tmp_path: Path):
     addresses = [f"ipc://{tmp_path}/{role}" for role in ("prefill", "decode")]
     configs = [

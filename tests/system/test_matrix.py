@@ -51,7 +51,8 @@ QUICK = {name_of(cell) for cell in quick_cells()}
 def marked(cells: list[Cell]) -> list[Any]:
     """One parameter for each cell; those beyond `make test` are slow."""
     return [
-        pytest.param(cell, id=name_of(cell), marks=() if name_of(cell) in QUICK else pytest.mark.nightly) for cell in cells
+        pytest.param(cell, id=name_of(cell), marks=() if name_of(cell) in QUICK else pytest.mark.nightly)
+        for cell in cells
     ]
 
 
@@ -72,6 +73,7 @@ class Outliving(Wrapper):
         """It stays open."""
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("cell", marked(virtual_cells()))
 def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     store = None
@@ -81,6 +83,7 @@ def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
         run_sim(Play(cell, store=store).run())
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("cell", marked(real_cells("file")))
 async def test_file_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -101,6 +104,7 @@ def network() -> Iterator[Any]:
         yield master
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cell", marked(real_cells("mooncake")))
 async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRequest) -> None:
     # every cell is a fleet of its own
@@ -109,6 +113,7 @@ async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRe
         await Play(cell, store_config={"master": network.address, "prefix": prefix}).run()
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("cell", marked(pd_cells()))
 def test_pd_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -119,6 +124,7 @@ def test_pd_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> 
 # -- the matrix itself --------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_every_pair_of_values_is_played_or_impossible() -> None:
     played = set().union(*[combinations_of(cell, 2) for cell in quick_cells()])
     there = {
@@ -158,6 +164,7 @@ def test_every_pair_of_values_is_played_or_impossible() -> None:
     }
 
 
+@pytest.mark.ci
 def test_every_cell_that_cannot_be_has_a_reason() -> None:
     every = all_cells(DIMENSIONS, bool, ())
     there = {name_of(cell) for cell in every_cell()}
@@ -185,6 +192,7 @@ def test_every_cell_that_cannot_be_has_a_reason() -> None:
     assert {name_of(cell) for cell in played} >= QUICK
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("values", "key"),
     [

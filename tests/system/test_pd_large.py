@@ -24,6 +24,7 @@ def check(report: Report) -> None:
     assert report.outcomes.get("InstanceLost", 0) < report.requests / 100
 
 
+@pytest.mark.ci
 def test_a_fleet_of_eight(capsys):
     report = run_sim(LargeFleet(4, 200, 4.0).play())
     check(report)

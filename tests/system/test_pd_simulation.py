@@ -37,6 +37,7 @@ def words(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counter.items()))
 
 
+@pytest.mark.ci
 def test_pd_simulation(pd_seeds: SimSeeds):
     outcomes, counts = play(pd_seeds)
     pd_seeds.notes += [words(outcomes), words(counts)]
@@ -73,6 +74,7 @@ def of_two_routers(count: int) -> list[int]:
     return list(itertools.islice(found, count))
 
 
+@pytest.mark.ci
 def test_two_routers_control_one_fleet():
     """Both update, label, pause, put to sleep, wake and abort, while instances die and come, and requests of both are
     in flight: no request outlasts its deadline, every barrier opens, and what each result says is one valid history."""
@@ -87,6 +89,7 @@ def test_two_routers_control_one_fleet_for_many_seeds(part: int):
     play(of_two_routers(1500)[part::_PARTS])
 
 
+@pytest.mark.ci
 def test_a_seed_gives_the_same_fleet_again():
     assert PdWorkload.draw(3) == PdWorkload.draw(3)
     assert simulate_pd(3) == simulate_pd(3)

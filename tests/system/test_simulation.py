@@ -66,6 +66,7 @@ def in_real_time(name: str, seeds: Iterable[int], folder: Path, config: pytest.C
     return outcomes, totals
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", _LOOPS)
 def test_simulation_in_real_time(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     first = 0 if name == "uvloop" else 20
@@ -84,6 +85,7 @@ def test_simulation_in_real_time_of_many_seeds(part: int, name: str, tmp_path: P
     assert totals["rows"]
 
 
+@pytest.mark.ci
 def test_a_seed_gives_the_same_simulation_again():
     assert Workload.draw(3) == Workload.draw(3)
     assert simulate(3) == simulate(3)

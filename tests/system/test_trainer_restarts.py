@@ -162,6 +162,7 @@ async def restarts(scene: Scene, way: str) -> None:
 
 
 # a router takes no tensors of its own process
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("kind", "way"),
     [(kind, way) for kind in ("engine", "router", "apart") for way in WAYS if kind == "engine" or way != "tensors"],

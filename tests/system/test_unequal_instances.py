@@ -75,6 +75,7 @@ FLEETS = {
 }
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
+
 from fdasync import SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.engine.engine import Engine
@@ -164,6 +166,7 @@ def check_events(scrape: Scrape, events: list) -> None:
     check_histogram(scrape, "request_seconds", [one.total_s for one in of(RequestEnded)])
 
 
+@pytest.mark.ci
 def test_a_stores_bad_days_are_counted():
     results: dict[str, Scrape] = {}
     run_sim(_bad_days(results))

@@ -280,6 +280,7 @@ async def test_every_metric_is_on_the_page(page):
     assert documented == described
 
 
+@pytest.mark.ci
 async def test_the_example():
     example = Path(__file__).parents[2] / "examples" / "metrics.py"
     child = await asyncio.create_subprocess_exec(

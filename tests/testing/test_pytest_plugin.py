@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 # -- the plugin in somebody else's project ------------------------------------------------------------
 
 _THEIRS = """
@@ -49,6 +51,7 @@ _THEIRS = """
 """
 
 
+@pytest.mark.ci
 def test_the_plugin_serves_other_projects(tmp_path):
     (tmp_path / "test_theirs.py").write_text(textwrap.dedent(_THEIRS))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

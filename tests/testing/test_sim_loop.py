@@ -77,6 +77,7 @@ def test_a_deadlock_is_an_error_that_names_the_waiting_tasks():
         run_sim(main())
 
 
+@pytest.mark.ci
 def test_polling_without_a_timer_is_an_error():
     async def main():
         while True:  # noqa: ASYNC110

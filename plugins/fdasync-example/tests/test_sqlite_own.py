@@ -107,10 +107,12 @@ def suite(tmp_path: Path) -> Suite:
     return Suite(tmp_path)
 
 
+@pytest.mark.ci
 def test_two_engines_share_a_file(suite: Suite) -> None:
     suite.share()
 
 
+@pytest.mark.ci
 def test_one_engine_never_sees_halves_of_anothers_puts(suite: Suite) -> None:
     suite.watch()
 
@@ -119,6 +121,7 @@ def test_the_oldest_are_dropped_for_what_is_new(suite: Suite) -> None:
     suite.cap()
 
 
+@pytest.mark.ci
 def test_what_was_done_survives_a_kill(suite: Suite) -> None:
     suite.kill()
 

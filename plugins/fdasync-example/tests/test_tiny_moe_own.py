@@ -62,6 +62,7 @@ async def test_what_it_does_not_know_is_refused():
         await TinyMoeRunner(TinyMoeConfig(), limits).open()
 
 
+@pytest.mark.ci
 def test_it_runs_in_a_worker_that_finds_it_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Under a name of its own, so that it does not matter which copy of the package is installed."""
     info = tmp_path / "tiny_here-1.0.dist-info"

@@ -56,6 +56,7 @@ async def until_live(client):
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("roles", [(), ("--prefill", "1", "--decode", "1"), ("--front", "in-process")])
 async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
     config = tmp_path / "engine.toml"
@@ -81,6 +82,7 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
         assert err.decode().count("note: no model: tokens follow from those before them by a rule") == 1
 
 
+@pytest.mark.ci
 async def test_a_front_that_drains_says_so_to_clients_and_balancers_until_the_last_answer(tmp_path):
     config = tmp_path / "engine.toml"
     config.write_text("[runner_config]\nstep_s = 0.01\n")
@@ -119,6 +121,7 @@ def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_what_is_half_sent_holds_up_no_end_and_no_process_is_left(number):
     async with front("--runner", "synthetic", "--prefill", "1", "--decode", "1") as (process, ready):
@@ -145,6 +148,7 @@ HALF = "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
 LONG = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("drain_s", "told"), [("0.1", "not all answers were sent within 0.1 s"), ("600", "draining 1 requests, 600 s")]
 )
@@ -170,6 +174,7 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         assert (process.returncode, told in err.decode()) == (1, True), err.decode()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -189,6 +194,7 @@ async def test_what_cannot_start_says_why(options, told, tmp_path):
     await refused(options, told, tmp_path)
 
 
+@pytest.mark.ci
 async def test_a_port_that_is_in_use_shows_before_anything_is_loaded(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -196,6 +202,7 @@ async def test_a_port_that_is_in_use_shows_before_anything_is_loaded(tmp_path):
     assert "loading" not in err
 
 
+@pytest.mark.ci
 async def test_a_front_tells_at_once_which_instances_it_waits_for_and_how_long(tmp_path):
     address = f"ipc://{tmp_path}/nothing"
     async with front("--connect", address, "--connect-s", "4") as (process, ready):
@@ -209,6 +216,7 @@ async def test_a_front_tells_at_once_which_instances_it_waits_for_and_how_long(t
     assert (process.returncode, len(lines)) == (2, 3)
 
 
+@pytest.mark.ci
 async def test_what_is_missing_beside_an_instance_that_answers_is_told(tmp_path):
     there, nothing = (f"ipc://{tmp_path}/{name}" for name in ("there", "nothing"))
     instance = Instance(synthetic_config({}, role="mixed", host_blocks=64), listen=there, transport="shm")
@@ -240,6 +248,7 @@ async def refused(options, told, tmp_path):
         return err.decode()
 
 
+@pytest.mark.ci
 async def test_an_instance_that_cannot_load_the_update_again_takes_the_next_one(tmp_path):
     """A trainer deletes each folder that was loaded; then the instance ends, and is started again."""
 
@@ -278,6 +287,7 @@ async def test_an_instance_that_cannot_load_the_update_again_takes_the_next_one(
         assert b"did not come to" not in err
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("value", ['"ipc:///nowhere"', '["ipc:///nowhere"]'])
 async def test_keys_of_the_table_are_named_as_the_options(value, tmp_path):
     config = tmp_path / "front.toml"
@@ -305,6 +315,7 @@ SETTINGS = {"model", "dialect", "api_key", "admin_key", "weights_root", "pulls_r
 LIMITS = [name for name in HttpConfig.__struct_fields__ if name not in SETTINGS]
 
 
+@pytest.mark.ci
 async def test_limits_come_from_the_file_and_options_beat_it(tmp_path):
     config = tmp_path / "engine.toml"
     config.write_text(
@@ -329,6 +340,7 @@ async def test_limits_come_from_the_file_and_options_beat_it(tmp_path):
     assert "bodies up to 1 MiB hold some 131072 token ids, and the context 200000" in err.decode()
 
 
+@pytest.mark.ci
 async def test_a_configuration_may_come_through_a_pipe():
     read, write = os.pipe()
     os.write(write, b'{"runner_config": {"vocab_size": 50}, "http": {"served_model_name": "piped"}}')
@@ -345,6 +357,7 @@ async def test_a_configuration_may_come_through_a_pipe():
     assert b": piped, sglang's" in line
 
 
+@pytest.mark.ci
 async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):
     config = tmp_path / "engine.toml"
     config.write_text("[runner_config]\nfail_step = 1\n")
@@ -357,6 +370,7 @@ async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):
         assert process.returncode == 1, err.decode()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("more", [("--connect", "ipc:///x"), ("--mixed", "1"), ("--prefill", "1", "--decode", "1")])
 async def test_an_engine_of_its_own_goes_with_no_instances(more):
     async with front("--runner", "synthetic", "--front", "in-process", *more) as (process, ready):
@@ -365,6 +379,7 @@ async def test_an_engine_of_its_own_goes_with_no_instances(more):
         assert "in-process" in err.decode()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("text", ["no certificate", ""])
 async def test_a_certificate_that_cannot_be_used_shows_before_anything_is_loaded(text, tmp_path):
     bad = tmp_path / "bad.pem"

@@ -107,6 +107,7 @@ def first_in_a_container():
     return command
 
 
+@pytest.mark.ci
 async def test_a_pod_under_load_ends_within_its_grace_period(pod, first_in_a_container, tmp_path):
     """The container's own command, but for model, paths and a drain of 2 s: what can end ends whole, the rest is cut at
     the deadline, and the process is gone in the time that the manifest leaves for closing."""

@@ -43,6 +43,7 @@ async def say(scene, state, count):
             pass
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "fleet"])
 async def test_each_engine_says_what_it_does(scene_of, kind):
     async with scene_of(kind) as scene:

@@ -195,6 +195,7 @@ async def test_a_long_prompt_fits_into_a_body_and_what_holds_the_loop_longer_doe
         assert "--max-body-mib" in response.json()["error"]["message"]
 
 
+@pytest.mark.ci
 async def test_a_reader_that_stops_costs_its_own_stream_alone(scene_of):
     runner = {"max_context_tokens": 4096, "num_blocks": 1100}
     async with scene_of(listen=listen(write_s=0.3), runner=runner) as scene:

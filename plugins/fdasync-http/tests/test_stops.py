@@ -117,6 +117,7 @@ class Asks:
 DIALECTS = ("generate", "completions", "chat", "inference", "rollout")
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_dialect_tells_which_stop_ended_a_sample(tagged, dialect):
     sampling = {"max_tokens": 6, "temperature": 0.0, "seed": 3}
@@ -138,6 +139,7 @@ async def test_a_dialect_tells_which_stop_ended_a_sample(tagged, dialect):
     assert (count, stop) == (ids.index(ids[2]) + 1, ids[2])
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("dialect", [one for one in DIALECTS if one != "inference"])
 async def test_a_special_token_stops_by_its_text(tagged, dialect):
     sampling = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {str(END): 100}, "stop": ["zz", TAG]}

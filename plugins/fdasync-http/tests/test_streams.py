@@ -34,6 +34,7 @@ def told_by(path, event):
 STEPS = [35, 55, 50]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("path", BODIES)
 async def test_each_sample_ends_when_it_has_ended(kind, scene_of, path):
     ends, tokens = [], {index: [] for index in range(4)}

@@ -71,6 +71,7 @@ async def opened(pool, bench, schema):
         await store.aclose()
 
 
+@pytest.mark.ci
 async def test_blocks_go_and_come(pool, bench):
     async with opened(pool, bench, SCHEMA) as store:
         for block in range(_BLOCKS):
@@ -102,6 +103,7 @@ async def test_what_is_there_is_not_hashed_again(pool, bench):
         assert bench.holds(3, 1)
 
 
+@pytest.mark.ci
 async def test_damage_is_told_and_deleted(pool, bench):
     # what the pool has under these keys was put past the block format
     keys = [bench.item(name, 0).key for name in ("flipped", "moved", "short", "whole")]

@@ -48,6 +48,7 @@ async def spent(work):
     return time.monotonic() - started, caught.value
 
 
+@pytest.mark.ci
 async def test_a_hung_master_costs_one_deadline(master, blocks):
     store = await guarded(master, blocks, rpc_timeout_s=30)
     assert await put_one(store, blocks, "k") == "done"
@@ -75,6 +76,7 @@ async def test_a_hung_master_costs_one_deadline(master, blocks):
     await store.aclose()
 
 
+@pytest.mark.ci
 async def test_a_dead_master_costs_one_call_and_comes_back(master, blocks):
     store = await guarded(master, blocks, rpc_timeout_s=3)
     assert await put_one(store, blocks, "k") == "done"

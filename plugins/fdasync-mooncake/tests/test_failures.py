@@ -63,6 +63,7 @@ async def test_no_master_is_told_at_once(network, blocks):
     assert lateness.worst_s < _LATE_S
 
 
+@pytest.mark.ci
 async def test_an_engine_starts_without_a_master_and_uses_it_when_it_is_there(network):
     config = synthetic_config(
         {"num_blocks": 12, "max_context_tokens": 48}, host_blocks=64, max_step_tokens=64, store_retry_s=0.2,
@@ -88,6 +89,7 @@ async def test_an_engine_starts_without_a_master_and_uses_it_when_it_is_there(ne
     await wrong.aclose()
 
 
+@pytest.mark.ci
 async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):
     # its port still takes connections; the client then waits with the GIL held, in its own process
     own_master.signal(signal.SIGSTOP)
@@ -99,6 +101,7 @@ async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):
     assert lateness.worst_s < _LATE_S
 
 
+@pytest.mark.ci
 async def test_the_master_dies_and_comes_back(own_master, memory_process, blocks):
     async with store_process(own_master, blocks, rpc_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
@@ -124,6 +127,7 @@ async def test_the_master_dies_and_comes_back(own_master, memory_process, blocks
         assert store.spawned == 1
 
 
+@pytest.mark.ci
 async def test_the_master_hangs_and_goes_on(own_master, memory_process, blocks):
     async with store_process(own_master, blocks, rpc_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
@@ -153,6 +157,7 @@ async def get_or_why(store, blocks, key):
         return str(error)
 
 
+@pytest.mark.ci
 async def test_a_memory_process_that_is_killed_takes_its_objects_with_it(own_master, memory_process, blocks):
     async with store_process(own_master, blocks) as store:
         assert await put_one(store, blocks, "k") == "done"
@@ -169,6 +174,7 @@ async def test_a_memory_process_that_is_killed_takes_its_objects_with_it(own_mas
         assert await get_one(store, blocks, "k") == "done"
 
 
+@pytest.mark.ci
 async def test_a_memory_process_that_hangs_costs_one_timeout(own_master, memory_process, blocks):
     async with store_process(own_master, blocks, transfer_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
@@ -183,6 +189,7 @@ async def test_a_memory_process_that_hangs_costs_one_timeout(own_master, memory_
         await until("the memory process answers", 300, True, lambda: comes_back(store, blocks))
 
 
+@pytest.mark.ci
 async def test_lookups_and_deletes_do_not_wait_for_bytes(own_master, memory_process, blocks):
     """One transfer at a time, and it hangs: what only asks the master is answered all the same."""
     async with store_process(own_master, blocks, transfer_timeout_s=20) as store:
@@ -216,6 +223,7 @@ async def comes_back(store, blocks, key="k"):
     return await put_one(store, blocks, key) in ("done", "exists") and await get_one(store, blocks, key) == "done"
 
 
+@pytest.mark.ci
 async def test_a_process_that_dies_takes_what_it_lent(own_master, blocks):
     async with store_process(own_master, blocks, segment_nbytes=64 << 20) as store:
         assert store.capabilities.durability == "none"
@@ -234,6 +242,7 @@ async def serves(store, blocks):
         return False
 
 
+@pytest.mark.ci
 async def test_a_hung_call_is_killed_with_its_process(own_master, memory_process, blocks):
     """What an engine does at the end of its patience: the parts are free again, and the next call works."""
     async with store_process(own_master, blocks, rpc_timeout_s=30) as store:

@@ -49,6 +49,7 @@ async def test_what_one_puts_the_other_gets(pool, blocks):
     other.region.close()
 
 
+@pytest.mark.ci
 async def test_writers_on_several_machines_leave_one_whole_object(pool, blocks):
     other = Blocks(64)
     async with store_process(pool, blocks) as one, store_process(pool, other) as two:
@@ -73,6 +74,7 @@ async def takes_blocks(store, blocks):
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.ci
 async def test_a_full_pool_forgets_and_stays_right(network, blocks):
     with MasterProcess(port=50151, metrics_port=9103, protect_ms=100) as master, MemoryProcess(master, 32 << 20, 50152):
         async with store_process(master, blocks, metrics=master.metrics) as store:
@@ -92,6 +94,7 @@ async def test_a_full_pool_forgets_and_stays_right(network, blocks):
             assert usage.nbytes <= 32 << 20
 
 
+@pytest.mark.ci
 async def test_a_reader_never_sees_what_took_the_place_of_a_dropped_object(network, blocks):
     """Removal is forced, and its memory is the next put's: within one store it waits for who reads."""
     half = 32 << 20

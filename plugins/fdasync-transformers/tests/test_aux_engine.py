@@ -65,6 +65,7 @@ def assert_kept(again: dict[str, np.ndarray], first: dict[str, np.ndarray], toke
         assert np.array_equal(again[name][:tokens], rows[:tokens])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("family", "aux"), KINDS)
 async def test_a_hit_on_the_device_and_on_the_host(tmp_path: Path, family: str, aux: list[str]) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
@@ -81,6 +82,7 @@ async def test_a_hit_on_the_device_and_on_the_host(tmp_path: Path, family: str, 
         engine.check()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "aux"), KINDS)
 async def test_from_a_store_into_another_engine(
     tmp_path: Path, family: str, aux: list[str], monkeypatch: pytest.MonkeyPatch

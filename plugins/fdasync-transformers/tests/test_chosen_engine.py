@@ -79,6 +79,7 @@ def check_all(model: Any, results: list[Result], starts: list[int]) -> None:
             check(model, result.prompt_token_ids, sample, start)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "dots3_note_text"])
 async def test_positions_are_those_of_the_library(tmp_path: Path, family: str) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
@@ -96,6 +97,7 @@ async def test_positions_are_those_of_the_library(tmp_path: Path, family: str) -
     check_all(model, results, [*starts, 9])
 
 
+@pytest.mark.ci
 async def test_drafts_and_samples_have_their_own_rows(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path, "deepseek_v32")
     asked, params = prompts(2), choosing(2, n=2, temperature=1.0, seed=4, max_tokens=20)

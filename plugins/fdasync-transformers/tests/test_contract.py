@@ -109,6 +109,7 @@ class TestInHalfPrecision(_OnACheckpoint, TailTests):
     logprob_error = 0.0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", *[pytest.param(one, marks=pytest.mark.nightly) for one in ("gpt_oss", "llama4_text")]]
 )
@@ -121,6 +122,7 @@ def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, fami
     suite.test_a_sequence_begun_elsewhere_may_have_more_to_compute()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.nightly)])
 def test_positions_that_indexers_chose_are_written_as_they_are_due(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)

@@ -45,6 +45,7 @@ async def play(engine: Engine) -> list[Result]:
     return list(await asyncio.gather(*[engine.complete(prompt, one) for prompt in PROMPTS for one in PARAMS]))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32"])
 async def test_results_are_those_without_drafts(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
@@ -67,6 +68,7 @@ async def test_results_are_those_without_drafts(tmp_path: Path, family: str) -> 
     assert stats.steps < plain.steps
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("numerics", ["default", pytest.param("fixed", marks=pytest.mark.gpu)])
 async def test_kernels_give_the_results_of_the_host(
     tmp_path: Path, numerics: str, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ async def tokens_of(folder: Path, runner: dict[str, Any], **values: Any) -> list
         return [*[check(sample) for sample in result.samples], *[tuple(one.token_ids) for one in free.samples]]
 
 
+@pytest.mark.ci
 async def test_depth_preemption_and_swaps_change_no_token(folder: Path) -> None:
     plain = await tokens_of(folder, CPU, pipeline_depth=1)
     assert len(set(plain)) == 5
@@ -76,6 +77,7 @@ async def test_depth_preemption_and_swaps_change_no_token(folder: Path) -> None:
     assert await tokens_of(folder, CPU, pipeline_depth=2, num_blocks=36, host_blocks=40, max_running=5) == plain
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu)])
 async def test_the_path_of_gpus_samples_under_them_alike(folder: Path, depth: int) -> None:
     # the interpreter takes seconds for a step
@@ -96,6 +98,7 @@ async def test_the_path_of_gpus_samples_under_them_alike(folder: Path, depth: in
         assert all(len(text) == 2 and set(text) <= set("abcd") for text in texts["plain"])
 
 
+@pytest.mark.ci
 async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) -> None:
     plain = await tokens_of(folder, CPU, pipeline_depth=1)
     async with AsyncExitStack() as stack:
@@ -111,6 +114,7 @@ async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) ->
             await router.complete("say", under(Grammar("regex", "(a")))
 
 
+@pytest.mark.ci
 async def test_pauses_and_new_weights_keep_every_text(folder: Path, tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path, "qwen3_moe", seed=5, size="tiny")
     async with Engine(config(folder, pipeline_depth=2, host_blocks=32)) as engine:
@@ -162,6 +166,7 @@ ASKED: list[tuple[Grammar, dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.ci
 async def test_what_else_a_caller_asks_for(folder: Path, subtests: pytest.Subtests) -> None:
     async with Engine(config(folder, pipeline_depth=2)) as engine:
         for grammar, fields, text, reason in ASKED:

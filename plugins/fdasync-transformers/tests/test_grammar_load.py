@@ -139,6 +139,7 @@ async def assert_exact(engine: Engine, prompts: Sequence[list[int]], results: Se
             assert np.array_equal(rows(sample), wanted[: len(whole) - 1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("runner", RUNNERS)
 async def test_answers_under_grammars_disturb_no_others(
     folder: Path, grammars: Grammars, runner: dict[str, Any]

@@ -69,6 +69,7 @@ def answers_of(results: list[Result]) -> dict[bytes, list[tuple[int, ...]]]:
     return answers
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_results_are_those_without_drafts(folder_of: Any, family: str, depth: int) -> None:
@@ -100,6 +101,7 @@ async def test_results_are_those_without_drafts(folder_of: Any, family: str, dep
             assert min(len(sample.token_ids) - 1, 1) <= sample.drafts.steps <= len(sample.token_ids) - 1
 
 
+@pytest.mark.ci
 async def test_with_the_budget_results_are_the_same(folder_of: Any) -> None:
     """However many are drafted behind a step: the times of this machine decide."""
     folder = folder_of("qwen3_moe")
@@ -115,6 +117,7 @@ async def test_with_the_budget_results_are_the_same(folder_of: Any) -> None:
     assert 0 < stats.own_drafting_steps < stats.steps
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES[:2])
 async def test_host_s_drafts_and_the_runner_s_are_counted_apart(folder_of: Any, family: str) -> None:
     folder = folder_of(family)
@@ -140,6 +143,7 @@ async def test_host_s_drafts_and_the_runner_s_are_counted_apart(folder_of: Any, 
     assert sum(drafts.accepted for drafts in told) == stats.accepted_tokens + stats.own_accepted_tokens
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES[:2])
 async def test_new_weights_and_an_abort_in_the_middle(folder_of: Any, family: str) -> None:
     """New weights reach the layers too: requests behind them are those of an engine that began with these weights."""
@@ -175,6 +179,7 @@ async def test_new_weights_and_an_abort_in_the_middle(folder_of: Any, family: st
     assert stats.own_drafted_tokens - before.own_drafted_tokens == fresh.own_drafted_tokens
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES[:2])
 async def test_a_stop_string_in_the_middle_of_accepted_drafts_ends_a_sample_where_it_would_without(
     folder_of: Any, family: str
@@ -198,6 +203,7 @@ async def test_a_stop_string_in_the_middle_of_accepted_drafts_ends_a_sample_wher
     assert [[s.text for s in result.samples] for result in results] == [[s.text for s in r.samples] for r in wanted]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("transport", ["shm", "device"])
 async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path: Path, transport: str) -> None:
     folder = folder_of("glm4_moe")
@@ -228,6 +234,7 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
 OF_RANKS = [("glm4_moe", 4), ("deepseek_v3", 2), ("qwen3_moe", 2)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "ranks"), [("glm4_moe", 2), *[pytest.param(*each, marks=pytest.mark.nightly) for each in OF_RANKS]]
 )

@@ -61,6 +61,7 @@ def assert_same(one: list[Result], other: list[Result]) -> None:
         assert np.array_equal(sample.routing.array, twin.routing.array)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", NOTES)
 async def test_tokens_and_rows_equal_those_of_the_plain_form(tmp_path: Path, kind: str) -> None:
     quantised, plain = make(tmp_path, kind)
@@ -85,6 +86,7 @@ async def test_tokens_and_rows_equal_those_of_the_plain_form(tmp_path: Path, kin
         twin.check()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", NOTES)
 async def test_a_quantised_folder_is_verified(tmp_path: Path, kind: str) -> None:
     quantised, _ = make(tmp_path, kind)

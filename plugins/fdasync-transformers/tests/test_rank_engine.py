@@ -48,6 +48,7 @@ async def answers(engine: Engine) -> tuple[list[Any], list[Any]]:
     return [*found, list(bound.samples[0].token_ids)], logprobs
 
 
+@pytest.mark.ci
 async def test_two_ranks_serve_store_and_take_new_weights_as_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,9 @@ def begun_behind(results: list[Result]) -> list[int]:
     return [result.samples[0].cached_tokens for result in results[len(results) // 2 :]]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES[1:]]])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", *[pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES[1:]]]
+)
 async def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     talk = Talk(5, 13)
@@ -93,6 +95,7 @@ async def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
     assert 20 < stats.accepted_tokens < stats.drafted_tokens
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family",
     [pytest.param(one, marks=pytest.mark.gpu) for one in KERNELS]

@@ -44,6 +44,7 @@ def prompts(count: int) -> list[list[int]]:
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_next", *[pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS]])
 async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
@@ -65,6 +66,7 @@ async def test_hits_preemption_and_swaps_are_exact(tmp_path: Path, family: str) 
     assert report.rows_exact == report.rows_checked > 0
 
 
+@pytest.mark.ci
 async def test_kernels_begin_behind_snapshots_of_either_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above by the path of GPUs, in Triton's interpreter: fewer requests, one after the other."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -126,6 +128,7 @@ async def test_a_gpu_is_exact_with_hits_preemption_and_swaps(tmp_path: Path, fam
     assert report.rows_exact == report.rows_checked > 0
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("runner_config", [{}, pytest.param(GPU | {"sleep": True}, marks=pytest.mark.gpu)])
 async def test_it_sleeps_and_goes_on(tmp_path: Path, runner_config: dict[str, Any]) -> None:
     make_tiny_checkpoint(tmp_path, "lfm2_moe")

@@ -124,6 +124,7 @@ async def test_what_a_past_owner_left_in_a_block_is_not_seen(driver: Driver, sav
     assert [s.tokens for s in sequences] == [generated(saved[1], s.prompt, 9) for s in sequences]
 
 
+@pytest.mark.ci
 async def test_block_boundaries_by_token(saved: tuple[Path, Any]) -> None:
     # prompts that end just before, on and after a boundary, with one token per chunk and with all at once
     driver = await Driver.open(saved[0], max_running=16, num_blocks=256)
@@ -387,6 +388,7 @@ async def test_an_arena_is_bound_exactly_when_routing_is_captured(saved: tuple[P
     arena.close()
 
 
+@pytest.mark.ci
 async def test_two_runners_in_one_process_do_not_meet(saved: tuple[Path, Any], tmp_path: Path) -> None:
     other_model = make_tiny_checkpoint(tmp_path, "gpt_oss", seed=3)
     one, two = await Driver.open(saved[0]), await Driver.open(tmp_path)

@@ -268,6 +268,7 @@ def fuzz(name: str, count: int, seed: int) -> set[str]:
     return ends
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("name", KINDS)
 def test_text_in_parts_is_the_whole_text(name: str) -> None:
     ends = fuzz(name, 400, 1)
@@ -283,6 +284,7 @@ def test_text_in_parts_is_the_whole_text_of_very_many_sequences(name: str) -> No
     assert "at the end" in ends or name.startswith(("metaspace", "word", "ends")), ends
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback, a space dropped", "metaspace"])
 async def test_an_engine_streams_the_whole_text_and_stops_in_the_middle_of_a_run(name: str) -> None:
     kind = KINDS[name]()

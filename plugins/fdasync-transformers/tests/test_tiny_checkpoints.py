@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.ci(after=11)
 @pytest.mark.parametrize("name", by_structure(FAMILIES))
 def test_every_entry_makes_a_model_whose_output_wanders(name: str) -> None:
     state = torch.random.get_rng_state()

@@ -97,6 +97,7 @@ async def judged_alike(raw: bytes, schema: BlockSchema = SCHEMA, name: str = NAM
 # -- damage -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @given(st.integers(0, 8 * len(GOOD) - 1))
 @example(0)
 @example(8 * 8)

@@ -45,6 +45,7 @@ def test_keys_come_back(namespace, key, rank):
     assert parse_key(name) == (namespace, key, rank)
 
 
+@pytest.mark.ci
 @given(st.text() | st.from_regex(r"[0-9a-f]{31,33}/[0-9a-fA-F]{31,33}\.[0-9]{0,11}", fullmatch=True))
 @example(NAME.upper())
 @example(NAME + "\n")

@@ -62,6 +62,7 @@ SUMS = [
 ]
 
 
+@pytest.mark.ci(after=1)
 @needs_interpreter
 @pytest.mark.parametrize(("ranks", "count", "dtype", "way"), SUMS)
 def test_every_rank_has_the_sum_as_a_tree_of_neighbours(
@@ -133,6 +134,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
     assert all_reduce(torch.zeros(0), one).numel() == 0
 
 
+@pytest.mark.ci
 def test_all_programs_of_a_launch_run_at_once() -> None:
     """They wait for those of other devices. Compiled for Hopper without one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

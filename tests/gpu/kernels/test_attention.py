@@ -131,6 +131,7 @@ def expected(
     ])  # fmt: skip
 
 
+@pytest.mark.ci(after=6)
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(device: torch.device, shape: Shape, splits: int) -> None:
@@ -193,6 +194,7 @@ def test_padding_rows_become_zeros(device: torch.device, splits: int) -> None:
     assert not out[2:].any()
 
 
+@pytest.mark.ci(after=6)
 @shapes
 def test_prefill(device: torch.device, shape: Shape) -> None:
     """Ragged, after cached prefixes, one token, a whole prompt; between them rows of no sequence."""
@@ -230,6 +232,7 @@ def test_decode_is_prefill_of_one_token(device: torch.device, name: str) -> None
     assert_close(decoded, prefilled.cpu().double(), shape.dtype)
 
 
+@pytest.mark.ci
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_lengths(device: torch.device, data: st.DataObject) -> None:

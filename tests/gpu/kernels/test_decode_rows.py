@@ -70,6 +70,7 @@ def test_tiles_are_runs_of_rows(device: torch.device) -> None:
     assert [tile_rows(run) for run in (1, 2, 3, 4, 5, 65)] == [1, 2, 4, 4, 8, 16]
 
 
+@pytest.mark.ci(after=3)
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows(device: torch.device, shape: Shape, splits: int) -> None:
@@ -78,6 +79,7 @@ def test_rows(device: torch.device, shape: Shape, splits: int) -> None:
     assert_right(shape, case, sinks, query, attend(shape, case, sinks, query, ROWS, 4, splits=splits))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("name", ["four heads a group", "window and sinks", "chunk", "from", "bf16"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows_in_the_fixed_order(device: torch.device, name: str, splits: int) -> None:

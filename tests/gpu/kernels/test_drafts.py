@@ -41,6 +41,7 @@ def steps(draw):
     return speculation + 1, sequences
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(step=steps())
 def test_rows_and_runs_are_what_the_host_would_make(step):

@@ -119,6 +119,7 @@ def check(case: Case, tiles: Tiles | None) -> None:
     assert float((got - wanted.sum(1)).norm() / wanted.sum(1).norm()) < TOLERANCE[case.hidden.dtype]
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_half_precision(device, dtype, tiles):
     check(make(device, 19, dtype, padded=True), tiles)
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     "options",

@@ -44,6 +44,7 @@ def check(ids: torch.Tensor, live: torch.Tensor | None, num_experts: int, tiles:
     assert entries[0, 3] == len(wanted)
 
 
+@pytest.mark.ci
 @settings(max_examples=30, deadline=None)
 @given(
     ids=st.integers(1, 40).flatmap(

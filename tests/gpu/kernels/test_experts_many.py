@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from fdasync.gpu.kernels.experts.tiles import choose_tiles
 
 
+@pytest.mark.ci
 def test_they_compile_for_hopper_without_one() -> None:
     """Their products are of the tensor cores' asynchronous kind, nothing is loaded through registers, the ring fits."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -50,6 +50,7 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("tokens", ROWS)

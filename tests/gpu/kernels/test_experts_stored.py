@@ -72,6 +72,7 @@ def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
         assert float((got == wanted).float().mean()) > 0.9
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
@@ -80,6 +81,7 @@ def test_results_are_those_of_the_dequantised_weights(device, form, widths, toke
     compare(run(kept), run(dequantised))
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "more",
@@ -112,6 +114,7 @@ def test_every_tile_gives_the_same(form, tokens, more):
             compare(run(kept, tiles), wanted)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("number", range(1, 5))
 def test_weights_come_by_the_bulk_copy_engine(device, number):
     """Tiles are cut off in every dimension; rows in order and such that are read so."""

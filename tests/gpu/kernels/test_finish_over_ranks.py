@@ -41,6 +41,7 @@ def in_turn(peers: list[PeerMemory], way: str, call: Callable[[PeerMemory], obje
     return found
 
 
+@pytest.mark.ci(after=1)
 @needs_interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "rows", "size"), [(2, 1, 256), (2, 5, 40), (3, 2, 40), (4, 3, 264)])

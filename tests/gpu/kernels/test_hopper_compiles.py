@@ -42,6 +42,7 @@ def check(found: tuple[int, ...], copies: int) -> None:
     assert made == copies
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PREFILLS)
 def test_prefill(name: str, compiled: dict[str, tuple[int, ...]]) -> None:
     dim, _, part, _ = PREFILLS[name]

@@ -219,6 +219,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(device, dtype, outputs,
     assert torch.equal(linear(odd, weight), whole[:300])
 
 
+@pytest.mark.ci
 def test_a_bias_is_no_first_addend():
     """Compiled for Hopper without one, of a single step of the inner dimension."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

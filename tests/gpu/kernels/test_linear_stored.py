@@ -50,6 +50,7 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torc
     assert bool(((y.double() - exact).abs() <= reach).all())
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (130, 144), (48, 1024), (256, 1296)])
 @pytest.mark.parametrize("count", [1, 3, 9, MOST_ROWS, MOST_ROWS + 1])
 def test_it_is_the_product_of_the_dequantised_weight(device, outputs, inputs, count):
@@ -113,6 +114,7 @@ def test_a_graph_replays_it_with_new_values():
         assert torch.equal(y, stored_linear(x, values, scales))
 
 
+@pytest.mark.ci
 def test_it_compiles_without_a_gpu() -> None:
     """For Ada, where a program gets 99 KB, and for Hopper."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -37,6 +37,7 @@ def reach(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return 4 * EPS * (x.double().abs() @ weight.double().abs().T)
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(("x_dtype", "weight_dtype"), DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 8, 32), (3, 130, 200), (20, 17, 513), (70, 24, 1024)])
 def test_it_is_the_product(device, x_dtype, weight_dtype, tokens, experts, hidden):
@@ -50,6 +51,7 @@ def test_it_is_the_product(device, x_dtype, weight_dtype, tokens, experts, hidde
     assert torch.equal(router_logits(x, weight, rounded=True, dtype=torch.float32), narrow.float())
 
 
+@pytest.mark.ci(after=7)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_writes_every_logit_and_nothing_else(device, tile):
     x, weight = factors(19, 37, 700, torch.bfloat16, torch.bfloat16, device)

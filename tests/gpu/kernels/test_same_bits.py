@@ -54,6 +54,7 @@ def assert_same(call: Callable[[slice], Iterable[torch.Tensor]], most: int) -> N
                 assert torch.equal(found, wanted[part]), f"result {number} of rows {part}"
 
 
+@pytest.mark.ci
 def test_norms_share_a_row_out_to_threads_alike():
     """Compiled for Hopper without one: who adds what decides the order of a sum."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

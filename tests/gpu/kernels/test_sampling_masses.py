@@ -103,6 +103,7 @@ def bounds(x: torch.Tensor, top_p: float, scale: float = 1.0, top_k: int = 0) ->
     return float(found[0, 0]), float(found[0, 1]), int(close[0]) == 1
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0, 40.0])
 @pytest.mark.parametrize("top_p", [1e-9, 0.31, 0.95, 0.9999])
 def test_a_nucleus_ends_between_its_bounds(top_p: float, spread: float) -> None:

@@ -49,6 +49,7 @@ async def translated(instance):
         await between.aclose()
 
 
+@pytest.mark.ci
 async def test_one_that_the_router_reaches_and_the_prefill_instance_does_not_is_named_with_both_views():
     async with (
         Instance(config("decode"), listen=ANY) as decode,
@@ -70,6 +71,7 @@ async def test_one_that_the_router_reaches_and_the_prefill_instance_does_not_is_
         assert decode.engine.stats().scheduler.received_blocks > 0
 
 
+@pytest.mark.ci
 async def test_another_process_at_the_address_gets_nothing_and_is_named_with_both_views():
     async with (
         Instance(config("decode"), listen=ANY) as decode,
@@ -108,6 +110,7 @@ async def test_a_process_that_answers_at_two_addresses_is_one_instance():
                 pass
 
 
+@pytest.mark.ci
 async def test_a_host_besides_the_listening_address_is_what_others_dial():
     keys = new_keys()
     options = {"keys": keys, "transport": "tcp"}

@@ -49,6 +49,7 @@ async def ask(router, oracle, first, length=45):
         check_sample(sample, prompt, PARAMS, oracle)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (1, 2)])
 async def test_blocks_go_from_device_to_device_at_any_width(tmp_path, senders, receivers):
     p = make(tmp_path, "p", "prefill", ranks=senders)
@@ -83,6 +84,7 @@ async def test_runners_that_show_no_blocks_say_so_and_serve(tmp_path):
         assert swapped(p)[0] > 0
 
 
+@pytest.mark.ci
 async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tmp_path):
     one, other = make(tmp_path, "p0", "prefill", step_s=0.02), make(tmp_path, "p1", "prefill", step_s=0.02)
     d = make(tmp_path, "d", "decode", step_s=0.002)

@@ -100,6 +100,7 @@ async def test_a_peer_that_leaves_no_room_for_long_is_lost_and_nothing_is_left_o
         await stage.context.say(stage.p0, note(3))
 
 
+@pytest.mark.ci
 @played
 async def test_a_router_may_stand_still_as_long_as_its_link_allows(stage):
     stage.p0.role, stage.p0.busy = "router", True

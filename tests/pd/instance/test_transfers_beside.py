@@ -28,6 +28,7 @@ async def ask(router, config, first):
         check_sample(sample, prompt, PARAMS, oracle_of(config))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 async def test_hand_overs_are_exact_by_one_process_for_each_instance(tmp_path, transport):
     with no_leaks():

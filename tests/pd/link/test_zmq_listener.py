@@ -169,6 +169,7 @@ async def test_an_address_that_somebody_took_meanwhile_is_left_to_him(
         await here.wire.aclose()
 
 
+@pytest.mark.ci
 def test_a_process_that_is_called_by_too_many_lives(tmp_path: Path) -> None:
     path, out = tmp_path / "a", tmp_path / "out"
     script = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))\n{_LISTENS}"

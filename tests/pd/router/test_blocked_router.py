@@ -50,6 +50,7 @@ def one_instance(folder: Path) -> Iterator[tuple[list[str], int]]:
         running.wait()
 
 
+@pytest.mark.ci
 @both_loops
 def test_a_block_longer_than_a_request_s_deadline_throws_no_answer_away(tmp_path: Path, run: Any) -> None:
     params = SamplingParams(max_tokens=100, temperature=0.0)
@@ -77,6 +78,7 @@ def test_a_block_longer_than_a_request_s_deadline_throws_no_answer_away(tmp_path
         run(play(addresses))
 
 
+@pytest.mark.ci
 @both_loops
 def test_time_in_which_the_loop_was_blocked_is_no_absence(tmp_path: Path, run: Any) -> None:
     """An instance that was started again meanwhile serves who waited for it."""

@@ -103,6 +103,7 @@ def random_stage(rng):
     return stage, names
 
 
+@pytest.mark.ci(after=36)
 @pytest.mark.parametrize("seed", range(60))
 def test_columns_choose_as_one_who_looks_at_every_instance(seed):
     rng = Random(seed)

@@ -119,6 +119,7 @@ async def aborted(stream: RoutedStream) -> None:
     stream.abort()
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("later_s", [0.0, 0.3])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_group_that_is_handed_over_in_part_ends_as_others_do(end: str, later_s: float, folders: Path) -> None:
@@ -135,6 +136,7 @@ def test_a_group_that_is_handed_over_in_part_ends_as_others_do(end: str, later_s
         run_sim(play())
 
 
+@pytest.mark.ci
 def test_one_that_ends_while_a_sample_is_being_read_loses_nothing() -> None:
     async def play(later_s: float) -> None:
         async with partly_handed_over() as (scene, stream):

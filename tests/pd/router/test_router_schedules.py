@@ -110,7 +110,9 @@ async def play(seed: int, root: Path, said: list[str]) -> None:
             check_idle(one.engine)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 100)]])
+@pytest.mark.parametrize(
+    "seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 100)]]
+)
 def test_all_goes_on_once_all_is_undone(seed: int, folders: Path) -> None:
     said: list[str] = []
     with no_leaks():

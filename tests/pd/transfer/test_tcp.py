@@ -405,6 +405,7 @@ HEADS = st.builds(
 )
 
 
+@pytest.mark.ci
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(HEADS | st.binary(max_size=2000), max_size=6).map(b"".join), min_size=1, max_size=8))
 def test_whatever_a_sender_answers(answers):

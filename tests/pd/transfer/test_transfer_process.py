@@ -61,6 +61,7 @@ class Hooks(TransportHooks):
         return self.processes[-1].transports[0]
 
 
+@pytest.mark.ci
 async def test_checksums_are_those_of_the_loop_and_follow_offers():
     hooks = Hooks("tcp")
     with no_leaks():
@@ -93,6 +94,7 @@ async def test_outcomes_stand_in_their_places_and_what_is_withdrawn_is_not_read(
         assert await receiver.take(sender.source, wanted) == ["failed", "done", "done"]
 
 
+@pytest.mark.ci
 async def test_at_its_deadline_a_receive_ends_and_the_process_goes_on():
     hooks = Hooks("tcp")
     with no_leaks(), socket.create_server(("127.0.0.1", 0)) as silent:
@@ -108,6 +110,7 @@ async def test_at_its_deadline_a_receive_ends_and_the_process_goes_on():
             assert hooks.processes[1].pid == pid
 
 
+@pytest.mark.ci
 async def test_several_transports_share_one_process(tmp_path):
     process = TransferProcess([TransportSpec("shm"), TransportSpec("tcp")])
     shm, tcp = process.transports
@@ -130,6 +133,7 @@ async def test_several_transports_share_one_process(tmp_path):
             await shm.aclose()
 
 
+@pytest.mark.ci
 async def test_a_plugin_that_does_not_open_is_named():
     with no_leaks():
         async with Hooks().sides(1) as (other,):
@@ -140,6 +144,7 @@ async def test_a_plugin_that_does_not_open_is_named():
             await process.transports[0].aclose()
 
 
+@pytest.mark.ci
 async def test_a_source_that_the_process_could_not_read_is_refused_before():
     hooks = Hooks()
     async with hooks.sides() as (sender, receiver):
@@ -152,6 +157,7 @@ async def test_a_source_that_the_process_could_not_read_is_refused_before():
         assert await receiver.take(sender.source, [copy_spec]) == ["done"]
 
 
+@pytest.mark.ci
 async def test_a_process_that_dies_is_told_once_and_fails_what_runs():
     hooks = Hooks()
     with no_leaks():
@@ -181,6 +187,7 @@ async def test_a_process_that_dies_is_told_once_and_fails_what_runs():
         assert len(ends) == 1
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "forgotten", "checksums"])
 async def test_a_process_that_stands_still_is_killed_before_the_parts_are_the_callers(monkeypatch, how):
     monkeypatch.setattr(proxy, "STOP_S", 0.2)

@@ -38,6 +38,7 @@ def gpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     install_gpus(tmp_path, monkeypatch, count, visible=visible)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gpus", [(4, "3,1,0")], indirect=True)
 @pytest.mark.usefixtures("gpus")
 async def test_each_rank_starts_with_its_own_gpu_first() -> None:
@@ -61,6 +62,7 @@ async def test_each_rank_starts_with_its_own_gpu_first() -> None:
     assert [holders(gpu) for gpu in find([0, 1, 2])] == [[], [], []]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gpus", [(1, "0")], indirect=True)
 @pytest.mark.usefixtures("gpus")
 async def test_workers_see_what_this_process_sees_where_none_are_placed() -> None:
@@ -73,6 +75,7 @@ async def test_workers_see_what_this_process_sees_where_none_are_placed() -> Non
     assert holders(find([0])[0]) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gpus", [(1, None)], indirect=True)
 @pytest.mark.usefixtures("gpus")
 async def test_a_failed_engine_lets_go_of_its_gpus() -> None:

@@ -117,6 +117,7 @@ def moments(tmp_path: Path) -> dict[str, Moment]:
     }  # fmt: skip
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("struck", "how", "moment"),
     [

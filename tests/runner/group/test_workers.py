@@ -61,6 +61,7 @@ async def fails(config, strike):
     return causes[0], pids
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("ranks", "shares"), [(2, 2), (2, 1), (4, 2), (8, 1)])
 async def test_a_group_answers_as_one_runner_does_through_swaps(ranks, shares):
     config = config_of({"num_blocks": 24, "max_context_tokens": 96, "kv_shares": shares}, ranks, host_blocks=40)
@@ -177,6 +178,7 @@ def plugin(tmp_path, monkeypatch):
     install_runners(tmp_path, monkeypatch, _PLUGIN, {kind.lower(): f"fdasync_bad:{kind}" for kind in kinds})
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("runner", "kind", "words"),
     [

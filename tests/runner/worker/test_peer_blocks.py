@@ -48,6 +48,7 @@ async def read(runner, host: HostArena, block: int) -> bytes:
     return bytes(host.kv[7])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2)])
 def test_blocks_arrive_whole_and_a_killed_sender_is_still_read(theirs, ours):
     async def play() -> None:

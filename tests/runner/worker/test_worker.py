@@ -51,6 +51,7 @@ def config_of(runner=None, **values):
     return synthetic_config(runner, process="worker", **values)
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_worker_answers_as_an_inline_runner_does(depth):
@@ -270,6 +271,7 @@ def _bad_engine(way: str, runner: str = "bad", **values) -> Engine:
     return Engine({"runner": runner, "runner_config": {"way": way}, **values})
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("way", "error", "fields"),
     [

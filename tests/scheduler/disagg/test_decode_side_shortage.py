@@ -87,6 +87,7 @@ def pressed(name: str, reserve: int, ends: int = 300) -> Pressure:
     return context
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["outputs beyond prompts", pytest.param("outputs of any length", marks=pytest.mark.nightly)]
 )
@@ -154,6 +155,7 @@ def flood(context: Pressure, more, seconds: float, live: int = 10) -> None:
         context.step()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("big", ["lease", "local"])
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.nightly), 2])
@@ -169,6 +171,7 @@ def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, dept
     assert len(context.table.finished) > 150
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("output", [24, pytest.param(40, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3)]])

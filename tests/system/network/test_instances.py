@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 _cable = pytest.mark.skipif(_NO_CABLE is not None, reason=str(_NO_CABLE))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "network",
     [
@@ -45,6 +46,7 @@ def test_requests_and_updates_are_exact_over_a_network(tmp_path: Path, network: 
     assert found["weights"] == ["new"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("directions", "cut_s", "beside"),
     [

@@ -100,6 +100,7 @@ def sent_to(path: Path, draw: random.Random) -> bytes:
     return body[: draw.randrange(len(body))] if kind < 0.35 else body
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["engine", "fleet"])
 @pytest.mark.parametrize(
     "rounds", [range(10), pytest.param(range(10, 400), marks=pytest.mark.nightly)], ids=["few", "many"]

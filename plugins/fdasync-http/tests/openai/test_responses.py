@@ -206,6 +206,7 @@ async def test_rows_are_there_where_they_are_asked_for(chat_of, scripted, kind):
         assert not hasattr(await openai.responses.create(**BODY), "routed_experts")
 
 
+@pytest.mark.ci(after=1)
 async def test_a_limit_beyond_the_context_means_what_the_context_leaves(chat):
     _, openai = chat
     whole, _ = await both(openai, max_output_tokens=100_000, extra_body={"seed": 7})
@@ -333,6 +334,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_not_served_is_refused_by_name(chat, subtests, stream):
     _, openai = chat

@@ -122,6 +122,7 @@ async def test_null_is_the_default_anywhere(chat_of):
         assert answer.json()["error"]["param"] == "weight_dir"
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("path", [SGLANG, VLLM, SKYRL, TEXT, CHAT])
 @pytest.mark.parametrize(("bias", "other"), [(100, -100), (1000, -1e30), (101.5, -100)])
 async def test_biases_have_keys_of_text_and_are_clamped(chat_of, path, bias, other):

@@ -191,6 +191,7 @@ def refusal_of(work):
     return None
 
 
+@pytest.mark.ci
 @given(st.lists(items, max_size=3), odd)
 def test_whatever_is_sent_is_a_conversation_or_refused_by_name(given_items, choice):
     choice = choice if isinstance(choice, dict) else {"type": choice}

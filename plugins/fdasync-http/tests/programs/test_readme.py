@@ -7,9 +7,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[2] / "README.md"
 
 
+@pytest.mark.ci
 async def test_its_curl_line_answers(front_of, program):
     (line,) = re.findall(r"^    (curl .*?\}\}')$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert "127.0.0.1:30000" in line

@@ -61,6 +61,7 @@ async def stage_of(home, **config):
             yield Stage(home, client, engine)
 
 
+@pytest.mark.ci
 async def test_slime_publishes_deltas_and_has_them_pulled_before_it_pauses(tmp_path):
     async with stage_of(tmp_path) as stage:
         # what hosts hold before the first update, while the trainer takes its own copy
@@ -81,6 +82,7 @@ async def test_slime_publishes_deltas_and_has_them_pulled_before_it_pauses(tmp_p
         assert await tokens(stage.engine) == await fresh_tokens(tmp_path / "new")
 
 
+@pytest.mark.ci
 async def test_skyrl_fetches_pauses_brackets_and_loads(tmp_path):
     async with stage_of(tmp_path) as stage:
         told = publisher.skyrl(stage.published, 1, *stage.weights)
@@ -105,6 +107,7 @@ async def test_skyrl_fetches_pauses_brackets_and_loads(tmp_path):
         assert await tokens(stage.engine) == await fresh_tokens(tmp_path / "new")
 
 
+@pytest.mark.ci
 async def test_what_is_damaged_is_told_and_the_weights_in_use_stay(tmp_path):
     async with stage_of(tmp_path) as stage:
         before = await tokens(stage.engine)

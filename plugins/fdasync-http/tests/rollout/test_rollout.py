@@ -63,6 +63,7 @@ async def files_of(response):
     assert not content
 
 
+@pytest.mark.ci(after=1)
 async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_path):
     body = {"token_ids": PROMPT, "sampling": GROUP, "start": 1, "request_id": "mine"}
     found = {}

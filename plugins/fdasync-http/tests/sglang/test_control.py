@@ -63,6 +63,7 @@ async def test_weights_that_are_not_the_expected_ones_are_told_and_not_used(scen
     assert await versions_of(scene) == {"step-1"}
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_what_runs_at_a_pause_ends_or_goes_on(scene, mode):
     body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
@@ -112,6 +113,7 @@ async def test_in_a_pause_a_flush_is_refused_while_a_request_has_blocks(scene_of
         assert (await scene.client.get("/flush_cache")).status_code == 200
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -118,6 +118,7 @@ async def test_an_engine_is_not_ready_and_says_what_it_does(stage_of, state):
     await asyncio.gather(*tasks)
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("state", [state for state in STATES if state != "waking"])
 async def test_each_instance_says_what_it_does_and_the_router_does_what_one_can(stage_of, state):
     stage = await stage_of(2)

@@ -54,6 +54,7 @@ async def test_a_training_step_of_slime_releases_updates_and_resumes(scene):
     assert not await sleeping(scene)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("tags", [*list(permutations(["weights", "kv_cache"])), ("weights", "kv_cache", "cuda_graph")])
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_xtuner_areal_and_roll_release_all_and_name_no_graphs(scene, tags, at_once):

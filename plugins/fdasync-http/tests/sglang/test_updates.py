@@ -155,6 +155,7 @@ async def test_the_checker_tells_whether_an_update_brought_the_weights_of_before
     assert (await ask(scene)).status_code == 200
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     "body",
     [

@@ -42,6 +42,7 @@ UNKNOWN = [
 ]
 
 
+@pytest.mark.ci(after=8)
 @pytest.mark.parametrize(("path", "body", "unknown", "known"), UNKNOWN)
 async def test_an_unknown_key_is_refused_by_name_and_nothing_happens(scene_of, path, body, unknown, known):
     async with scene_of() as scene:
@@ -89,6 +90,7 @@ TAKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(("path", "body"), TAKEN)
 async def test_what_clients_send_besides_is_taken(scene_of, path, body):
     async with scene_of() as scene:

@@ -84,6 +84,7 @@ async def sglang_send(scene: Scene, names: list[str], **more: Any) -> None:
     await scene.trainer.read("sent")
 
 
+@pytest.mark.ci
 async def test_slime_pauses_and_sends_bucket_by_bucket_under_one_version(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         await post(scene, "/pause_generation", {})
@@ -99,6 +100,7 @@ async def test_slime_pauses_and_sends_bucket_by_bucket_under_one_version(tmp_pat
             await post(scene, "/destroy_weights_update_group", {"group_name": scene.trainer.group.name})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_slime_begins_at_version_1_again_when_it_restarts(tmp_path: Path, leaves: bool) -> None:
     """The server runs on; a new trainer joins under the old name, whether the old one said goodbye or died."""
@@ -122,6 +124,7 @@ async def test_slime_begins_at_version_1_again_when_it_restarts(tmp_path: Path, 
                     await post(life, "/destroy_weights_update_group", {"group_name": trainer.group.name})
 
 
+@pytest.mark.ci
 async def test_miles_brackets_its_update(tmp_path: Path) -> None:
     """As its `UpdateWeightFromDistributed` calls: a selector everywhere, the label once more before the end."""
     async with scene_of(tmp_path) as scene:
@@ -152,10 +155,13 @@ async def test_miles_brackets_its_update(tmp_path: Path) -> None:
         assert not (await post(scene, "/end_weight_update", {}, 400))["success"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "changes",
     [
-        {"checksum": "maybe"}, {"load_format": "flattened_bucket"}, pytest.param({"names": 5}, marks=pytest.mark.nightly),
+        {"checksum": "maybe"},
+        {"load_format": "flattened_bucket"},
+        pytest.param({"names": 5}, marks=pytest.mark.nightly),
         pytest.param({"dtypes": []}, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
@@ -177,6 +183,7 @@ async def test_a_refused_update_ends_what_began_and_the_trainer_hears_of_it(tmp_
         assert await generated(scene) == before
 
 
+@pytest.mark.ci
 async def test_a_refused_part_behind_others_is_told_by_health(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         await sglang_join(scene, scene.trainer.group)
@@ -192,6 +199,7 @@ async def test_a_refused_part_behind_others_is_told_by_health(tmp_path: Path) ->
         assert await asyncio.wait_for(scene.trainer.process.wait(), 60) != 0
 
 
+@pytest.mark.ci
 async def test_trl_whose_update_is_refused_hears_of_it_by_its_requests(tmp_path: Path) -> None:
     """Its asynchronous GRPO reads no status of what it calls for weights: its own group, which is vLLM's, is refused,
     and so are its tensors; then it finishes, and goes on."""
@@ -275,6 +283,7 @@ async def test_a_trainer_that_dies_is_told_as_an_engine_that_must_be_updated(tmp
         assert await generated(scene) == await fresh_tokens(scene.new)
 
 
+@pytest.mark.ci
 async def test_a_refused_tensor_ends_the_group_and_the_answers_say_so(tmp_path: Path) -> None:
     async with scene_of(tmp_path) as scene:
         name = scene.trainer.group.name
@@ -296,6 +305,7 @@ async def test_a_refused_tensor_ends_the_group_and_the_answers_say_so(tmp_path: 
         assert "nobody.weight); joined are: none" in told
 
 
+@pytest.mark.ci
 async def test_a_broken_broadcast_is_told_in_plain_words(tmp_path: Path) -> None:
     async with scene_of(tmp_path, "--die-after", "4") as scene:
         await sglang_join(scene, scene.trainer.group)
@@ -308,6 +318,7 @@ async def test_a_broken_broadcast_is_told_in_plain_words(tmp_path: Path) -> None
         assert ".cc:" not in told
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

@@ -77,6 +77,7 @@ def said(answer: httpx2.Response) -> str:
     return str(told["error"]["message"] if "error" in told else told["message"])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_join_at_a_wrong_port_holds_nothing_up_and_is_ended(
@@ -110,6 +111,7 @@ async def test_a_join_at_a_wrong_port_holds_nothing_up_and_is_ended(
         assert (await refused()).status_code == 200
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_that_goes_away_ends_its_join(tmp_path: Path, kind: str, path: str, port: int) -> None:

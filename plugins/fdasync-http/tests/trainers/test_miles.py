@@ -155,6 +155,7 @@ class Miles:
         await self.stage.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("place", "rows", "mode"),
     [

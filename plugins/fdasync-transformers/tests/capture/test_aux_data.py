@@ -38,6 +38,7 @@ def top_k_of(driver: Driver) -> list[int]:
     return list(capacity.top_k_by_layer or (capacity.top_k,) * len(capacity.moe_layer_ids))
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=("hunyuan_v1_moe",)))
 async def test_weights_and_norms_are_the_librarys(tmp_path: Path, family: str) -> None:
     """Bit by bit what its routers returned in the same pass, and what a plain pass of the whole sequence gives."""
@@ -78,6 +79,7 @@ async def test_a_dense_model_has_norms_and_no_routing(tmp_path: Path) -> None:
     await driver.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
 async def test_the_device_path_records_the_same(tmp_path: Path, family: str) -> None:
     """By a fused router and by the library's; prefill in chunks beside decodes. On a GPU decodes are graphs."""

@@ -68,6 +68,7 @@ class TestDraftsOnAGpu(OnTheDevice):
             make_tiny_checkpoint(self.folder, request.param)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "test",
     [
@@ -106,8 +107,10 @@ class TestFixedDraftsOnAGpu(OnTheDevice):
             assert np.array_equal(np.sort(rows, axis=-1), np.sort(other.rows[name], axis=-1)), f"rows of {name} differ"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "way", ["decodes", pytest.param("tiles", marks=pytest.mark.nightly), pytest.param("both", marks=pytest.mark.nightly)]
+    "way",
+    ["decodes", pytest.param("tiles", marks=pytest.mark.nightly), pytest.param("both", marks=pytest.mark.nightly)],
 )
 async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the step attends: rows of drafts that were not wanted are padding among those of a prompt."""
@@ -151,6 +154,7 @@ async def test_prompts_beside_drafts(tmp_path: Path, way: str, monkeypatch: pyte
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_a_full_block_table_forwards_nothing(tmp_path: Path) -> None:
     """As a step in flight finds out, and alone: it goes on with a block, where it was."""
     make_small_checkpoint(tmp_path, "qwen3_moe")
@@ -235,6 +239,7 @@ async def drafted(
     return found, steps
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "kind", ["half right", *[pytest.param(one, marks=pytest.mark.nightly) for one in ("right", "wrong")]]
 )
@@ -263,6 +268,7 @@ async def test_drafts_are_refused_where_none_were_asked_for(tmp_path: Path) -> N
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_beside_a_sequence_under_a_grammar(tmp_path: Path) -> None:
     """Which has one row a step, sampled when the step before has ended, or none where its block table is full."""
     make_random_checkpoint(tmp_path, size="tiny")

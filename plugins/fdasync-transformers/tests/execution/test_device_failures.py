@@ -173,6 +173,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
     assert (services.events.outstanding, services.pinned.outstanding, services.port.lost) == ({}, {}, 0)
 
 
+@pytest.mark.ci
 async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: Path) -> None:
     """Whether or not a task still waits for them."""
     write_tiny_checkpoint(tmp_path, "qwen3_moe")

@@ -36,6 +36,7 @@ QUICK = ("qwen3_moe", "qwen3_next")
 MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.nightly for one in FAMILIES + RECURRENT}
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=MARKS.get(one, pytest.mark.gpu)) for one in FAMILIES + RECURRENT + MORE]
 )
@@ -67,6 +68,7 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     assert ("decodes", True, True) in shapes
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in FAMILIES[1:] + MORE]]
 )
@@ -133,6 +135,7 @@ async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkey
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_a_step_is_launched_before_the_one_before_it_is_done(tmp_path: Path) -> None:
     """The sampled token never comes to the host on its way to the next step; rows of both steps are right."""
     make_small_checkpoint(tmp_path, "qwen3_moe")
@@ -213,6 +216,7 @@ async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> Non
         assert np.array_equal(np.sort(mine, -1), np.sort(theirs, -1))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("ernie4_5_moe", marks=pytest.mark.nightly)])
 async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, family: str) -> None:
     """By the fused router and by the hook; the runner checks each row as it comes, and would fail."""
@@ -296,6 +300,7 @@ async def test_steps_without_graphs_are_the_same(tmp_path: Path) -> None:
     assert_same(await answers(tmp_path, {**DEVICE, "cuda_graphs": False}), await answers(tmp_path, DEVICE))
 
 
+@pytest.mark.ci
 async def test_fused_experts_are_the_same(tmp_path: Path) -> None:
     """By name, so that in the interpreter they run too."""
     make_small_checkpoint(tmp_path, "qwen3_moe")

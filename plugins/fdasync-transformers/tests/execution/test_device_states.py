@@ -33,6 +33,7 @@ def start(key: int, blocks: tuple[int, ...], cached: int = 0, snapshot: int = -1
     return SeqStart(key, tokens, cached, blocks, slots, (1,) * len(slots), sampler_spec(len(PROMPT)), snapshot)
 
 
+@pytest.mark.ci
 async def test_a_sequence_may_start_a_step_before_its_first_tokens(driver: Driver) -> None:
     take = TakeSnapshot(1, 4, 1)
     whole = await driver.runner.launch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from device_path import DEVICE
 from fdasync_transformers import make_random_checkpoint
 from step_driver import Driver
@@ -52,6 +53,7 @@ async def opened(folder: Path) -> Driver:
     return await Driver.open(folder, config={"self_check": False, **DEVICE}, pipeline_depth=2)
 
 
+@pytest.mark.ci
 async def test_a_step_that_waits_for_nothing_does_not_overtake(tmp_path: Path) -> None:
     driver = await opened(tmp_path)
     flights = Flights(driver)
@@ -82,6 +84,7 @@ async def test_a_second_part_that_fails_fails_the_rest_in_order(
     assert not services.pinned.outstanding
 
 
+@pytest.mark.ci
 async def test_closing_while_a_step_waits_ends_every_step(tmp_path: Path) -> None:
     driver = await opened(tmp_path)
     flights = Flights(driver, leaves=False)

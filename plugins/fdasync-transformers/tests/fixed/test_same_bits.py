@@ -41,11 +41,13 @@ def differing(family, dtype, *, fixed):
     return sum(int((one != other).any(-1).sum()) for one, other in zip(alone, mixed, strict=True))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_families_in_float32(family):
     assert differing(family, torch.float32, fixed=True) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn(HALF, ["qwen3_moe"], HALF))
 def test_families_in_bfloat16(family):
     assert differing(family, torch.bfloat16, fixed=True) == 0
@@ -63,6 +65,7 @@ def test_blocks_of_other_sizes_change_nothing():
     assert all(torch.equal(results[0], one) for one in results)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn(KERNELS, ["deepseek_v2"], KERNELS))
 def test_kernels_in_their_fixed_order_compute_the_same(family):
     """Their bits are a GPU's to show; here the interpreter's products change with their shape."""

@@ -21,6 +21,7 @@ from fdasync.errors import BadInput
 SCRIPT = Path(__file__).parents[1] / "support" / "fsdp_rank.py"
 
 
+@pytest.mark.ci
 def test_one_rank_has_the_bits_of_the_whole_model() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -68,6 +68,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     )
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     "family", by_structure(["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral"])
 )
@@ -78,6 +79,7 @@ def test_gradients_are_those_of_the_library_in_float64(family: str) -> None:
     assert worst(found, library_gradients(family)) < 1e-4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn(SLICED, SLICED[:1], SLICED))
 def test_gradients_of_sums_in_slices_are_those_of_the_library_too(family: str) -> None:
     plain, model = training(family), checkpointed(training(family))
@@ -116,6 +118,7 @@ def no_sinks(grads: list[torch.Tensor]) -> None:
     grads[3] = torch.zeros_like(grads[3])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("breaking", [no_keys, values_off, no_sinks])
 def test_a_wrong_gradient_of_attention_is_found(breaking: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     own = trainer_attention._Attend.backward
@@ -162,6 +165,7 @@ def test_gradients_at_the_edge_of_a_reach(kind: Any, beyond: int) -> None:
         assert torch.allclose(one.double(), other, atol=1e-6)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_no_bit_of_the_loss(family: str, reentrant: bool) -> None:
@@ -176,6 +180,7 @@ def test_checkpointing_changes_no_bit_of_the_loss(family: str, reentrant: bool) 
     assert worst(found, wanted) < 1e-6
 
 
+@pytest.mark.ci
 def test_an_own_checkpoint_is_recomputed_with_the_same_numerics() -> None:
     plain, model = training("qwen3_moe"), training("qwen3_moe")
     own_checkpoints(model, context_fn=checkpoint_contexts(model))
@@ -188,6 +193,7 @@ def test_an_own_checkpoint_is_recomputed_with_the_same_numerics() -> None:
     own_gradients(model)  # and without the context
 
 
+@pytest.mark.ci
 def test_selective_checkpointing_keeps_what_the_recomputation_asks_for() -> None:
     plain, model = training("qwen3_moe"), training("qwen3_moe")
     kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
@@ -200,6 +206,7 @@ def test_selective_checkpointing_keeps_what_the_recomputation_asks_for() -> None
     assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
 
 
+@pytest.mark.ci
 def test_a_recomputation_on_another_thread_has_the_same_numerics() -> None:
     plain, model = training("qwen3_moe"), checkpointed(training("qwen3_moe"))
     arguments, real = batch_of(drawn(LENGTHS), "left")
@@ -240,6 +247,7 @@ def test_backward_without_recomputation_may_come_after_the_context() -> None:
     assert worst(grads_of(model, of="all"), wanted) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_replay_inside_and_outside_of_it_are_the_same(checkpointing: bool) -> None:
     model = training("qwen3_moe")

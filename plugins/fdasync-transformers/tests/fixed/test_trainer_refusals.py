@@ -149,6 +149,7 @@ def test_compiled_models(model: Any) -> None:
         fixed_numerics(model)
 
 
+@pytest.mark.ci
 def test_a_call_within_a_compiled_function(model: Any) -> None:
     with fixed_numerics(model), pytest.raises(BadInput, match=r"torch\.compile"):
         torch.compile(lambda ids: model(input_ids=ids).logits, backend="eager", fullgraph=False)(IDS)

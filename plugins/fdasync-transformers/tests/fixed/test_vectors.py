@@ -55,6 +55,7 @@ WIDTHS = (64, 96, 100, 8, 37, 1408)
 ROWS = 60
 
 
+@pytest.mark.ci(after=10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_rows_alone_and_together(name, dtype):
@@ -139,6 +140,7 @@ def strided(x):
     return wide[:, 0]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_operation_of_elements_looks_at_places_or_strides(dtype):
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def ask(module: Any, dtype: torch.dtype, positions: torch.Tensor) -> Any:
         return module(torch.empty(1, 1, dtype=dtype, device=DEVICE), positions.to(DEVICE))
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_position_has_the_librarys_bits(kind: str, dtype: torch.dtype) -> None:

@@ -121,6 +121,7 @@ def assert_close(ours: torch.Tensor, wanted: torch.Tensor, room: float = 1e-5) -
     assert float((ours - wanted).abs().max()) <= room * float(wanted.abs().max())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one == "gpt_oss" else pytest.mark.nightly) for one in FOUND]
 )
@@ -143,6 +144,7 @@ def test_every_layer_is_fused(family: str) -> None:
     assert_close(*both(modules[1], *rows_of(modules[1], 21)))
 
 
+@pytest.mark.ci
 def test_a_form_that_rounds_once_is_told_apart_in_bfloat16() -> None:
     model, layers, modules = build("beam", torch.bfloat16)
     assert fuse_experts(model, layers, LiveRows()).fused
@@ -150,6 +152,7 @@ def test_a_form_that_rounds_once_is_told_apart_in_bfloat16() -> None:
     assert_close(*both(modules[0], *rows_of(modules[0], 7)), room=0.02)
 
 
+@pytest.mark.ci
 def test_whole_passes_are_the_librarys(fused: Fused) -> None:
     tokens = torch.randint(0, 50, (1, 9), generator=torch.Generator().manual_seed(3)).to(PLACE)
     with torch.inference_mode():
@@ -219,6 +222,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "what", [pytest.param(one, marks=() if one in ("function", "norm") else pytest.mark.nightly) for one in CHANGES]
 )
@@ -241,6 +245,7 @@ def test_a_proof_that_raises_at_once_is_a_note(monkeypatch: pytest.MonkeyPatch, 
     assert f"{type(error).__name__}: {error}" in note
 
 
+@pytest.mark.ci
 def test_a_proof_that_raises_late_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises: Triton's errors are of no class of Python's own."""
     error = OutOfResources(300_000, 232_448, "shared memory")
@@ -263,6 +268,7 @@ def test_a_proof_that_raises_late_is_a_note(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls[-2:] == [3, 40]
 
 
+@pytest.mark.ci
 def test_a_model_that_was_refused_can_be_fused_later(monkeypatch: pytest.MonkeyPatch) -> None:
     model, layers, modules = build("qwen3_moe")
     with monkeypatch.context() as patch:

@@ -105,6 +105,7 @@ def test_every_family_is_in_the_table():
     assert set(EXPECTED) >= FIRST
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", in_turn(EXPECTED, FIRST))
 def test_a_fused_family_answers_as_before(family):
     norms, rotary, dense, own = EXPECTED[family]

@@ -35,6 +35,7 @@ def opened(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return RecurrentSteps(model, layout).forwards, layout
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 def test_known_nets_are_computed_by_few_kernels(family: str, dtype: torch.dtype) -> None:

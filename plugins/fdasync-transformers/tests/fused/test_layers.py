@@ -65,6 +65,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
     return found
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -162,6 +163,7 @@ class _Launches(TorchDispatchMode):
         return found
 
 
+@pytest.mark.ci
 def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two products and three kernels beside attention, router and experts."""
     model = build("qwen3_moe", **_two_layers("qwen3_moe"))
@@ -222,6 +224,7 @@ MORE: dict[str, Any] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("biased", [False, True])
 def test_fixed_products_of_a_layer_run_past_the_modes(biased: bool) -> None:
     model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=1, attention_bias=biased)
@@ -314,6 +317,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     "why", [pytest.param(one, marks=() if number < 2 else pytest.mark.nightly) for number, one in enumerate(CHANGES)]
 )

@@ -22,6 +22,7 @@ PROMPT = [3, 5, 9, 11, 2]
 PADDED = 16
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(ON_GPU, reason="a graph is replayed there: no function is called")
 async def test_a_step_tells_experts_and_sums_its_padding_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By fused layers, which ask for the parts of experts and sum them. What is fused is proven by other tests."""

@@ -35,6 +35,7 @@ def assert_whole(model: Any, merged: list[Merged]) -> None:
             assert torch.equal(one.bias, torch.cat([part.bias for part in parts]))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_updates_by_name_reach_the_whole(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path / "a", family)

@@ -35,6 +35,7 @@ def run(model: Any, rows: int = 1, tokens: int = 9) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "beam", "deepseek_v2"])
 def test_narrow_dtypes_round_where_the_library_rounds(family):
     model = build(family, torch.bfloat16)
@@ -170,6 +171,7 @@ def break_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rotary embedding of Qwen3MoeAttention is the library's own: apply_rotary_pos_emb rotates in no style"
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("breaks", "part"),
     [

@@ -70,6 +70,7 @@ def test_every_form_has_a_family() -> None:
     assert {router_kinds._KINDS[name] for name in FORMS.values()} == router_kinds._FORMS.keys() - UNPLAYED
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", by_structure(PLAYED, also=FORMS))
 def test_a_family_is_fused_or_says_why(family):
     model = make_tiny_model(family).to(DEVICE)

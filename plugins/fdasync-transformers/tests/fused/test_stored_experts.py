@@ -50,6 +50,7 @@ def build(family: str) -> tuple[Any, Any, Any]:
     return model, layers, model.get_submodule(layers.names[-1])
 
 
+@pytest.mark.ci
 @torch.inference_mode()
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one == "qwen3_moe" else pytest.mark.nightly) for one in FAMILIES]

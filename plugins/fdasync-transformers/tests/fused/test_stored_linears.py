@@ -48,6 +48,7 @@ def layers_of(model: Any) -> list[KeptLinear]:
     return [block.proj for block in model.model.layers]
 
 
+@pytest.mark.ci(after=1)
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:

@@ -17,6 +17,7 @@ from fdasync.gpu.kernels.experts import chain
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.ci
 def test_tiles_of_a_regime_that_differ_leave_the_librarys_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first comparisons run is right."""
     model = make_tiny_model("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[]).to(DEVICE, torch.bfloat16)

@@ -60,6 +60,7 @@ def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure([*SERVED, *INDEXED]))
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
@@ -91,6 +92,7 @@ def check_rows(driver: Driver, seq: Any, wanted: list[np.ndarray]) -> None:
         assert not rows[:, layer, k:].any()
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("family", "layers", "experts", "top_k"),
     [
@@ -121,6 +123,7 @@ async def test_uneven_top_k_is_told_by_layer(tmp_path: Path) -> None:
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path, "qwen3_moe", num_experts=300, moe_intermediate_size=4, num_experts_per_tok=6)
     driver = await Driver.open(tmp_path)
@@ -134,6 +137,7 @@ async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
     await driver.close()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure(MLA))
 async def test_latents_and_expanded_kv_give_the_same_tokens(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)

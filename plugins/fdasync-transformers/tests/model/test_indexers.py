@@ -70,6 +70,7 @@ async def test_expanded_kv_gives_the_same_tokens(tmp_path: Path) -> None:
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_a_long_chunk_is_scored_in_pieces_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_checkpoint(tmp_path, "deepseek_v32")
     # of 16 heads: 150 pairs of tokens a call, so the second prompt is cut, and its last piece is as short as the first
@@ -140,6 +141,7 @@ async def refused(folder: Path, **limits: Any) -> str:
     return caught.value.reason
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("index_topk", [16, 2048])
 async def test_self_check_refuses_attention_to_all_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_topk: int

@@ -35,6 +35,7 @@ def check(reference: Any, lane: Lane, most: int) -> None:
     assert lane.drafts == drafts_of(*reference, lane.known, most)
 
 
+@pytest.mark.ci(after=1)
 def test_alone_with_its_prompt_in_chunks(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
@@ -49,6 +50,7 @@ def test_alone_with_its_prompt_in_chunks(played: Any) -> None:
         check(reference, lane, most)
 
 
+@pytest.mark.ci(after=1)
 def test_in_a_batch_of_prompts_and_decodes(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
@@ -100,6 +102,7 @@ def hit_and_restarted(play: Play, most: int) -> tuple[list[list[int]], list[list
 
 
 # heads for all ranks; more ranks than heads; latents, which all ranks hold
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "layers", "ranks"), [("glm4_moe", 2, 2), ("glm4_moe", 1, 4), ("deepseek_v3", 2, 2)])
 def test_ranks_hold_together_what_one_process_holds(tmp_path: Path, family: str, layers: int, ranks: int) -> None:
     make_mtp_checkpoint(tmp_path, family, layers=layers)
@@ -121,6 +124,7 @@ def test_ranks_hold_together_what_one_process_holds(tmp_path: Path, family: str,
                 np.testing.assert_allclose(part, ours, rtol=0, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "layers", "most"), SHAPES[2:])
 def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, layers: int, most: int) -> None:
     """Also where drafts went on into it, where a layer has no KV of the first tokens, and where prompts come in chunks:
@@ -148,6 +152,7 @@ def test_a_block_depends_on_no_token_behind_it(tmp_path: Path, family: str, laye
     assert all(held.isfinite().all() and held.any() for block in ways[0] for held in block)
 
 
+@pytest.mark.ci(after=1)
 def test_rejected_drafts_leave_nothing(played: Any) -> None:
     """Runs of which the first, some or all positions stand: tokens, drafts and blocks as one token at a time."""
     opened, reference, most = played

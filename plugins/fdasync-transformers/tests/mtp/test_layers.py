@@ -93,6 +93,7 @@ def test_their_price_is_told_and_their_kv_named(tmp_path: Path) -> None:
     assert opened.experts.ids == (1, 2, 3)
 
 
+@pytest.mark.ci
 def test_a_block_holds_what_it_carries_whatever_its_size(tmp_path: Path) -> None:
     make_mtp_checkpoint(tmp_path, "deepseek_v3", layers=2)
     for asked in (1, 4, None):
@@ -171,6 +172,7 @@ def test_the_model_is_what_it_is_without_them(tmp_path: Path, family: str) -> No
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in others.items() if "eh_proj" in name)
 
 
+@pytest.mark.ci
 def test_updates_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, new, bare = tmp_path / "old", tmp_path / "new", tmp_path / "bare"
     for folder, seed in ((old, 0), (new, 5)):

@@ -134,6 +134,7 @@ async def compare(folder: Path, steps: int, **own: Any) -> None:
         assert np.array_equal(np.sort(values, -1), np.sort(same[name], -1))
 
 
+@pytest.mark.ci
 async def test_what_they_draft_is_what_they_draft_on_a_cpu(tmp_path: Path) -> None:
     """With the noise of its positions, behind prompts and behind a block of another sequence, two steps in flight."""
     make_agreeing_checkpoint(tmp_path, num_hidden_layers=1, takes=TAKES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.mtp.specs import carry_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PROMPTS = [[5, 9, 200, 13, 77, 21, 8, 150, 33], [7], [101, 4, 4, 90, 17]]
 
 
+@pytest.mark.ci
 async def test_tokens_and_rows_are_those_without_it(tmp_path: Path) -> None:
     make_mtp_checkpoint(tmp_path, "deepseek_v3")
     answers = []
@@ -44,6 +46,7 @@ async def test_tokens_and_rows_are_those_without_it(tmp_path: Path) -> None:
         assert np.array_equal(rows, others)
 
 
+@pytest.mark.ci
 def test_examine_tells_the_price(tmp_path: Path) -> None:
     make_mtp_checkpoint(tmp_path, "glm4_moe")
     reports = []

@@ -19,6 +19,7 @@ def given(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(50, 31, generator=generator, dtype=torch.float64) * 10 ** (3 * rank)).to(dtype).t()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_a_sum_is_a_tree_of_the_ranks(dtype: torch.dtype, ranks: int) -> None:

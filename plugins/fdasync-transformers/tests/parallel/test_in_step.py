@@ -47,6 +47,7 @@ def flipped(tensor: torch.Tensor) -> torch.Tensor:
     return bits
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("others", "words"),
     [

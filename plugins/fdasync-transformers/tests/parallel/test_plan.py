@@ -111,6 +111,7 @@ def test_a_rank_that_computes_other_heads_than_it_stores_is_refused() -> None:
         sharded.layout([LayerSpec(index, 2, 16, 16) for index in sharded._layers])
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("family", "ranks", "options", "words"),
     [
@@ -171,6 +172,7 @@ def test_float64_has_experts_by_default_and_names_those_that_it_has_not() -> Non
         set_experts(model, "grouped_mm", layers, 8)
 
 
+@pytest.mark.ci
 def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) -> None:
     def report(family: str, ranks: int) -> Any:
         make_tiny_checkpoint(tmp_path / family, family)
@@ -187,6 +189,7 @@ def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) 
         assert reason in refused.reason
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("family", "ranks", "code", "words"),
     [

@@ -71,6 +71,7 @@ async def plays(folder: Path, exchange: Exchange | None, arena: HostArena, **con
 
 
 # fused parts are proven for half a minute in the interpreter; shared experts, and such with a gate
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "fused"),
     [
@@ -101,6 +102,7 @@ def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: boo
         assert "2 of 2 decoder layers" in said[0]
 
 
+@pytest.mark.ci
 def test_ranks_keep_the_library_s_recurrent_layers_where_one_of_them_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_ranks_keep_the_library_s_recurrent_layers_where_one_of_them_does(
         ]
 
 
+@pytest.mark.ci
 def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) -> None:
     make_small_checkpoint(tmp_path, "qwen3_moe")
 
@@ -205,6 +208,7 @@ def test_padding_may_hold_what_it_likes() -> None:
     assert told(1, None) != told(3, None)
 
 
+@pytest.mark.ci
 def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:
     make_small_checkpoint(tmp_path, "qwen3_dense")
 
@@ -230,6 +234,7 @@ def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_pa
     assert "rank 1 of 2 computed other logits than rank 0" in said[0]
 
 
+@pytest.mark.ci
 def test_steps_that_wait_for_a_grammar_or_score_prompts_keep_the_order_of_sums(tmp_path: Path) -> None:
     """Rank 0 queues such steps in two parts, or scores; the other ranks do neither, and wait for nothing."""
     make_random_checkpoint(tmp_path, size="tiny")

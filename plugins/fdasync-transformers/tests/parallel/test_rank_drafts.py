@@ -85,6 +85,7 @@ async def with_drafts(folder: Path, exchange: Exchange | None, streams: list[lis
     return [one.tokens for one in sequences], lengths, rows
 
 
+@pytest.mark.ci
 def test_ranks_that_learn_of_ends_at_other_times_verify_alike(tmp_path: Path) -> None:
     make_small_checkpoint(tmp_path, "qwen3_moe")
     streams, rows = asyncio.run(without(tmp_path))

@@ -76,6 +76,7 @@ def rows_of(driver: Driver, one: Any) -> Any:
     return driver.rows(one)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [2])
 def test_ranks_verify_alike(tmp_path: Path, ranks: int) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe", attention_bias=True)

@@ -64,6 +64,7 @@ async def send(driver: Driver, model: Any, piece: int = 1000) -> None:
     await driver.runner.end_tensors()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_folder_and_tensors_from_memory_replace_all_parts(pair: tuple[Path, Path], ranks: int) -> None:
     old, new = pair
@@ -89,6 +90,7 @@ def test_a_folder_and_tensors_from_memory_replace_all_parts(pair: tuple[Path, Pa
     assert found[0]["fingerprint"] == identity.fingerprint_of(sorted(models[new].state_dict().items()), True)
 
 
+@pytest.mark.ci
 def test_a_rank_that_fails_in_mid_update_breaks_all_and_the_next_update_mends_all(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_rank_that_fails_in_mid_update_breaks_all_and_the_next_update_mends_al
         assert weights_id == one.capacity.weights_id
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("ranks", "torn"), [(2, "model.norm.weight"), (4, "model.layers.1.self_attn.k_proj.weight")])
 def test_ranks_that_read_other_bytes_serve_nothing(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ranks: int, torn: str
@@ -148,6 +151,7 @@ def test_ranks_that_read_other_bytes_serve_nothing(
         assert f"rank {ranks - 1} of {ranks} has other weights than the ranks before it" in said
 
 
+@pytest.mark.ci
 def test_what_one_rank_rejects_all_reject_and_nothing_changes(pair: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = pair
     make_tiny_checkpoint(tmp_path / "other", "qwen3_moe", attention_bias=True, moe_intermediate_size=32)

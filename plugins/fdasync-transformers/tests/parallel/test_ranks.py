@@ -58,6 +58,7 @@ def assert_same(one: Played, many: list[Played], tolerance: float) -> None:
     assert worst <= tolerance
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.ci)])
 def test_ranks_give_what_one_process_gives(tmp_path: Path, ranks: int) -> None:
     # at 4 ranks two of them have the same KV head
@@ -80,6 +81,7 @@ RECURRENT = (
 )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn(RECURRENT, RECURRENT[:1]))
 def test_recurrent_layers_are_whole_on_every_rank(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
@@ -99,6 +101,7 @@ def test_a_plan_that_cuts_a_recurrent_layer_is_refused() -> None:
     refuse_cut(model, "qwen3_next", {"model.layers.0.linear_attnd.weight": None, "model.layers.3.self_attn": None})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn([*FAMILIES, *OTHERS], FIRST, FAMILIES))
 def test_families_with_a_plan_at_two_ranks(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
@@ -108,12 +111,14 @@ def test_families_with_a_plan_at_two_ranks(tmp_path: Path, family: str) -> None:
     assert many[0].capacity.weights_id == one.capacity.weights_id
 
 
+@pytest.mark.ci
 def test_drawn_weights_are_slices_of_what_one_process_draws(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     drawn = {"weights": "random"}
     assert_same(play(tmp_path, config=drawn)[0], play(tmp_path, 2, config=drawn), 1e-12)
 
 
+@pytest.mark.ci
 def test_latents_expanded_to_heads_are_parts_of_the_ranks(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "deepseek_v2")
     expanded = {"latent_mla": False}
@@ -123,6 +128,7 @@ def test_latents_expanded_to_heads_are_parts_of_the_ranks(tmp_path: Path) -> Non
 # -- a rank that differs ----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_rank_that_sums_in_another_order_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     state = load_file(tmp_path / SINGLE_FILE)
@@ -159,6 +165,7 @@ def of_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(outcomes[0])
 
 
+@pytest.mark.ci
 def test_a_rank_that_does_not_come_to_a_step_fails_the_others_in_time(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
 
@@ -194,6 +201,7 @@ def test_a_runner_that_did_not_join_its_group_does_not_open(tmp_path: Path) -> N
 # -- blocks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "out_ranks", "in_ranks"),
     [

@@ -51,6 +51,7 @@ def trainers_logits(family: str, dtype: torch.dtype, **options: Any) -> torch.Te
     return logits
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "dtype"), [*PLAYED, *OTHERS])
 def test_logits_have_the_same_bits_at_any_width(family: str, dtype: torch.dtype) -> None:
     count = 2 if family in BY_TWO else 4
@@ -61,6 +62,7 @@ def test_logits_have_the_same_bits_at_any_width(family: str, dtype: torch.dtype)
     assert torch.equal(trainers_logits(family, dtype, sum_slices=count), one)
 
 
+@pytest.mark.ci
 def test_rows_and_log_probs_are_those_of_a_runner_alone_and_of_a_trainer(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
     options: dict[str, Any] = {"config": {"dtype": "bfloat16"}, "numerics": "fixed", "sum_slices": 4}
@@ -96,6 +98,7 @@ def rounded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 JOINED = slices.joined
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("breaking", "dtype", "ranks"), [(one_after_the_other, F32, 4), (rounded, BF16, 2)], ids=["order", "rounding"]
 )
@@ -108,6 +111,7 @@ def test_another_order_and_another_rounding_are_noticed(
     assert not torch.equal(sliced_logits("qwen3_moe", dtype, SEQUENCES, ranks)[0], one)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
     found = [trainers_logits("qwen3_moe", dtype, sum_slices=count) for count in slices.COUNTS]
@@ -189,6 +193,7 @@ def test_columns_are_computed_in_the_shapes_that_ranks_have(
     assert torch.allclose(found, module(hidden))
 
 
+@pytest.mark.ci
 def test_a_model_gets_columns_where_ranks_would_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     own = slices._Columns.__init__

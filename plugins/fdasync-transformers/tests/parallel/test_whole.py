@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("shape", "dim", "count", "pieces"), [((24, 3), 0, 4, 2), ((24, 3), 0, 2, 1), ((5, 16), 1, 4, 2), ((48,), 0, 4, 1)]
 )
@@ -54,6 +55,7 @@ def test_a_whole_tensor_is_gathered_in_bands(
         assert len(sizes) > 1
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("shape", "cut"),
     [

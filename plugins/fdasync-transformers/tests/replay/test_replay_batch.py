@@ -53,6 +53,7 @@ def batch_of(model: Any, layout: str) -> tuple[dict[str, Any], Any, list[tuple[i
 UNPACKED = ("gpt_oss", "qwen3_next", "jamba")
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_padded_packed_and_alone_are_equal(family: str) -> None:
     model = make_tiny_model(family)

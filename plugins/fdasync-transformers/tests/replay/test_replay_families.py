@@ -30,6 +30,7 @@ from replay_helpers import (
 from structures import by_structure
 
 
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_replaying_the_live_choice_changes_nothing(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
@@ -102,6 +103,7 @@ def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(slope, rel=rel, abs=5e-4)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_checkpointing_is_bit_equal_even_after_the_context(family: str) -> None:
     model, ids = make_tiny_model(family).train(), ids_of(14)
@@ -137,6 +139,7 @@ def test_rows_and_live_choices_mix_in_one_router_call(family: str) -> None:
         assert np.array_equal(reached[layer][5:11], routing.array[:, place, :k])
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_bfloat16(family: str) -> None:
     model, ids = make_tiny_model(family).to(torch.bfloat16).train(), ids_of(14)

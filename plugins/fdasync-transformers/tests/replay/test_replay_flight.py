@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_micro_batches_in_flight(options: dict[str, Any], attention: str) -> None:

@@ -144,6 +144,7 @@ def batches(draw: Any) -> tuple[list[int], list[tuple[int, int] | None]]:
     return lengths, records
 
 
+@pytest.mark.ci
 @given(batches(), st.sampled_from(["left", "right", "packed"]), st.integers(0, 2), st.randoms(use_true_random=False))
 def test_any_batch_is_laid_out_token_by_token(batch: Any, where: str, extra: int, random: Any) -> None:
     lengths, records = batch

@@ -37,6 +37,7 @@ def is_alive(checks: GrammarProcess) -> bool:
     return not checks._child.process.exited.done()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("grammar", [ENDLESS, pytest.param(SLOW, marks=pytest.mark.nightly)])
 async def test_what_takes_too_long_is_refused_and_the_next_is_checked(tokenizer: Path, grammar: Grammar) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
@@ -72,6 +73,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_c
     await checks.aclose()
 
 
+@pytest.mark.ci
 async def test_a_child_that_others_killed_is_not_the_grammars_fault(tokenizer: Path) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
     await checks.check(FINE)
@@ -90,6 +92,7 @@ def forks_of(checks: GrammarProcess) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.ci
 async def test_grammars_that_end_their_check_end_no_other(tokenizer: Path) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
     await checks.check(FINE)

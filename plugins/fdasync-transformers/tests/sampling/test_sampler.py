@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fdasync.request import SamplerSpec
 
 
+@pytest.mark.ci
 @settings(max_examples=250, deadline=None)
 @given(rows)
 def test_every_row_follows_the_rules(drawn: list[tuple[SamplerSpec, int, int]]) -> None:
@@ -64,6 +65,7 @@ def test_every_row_follows_the_rules(drawn: list[tuple[SamplerSpec, int, int]]) 
             assert top is None
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(rows, st.randoms(use_true_random=False))
 def test_the_batch_around_a_row_changes_nothing(drawn: list[tuple[SamplerSpec, int, int]], random: Any) -> None:
@@ -137,6 +139,7 @@ def test_recomputing_a_position_gives_the_same_token_and_the_next_one_another() 
     assert sample(logits, other, [5], [np.zeros(0, np.int32)]).tokens[0] != draws[0]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"temperature": 2.0}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"presence_penalty": 1.0}],

@@ -155,6 +155,7 @@ def drawn(width: int, kind: str) -> torch.Tensor:
 KINDS = ["flat", "sharp", "ties", "one", "zeros"]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize(
     ("kind", "width"), [*[(kind, width) for kind in KINDS for width in (40, TILE + 5)], ("flat", 2 * TILE + 5)]
@@ -163,18 +164,21 @@ def test_they_follow_float64_with_a_sort(on: Any, kind: str, width: int) -> None
     check(on, drawn(width, kind), asked())
 
 
+@pytest.mark.ci
 def test_they_do_in_the_blocks_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._SPAN", SPAN)
     monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._MASSES_BLOCK", MASSES_BLOCK)
     check(sample_on_device, drawn(TILE + 600, "flat"), asked())
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_with_holes_in_every_dtype(on: Any, dtype: torch.dtype) -> None:
     check(on, drawn(TILE + 100, "holes")[::2].to(dtype), asked()[::2])
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("width", [11, TILE + 1])
 def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:
@@ -198,6 +202,7 @@ LISTS = ((VOCAB, 4), (500, 8), (500, 512))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("width", "listed", "dtype"),
     [
@@ -216,6 +221,7 @@ def test_a_list_of_several_blocks_and_one_that_overflows(
     check(sample_on_device, logits, asked())
 
 
+@pytest.mark.ci
 @settings(max_examples=12, deadline=None)
 @given(rows, st.booleans())
 def test_kernels_and_numpy_agree_on_all_that_requests_ask(drawn: Any, narrow: bool) -> None:
@@ -242,6 +248,7 @@ def read(results: dict[str, Any]) -> SampleOutput:
     return read_samples(plan, arrays)
 
 
+@pytest.mark.ci
 def test_penalties_bias_stops_and_grammars_over_several_tiles() -> None:
     width = TILE + 77
     random = np.random.default_rng(3)
@@ -269,6 +276,7 @@ def test_penalties_bias_stops_and_grammars_over_several_tiles() -> None:
     assert [top.token_ids for top in one.top or () if top] == [top.token_ids for top in two.top or () if top]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 def test_bad_rows_are_found_and_change_no_other(on: Any) -> None:
     own = asked()[:10]
@@ -290,6 +298,7 @@ def test_bad_rows_are_found_and_change_no_other(on: Any) -> None:
             assert torch.equal(results[name][others], sound[name][others])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 def test_a_row_has_the_same_bits_alone(on: Any) -> None:
     own = asked()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fdasync.request import SamplerSpec
 
 
+@pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 @given(rows, st.randoms(use_true_random=False))
 def test_stages_read_histories_by_lane_and_never_past_their_ends(drawn: Any, random: Any) -> None:
@@ -42,6 +43,7 @@ def test_stages_read_histories_by_lane_and_never_past_their_ends(drawn: Any, ran
     assert torch.equal(table, before)
 
 
+@pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 @given(rows, st.integers(0, 6))
 def test_a_batch_cut_in_two_gives_the_same_tokens(drawn: list[tuple[SamplerSpec, int, int]], cut: int) -> None:

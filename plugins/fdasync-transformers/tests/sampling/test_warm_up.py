@@ -43,6 +43,7 @@ def table() -> torch.Tensor:
     return torch.zeros((LANES, MAX_TOKENS), dtype=torch.int32, device=DEVICE)
 
 
+@pytest.mark.ci
 def test_the_warm_up_launches_every_kernel_of_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: dict[str, int] = {}
     kind = type(draw_kernel)
@@ -64,10 +65,12 @@ def test_one_row_of_the_warm_up_is_plain() -> None:
     assert [name for name, own in USUAL.items() if plan_samples([own], [2], [0]).plain] == ["greedy"]
 
 
+@pytest.mark.ci
 def test_a_table_that_holds_no_history_is_left_alone() -> None:
     warm_up(VOCAB, torch.float32, torch.zeros((1, 1), dtype=torch.int32, device=DEVICE))
 
 
+@pytest.mark.ci
 def test_steps_of_other_sizes_would_compile_nothing() -> None:
     """A process without the interpreter asks Triton which variant each launch would take."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

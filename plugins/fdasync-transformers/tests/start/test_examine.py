@@ -43,6 +43,7 @@ def report_of(folder: Path, *, routing: Any = "auto", **runner: Any) -> ModelRep
     return make_runner("transformers", {"device": "cpu", **runner}, config.runner_limits()).examine()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", SOME)
 async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
@@ -66,6 +67,7 @@ async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> 
     await driver.close()
 
 
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("family", [name for name, entry in FAMILIES.items() if entry.refused])
 def test_a_refusal_is_told_without_weights(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)

@@ -78,6 +78,7 @@ def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
     assert model.config._experts_implementation != NAME
 
 
+@pytest.mark.ci
 def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
     model, layers = build("qwen3_moe")
     config = TransformersConfig(fused_layers=False, fused_router=False)
@@ -101,6 +102,7 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
     assert model.config._experts_implementation != NAME
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("where", "name"),
     [
@@ -180,6 +182,7 @@ async def test_a_runner_tells_of_its_routers(tmp_path: Path) -> None:
     assert f"routers of layers 0, 1 are the library's own: {why}" in driver.capacity.notes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("config", "experts"),
     [
@@ -240,6 +243,7 @@ def same(got: list[Any], wanted: list[Any]) -> bool:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -291,6 +295,7 @@ async def test_the_self_check_compares_the_fused_model(tmp_path: Path, monkeypat
         await Driver.open(tmp_path, config={**FUSED, "fused_layers": False})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("capture", ["auto", False])
 async def test_the_self_check_runs_the_routers_that_will_be_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, capture: Any

@@ -85,6 +85,7 @@ def test_small_sizes_are_crossed_as_they_are() -> None:
         assert model.config.sliding_window == PLAYED_TOKENS
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(("family", "size", "field"), LARGE)
 async def test_a_model_is_served_with_its_own_sizes(
     tmp_path: Path, family: str, size: dict[str, int], field: str

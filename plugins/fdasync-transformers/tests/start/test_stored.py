@@ -95,6 +95,7 @@ def test_shapes_that_the_kernels_do_not_read(tmp_path: Path, what: str) -> None:
     assert why in str(error)
 
 
+@pytest.mark.ci
 def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path / "plain", "qwen3_moe")
     assert "is not quantised" in str(refused(tmp_path / "plain", {}))
@@ -124,6 +125,7 @@ def test_ranks_that_would_cut_a_block_are_refused(tmp_path: Path) -> None:
     assert report.weights_nbytes < 0.7 * whole.weights_nbytes
 
 
+@pytest.mark.ci
 def test_linear_layers_stay_where_ranks_do_not_cut_a_block(tmp_path: Path) -> None:
     linears = {"quantised_weights": "stored_linears"}
     folder = make(tmp_path, moe_intermediate_size=256, intermediate_size=256)

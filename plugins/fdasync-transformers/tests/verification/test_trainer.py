@@ -130,6 +130,7 @@ async def rollout(folder: Path) -> tuple[LogprobTable, ModuleTrace]:
         return rollout_logprobs([first, second], {"0": engine.capacity.weights_id}, {"r": 0.7}), trace
 
 
+@pytest.mark.ci
 async def test_with_fixed_numerics_all_bits_are_equal_and_a_flipped_one_has_a_name(folder: Path) -> None:
     table, trace = await rollout(folder)
     assert trace.tokens == 40 + 9 - 1

@@ -73,6 +73,7 @@ def check_sums(report: Report) -> None:
 # -- what is right ------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_right_record_is_exact(folders: dict[str, Path], models: dict[str, Any], family: str) -> None:
     served = [serve(models[family], seed, prompt=5 + 6 * seed, start=seed) for seed in range(3)]

@@ -30,6 +30,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_greedy_output_wanders_and_experts_are_used(folders: dict[str, Path], family: str) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folders[family])

@@ -119,6 +119,7 @@ def test_a_result_that_is_another_breaks_the_weights(tmp_path: Path) -> None:
     assert identity.weights_id(pair.live.model) == pair.base
 
 
+@pytest.mark.ci
 async def test_an_engine_takes_a_delta_as_any_folder(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.model.save_pretrained(tmp_path / "new")

@@ -40,6 +40,7 @@ def stepped(model: Any) -> Any:
     return model
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", SOME)
 def test_float32_masters_sent_and_rounded_have_the_trainers_fingerprint(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path / "model", family)

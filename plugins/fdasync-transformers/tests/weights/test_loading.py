@@ -37,6 +37,7 @@ def everything(model: Any) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
@@ -257,6 +258,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
+@pytest.mark.ci(after=9)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_folder_is_refused_by_name_before_memory_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -41,6 +41,7 @@ def by_library(folder: Path, *, whole: bool = False) -> Any:
     return known.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", by_structure(PLAIN, also=CONVERTED))
 def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str) -> None:
     write_tiny_checkpoint(tmp_path, family)
@@ -88,6 +89,7 @@ def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, f
     assert live.now() == live.addresses
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("of_whole", [True, False], ids=["whole", "text"])
 @pytest.mark.parametrize("family", by_structure(WRAPPED, also=NAMED))
 def test_tensors_may_have_the_names_of_the_whole_or_of_the_text_model(

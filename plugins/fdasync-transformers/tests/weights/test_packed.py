@@ -60,6 +60,7 @@ def replace(folder: Path, module: str, parts: dict[str, torch.Tensor]) -> None:
     edit(folder, **{**gone, **{f"{module}.{end}": part for end, part in parts.items()}})
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("how", in_turn(FORMS, SOME))
 def test_tensors_and_ids_equal_those_of_the_plain_form(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +79,7 @@ def test_tensors_and_ids_equal_those_of_the_plain_form(
         assert [note.rpartition(" dequantised to ")[2] for note in notes] == [f"bfloat16: {count} tensors"]
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("dtype", in_turn(["float32", "float16"], ["float16"]))
 @pytest.mark.parametrize("how", FORMS)
 def test_products_are_rounded_to_the_dtype_of_the_scales_first(tmp_path: Path, how: str, dtype: str) -> None:
@@ -110,6 +112,7 @@ def test_parts_may_lie_in_different_shards(tmp_path: Path, how: str, ends: list[
     assert_equal(load(quantised).state_dict(), load(plain).state_dict())
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("how", SOME)
 def test_new_weights_come_in_either_form(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -293,6 +296,7 @@ BROKEN: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_folders_are_refused_by_name_before_memory_is_taken(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

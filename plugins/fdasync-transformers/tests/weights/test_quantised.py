@@ -58,6 +58,7 @@ def by_library(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Any
     return auto.from_pretrained(folder, dtype=getattr(torch, dtype), quantization_config=config)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_equal_those_of_the_library(
@@ -143,6 +144,7 @@ def test_values_and_scales_may_lie_in_different_shards(tmp_path: Path, kind: str
 # -- other forms of scales --------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("band", [1 << 20, 32 * 4, 5 * 32 * 4])
 def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSeek-V3's `kv_a_proj_with_mqa`: 576 rows in blocks of 128. The library refuses such a grid, or takes
@@ -152,6 +154,7 @@ def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: 
     assert_equal(load(tmp_path / "quantised").state_dict(), load(tmp_path / "plain").state_dict())
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "exponents", "e8m0", "per matrix", "scalar", "e5m2"])
 def test_forms_of_scales(tmp_path: Path, form: str) -> None:
     quantised, plain = make(tmp_path, "qwen3_moe")
@@ -222,6 +225,7 @@ def test_tied_heads_are_compared_dequantised(tmp_path: Path) -> None:
 # -- new weights ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_come_in_either_form(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)

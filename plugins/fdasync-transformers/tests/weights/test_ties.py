@@ -94,6 +94,7 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
 # -- at the start -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_load_ties_what_the_library_ties(folder: Any, kind: str, dtype: str) -> None:
@@ -103,6 +104,7 @@ def test_a_load_ties_what_the_library_ties(folder: Any, kind: str, dtype: str) -
     assert tied(ours) == tied(theirs) == (kind not in APART and (kind != "equal in bfloat16" or dtype == "bfloat16"))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure(FAMILIES))
 async def test_greedy_tokens_of_a_head_of_its_own_are_the_librarys(folder: Any, family: str) -> None:
     path = folder("checkpoint", "another head", family)
@@ -131,6 +133,7 @@ def test_the_id_of_weights_covers_a_head_of_its_own(folder: Any) -> None:
 # -- from a folder ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("before", ["equal", "another head"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

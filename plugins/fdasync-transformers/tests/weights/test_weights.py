@@ -49,6 +49,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 # -- from a folder ----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
     old, new = pair(family)
@@ -182,6 +183,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
 # -- tensor by tensor -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
 @pytest.mark.parametrize("names", ["checkpoint", "state"])
 def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names: str) -> None:
@@ -192,6 +194,7 @@ def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names:
     assert live.now() == live.addresses
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_tensors_are_converted_as_loading_converts_them(pair: Any, family: str, dtype: str) -> None:

@@ -221,6 +221,7 @@ async def test_nothing_of_a_call_is_kept(threads):
         gc.enable()
 
 
+@pytest.mark.ci
 async def test_the_end_comes_right_after_the_last_call():
     """What a thread does after the last item of a call must not come after the end."""
     errors: list[object] = []

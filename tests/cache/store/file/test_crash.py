@@ -258,6 +258,7 @@ class Recorder:
 SMALL_KEYS = [key for key in ALL_KEYS if writer.size_of(key) <= 20_000]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("cap", list(CAPS))
 @pytest.mark.parametrize("sync", ["none", "data"])
 def test_loss_of_power_anywhere(tmp_path, monkeypatch, sync, cap):
@@ -329,6 +330,7 @@ def test_loss_of_power_anywhere(tmp_path, monkeypatch, sync, cap):
         assert read_disk(place) == closed
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("own_process", [False, True], ids=["direct", "own_process"])
 def test_killed_anywhere(tmp_path, own_process):
     crash(tmp_path, seed=1, kills=10, own_process=own_process)

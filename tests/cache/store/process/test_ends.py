@@ -129,6 +129,7 @@ async def test_kill_ends_a_start_too():
         await bench.works()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -156,6 +157,7 @@ async def test_a_child_that_breaks_the_protocol_is_killed(key, words):
         assert bench.store.spawned == 2
 
 
+@pytest.mark.ci
 async def test_answers_that_do_not_fit_their_call_break_the_protocol():
     async with opened() as bench:
         calls = [
@@ -197,6 +199,7 @@ async def test_starts_are_rationed():
         assert children() == []
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("variable", "how", "error", "words"),
     [
@@ -221,6 +224,7 @@ async def test_a_store_that_does_not_open_again_says_why(monkeypatch, variable, 
         await bench.works()
 
 
+@pytest.mark.ci
 async def test_a_failed_start_is_not_repeated_at_once(monkeypatch):
     store = in_process(respawn_s=0.2)
     async with opened(store) as bench:

@@ -16,6 +16,7 @@ from tests.cache.store.process.odd_store import Bench, in_process, opened
 # -- opening ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("name", "config", "error", "words"),
     [
@@ -43,6 +44,7 @@ async def test_a_store_that_does_not_open_says_why(name, config, error, words):
     assert store.pid == -1
 
 
+@pytest.mark.ci
 async def test_fields_of_errors_come_whole():
     with pytest.raises(ConfigError) as caught:
         async with opened(in_process(config={"max_bytes": 1})):
@@ -67,6 +69,7 @@ async def test_errors_of_other_classes_are_told_in_words():
         assert (type(found), str(found)) == (type(wanted), str(wanted))
 
 
+@pytest.mark.ci
 async def test_one_that_did_not_open_is_opened_again_in_another_process(monkeypatch):
     monkeypatch.setenv("ODD_OPEN", "unavailable")
     store = in_process()
@@ -122,6 +125,7 @@ async def test_closing_before_its_process_is_there():
     bench.region.close()
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 10])
 async def test_an_opening_that_is_cancelled_leaves_nothing(turns):
     bench = Bench(in_process("memory"))

@@ -68,6 +68,7 @@ async def test_calls_are_performed_at_the_same_time():
         assert bench.store.spawned == 1
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("key", "error", "words"),
     [

@@ -234,6 +234,7 @@ def test_what_began_before_it_opened_says_nothing_of_what_came_after():
     run_sim(play())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["kill", "no kill"])
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 2.5, 6.0, 9.0, 30.0])
 def test_aclose_ends_the_probe_whatever_it_does(after_s, how):

@@ -54,6 +54,7 @@ def test_the_deadline_grows_with_the_bytes():
     run_sim(play())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_late_error_is_handed_on_and_asyncio_logs_nothing(asked):
     async def play():
@@ -302,6 +303,7 @@ def test_verbs_that_one_kill_ends_cost_no_other():
     run_sim(play())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["raises", "refuses"])
 def test_a_store_that_cannot_be_killed_is_asked_once_and_nothing_is_logged(how):
     class Unkillable(Scripted):

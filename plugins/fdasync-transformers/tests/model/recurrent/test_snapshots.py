@@ -31,6 +31,7 @@ def rest(player: Player, key: int) -> torch.Tensor:
     return torch.cat([*out, *(player.step() for _ in range(BLOCK))])
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("family", by_structure(SERVED, also=("zaya",)))
 def test_a_snapshot_continues_bit_by_bit(family: str) -> None:
     model = make_tiny_model(family)

@@ -69,6 +69,7 @@ async def strange(says: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
+@pytest.mark.ci
 async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(
     tmp_path: Path, forked_children: None
 ) -> None:
@@ -92,6 +93,7 @@ async def test_who_is_no_store_is_refused_at_once_and_nothing_waits_for_it(
         engine.check()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_joins_that_cannot_end_are_ended_and_the_worker_goes_on(
     tmp_path: Path, ranks: int, forked_children: None

@@ -301,6 +301,7 @@ async def play(stage: Stage, way: Callable[[Stage], Coroutine[Any, Any, None]], 
     assert grown() == {}, way.__name__
 
 
+@pytest.mark.ci
 async def test_each_end_gives_everything_back(tmp_path: Path) -> None:
     async with staged(tmp_path, "inline") as stage:
         for way in WAYS:

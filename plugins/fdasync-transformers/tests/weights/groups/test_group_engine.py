@@ -35,6 +35,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 async def test_weights_that_come_in_any_buckets_are_those_of_the_trainer(tmp_path: Path, family_dtype: str) -> None:
     checkpoint(tmp_path / "old", 0)
@@ -55,6 +56,7 @@ async def test_weights_that_come_in_any_buckets_are_those_of_the_trainer(tmp_pat
         engine.check()
 
 
+@pytest.mark.ci
 async def test_an_update_lies_between_two_steps_of_requests_that_go_on(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
@@ -99,6 +101,7 @@ async def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path
         engine.check()
 
 
+@pytest.mark.ci
 async def test_a_trainer_that_dies_leaves_the_engine_paused_until_a_whole_update(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
@@ -195,6 +198,7 @@ class _OtherHash:
         return bytes(16)
 
 
+@pytest.mark.ci
 async def test_an_update_in_parts_that_is_left_alone_ends(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
