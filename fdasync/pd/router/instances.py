@@ -233,15 +233,18 @@ class InstanceHandle:
         self.refresh()
 
     @property
-    def doing(self) -> Doing:
-        """What it does, as its latest status says, or this router's last call. One that drains runs; one that is awake
-        waits for weights where it lacks those of the others, and this router cannot bring them."""
+    def said(self) -> Doing:
+        """What it does, as its latest status says, or this router's last call. One that drains runs."""
         if self._status is None:
-            said: Doing = "asleep" if self.owes_wake else self._told
-        else:
-            said = "running" if self._status.state == "draining" else self._status.state
+            return "asleep" if self.owes_wake else self._told
+        return "running" if self._status.state == "draining" else self._status.state
+
+    @property
+    def doing(self) -> Doing:
+        """What it has said that it does. One that is awake waits for weights, too, where it lacks those of the others,
+        and this router cannot bring them."""
         waits = self.behind and self.waits and not self.awaits_memory
-        return farthest([said, "waits_for_weights"]) if waits else said
+        return farthest([self.said, "waits_for_weights"]) if waits else self.said
 
     @property
     def lacks_weights(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from fdasync import GroupTensors, TensorMeta
@@ -154,7 +155,7 @@ async def test_those_that_cannot_load_what_a_sleep_dropped_are_brought_the_last_
 def test_one_that_wakes_late_without_weights_is_brought_the_last_update(error):
     @in_scene("m0", "m1")
     async def play(scene):
-        one, two = sleepers(scene)
+        _one, two = sleepers(scene)
         await scene.router.update_weights(1, "/w")
         await scene.router.sleep(2)
         cut_off(scene, "m1")
@@ -166,14 +167,28 @@ def test_one_that_wakes_late_without_weights_is_brought_the_last_update(error):
         await settle(5.0)
         assert two.told == [("wake", ()), ("update_weights", "1")]
         assert await asks(scene) == {"m0": 2, "m1": 2}
-        assert not any(problems(scene).values()) and dropped(scene) == {}
+        assert not any(problems(scene).values())
+        assert dropped(scene) == {}
 
     play()
 
 
 @in_scene("m0", "m1")
+async def test_one_that_only_its_status_tells_to_be_without_weights_is_brought_the_last_update(scene):
+    _, two = sleepers(scene)
+    await scene.router.update_weights(1, "/w")
+    two.told.clear()
+    # it woke while its link was down, and could not load them
+    two.lacks = "waits_for_weights"
+    scene.m1.status = msgspec.structs.replace(scene.m1.status, state=two.lacks)
+    await settle(2.0)
+    assert two.told == [("update_weights", "1")]
+    assert await asks(scene) == {"m0": 2, "m1": 2}
+
+
+@in_scene("m0", "m1")
 async def test_one_that_no_update_brings_what_a_sleep_dropped_goes_on_when_it_has_loaded_it(scene):
-    one, two = sleepers(scene)
+    _one, two = sleepers(scene)
     await scene.router.update_weights(1, "/w")
     await scene.router.sleep(2)
     two.late = two.refuses = "WeightsRejected"

@@ -166,7 +166,7 @@ class WeightAgreement:
         """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none to which a delta is."""
         instance.kept, instance.awaits_memory = True, awaits_memory
 
-    def woke(self, instance: InstanceHandle, *, lacks_all: bool = False) -> None:
+    def woke(self, instance: InstanceHandle, *, lacks_all: bool) -> None:
         """It may have memory for weights again: bring it those that it lacks. `lacks_all`: a sleep dropped its weights,
         and it did not load them again."""
         if lacks_all and not instance.behind:
@@ -174,7 +174,9 @@ class WeightAgreement:
                 instance.behind = True
                 self.keep(instance, awaits_memory=False)
                 self._spawn(instance, self._whole)
-        elif instance.awaits_memory or (instance.kept and instance.namespace == self._table.namespace):
+        elif instance.awaits_memory or (
+            instance.kept and not lacks_all and instance.namespace == self._table.namespace
+        ):
             instance.awaits_memory = False
             self.judge(instance)
 

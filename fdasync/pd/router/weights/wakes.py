@@ -149,7 +149,7 @@ class Wakes:
         """It has told its status."""
         if instance.is_awake:
             instance.owes_wake = False
-            self._agreement.woke(instance)
+            self._agreement.woke(instance, lacks_all=instance.said == "waits_for_weights")
 
     async def aclose(self) -> None:
         self._closed = True
