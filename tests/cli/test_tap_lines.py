@@ -17,7 +17,6 @@ from tests.support.plugins import install_plugin
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 PROMPT, PARAMS = [1, 2, 3], SamplingParams(max_tokens=2)
 _SOURCE = """

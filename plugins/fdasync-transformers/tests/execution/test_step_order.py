@@ -17,7 +17,6 @@ from fdasync.request import Grammar
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 GRAMMAR = Grammar("regex", "[a-f]{2}[0-9]{4}x*").packed()
 
