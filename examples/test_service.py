@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
 
+import pytest
+
 from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.runner.plugins import make_runner
@@ -152,6 +154,7 @@ def test_a_slow_engine_answers_with_what_it_has_at_the_deadline(run_sim: RunSim,
     run_sim(scenario())
 
 
+@pytest.mark.ci
 def test_a_store_that_fails_and_lies_costs_time_and_no_answer(
     run_sim: RunSim, must_strike: MustStrike, no_leaks: None
 ) -> None:

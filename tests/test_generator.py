@@ -303,6 +303,7 @@ async def test_a_version_is_counted_up_given_again_and_given_without_new_weights
         await face.set_weight_version("step-10")
 
 
+@pytest.mark.ci(after=1)
 async def test_the_fingerprint_is_that_of_the_weights_in_place(face: Generator, weights: Path) -> None:
     async with face:
         first = await face.weights_fingerprint()
@@ -322,6 +323,7 @@ async def test_the_fingerprint_is_that_of_the_weights_in_place(face: Generator, 
             await face.weights_fingerprint()
 
 
+@pytest.mark.ci(after=1)
 async def test_a_reset_forgets_computed_blocks_and_disturbs_no_request(face: Generator) -> None:
     prompt = PROMPT * 4
     brief = SamplingParams(max_tokens=4, seed=7)
@@ -401,6 +403,7 @@ async def test_facts_are_those_of_the_model(face: Generator, weights: Path) -> N
         assert face.facts() == msgspec.structs.replace(told, weight_version="new")
 
 
+@pytest.mark.ci(after=1)
 async def test_load_counts_requests_samples_and_tokens(face: Generator, weights: Path) -> None:
     async with face:
         async with asyncio.timeout(300):

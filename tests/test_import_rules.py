@@ -320,6 +320,7 @@ def test_every_module_has_a_room():
     assert homeless | root == set()
 
 
+@pytest.mark.ci
 def test_floors_allow_nothing_that_no_room_needs():
     used: dict[str, set[str]] = {room: set() for room in FLOOR_OF}
     arrows = set()
@@ -340,6 +341,7 @@ def test_floors_allow_nothing_that_no_room_needs():
     assert len(EXCEPTIONS) <= 2
 
 
+@pytest.mark.ci(after=34)
 @pytest.mark.parametrize(
     ("module", "line"),
     [

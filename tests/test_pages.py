@@ -36,11 +36,13 @@ def run(folder: Path, script: str) -> str:
 # -- docs/events.md -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_subscription_runs_as_written(tmp_path: Path) -> None:
     watch, _, _ = blocks("events.md", "python")
     assert re.fullmatch(r"hello 8 0\.\d{3} s\n", run(tmp_path, watch))
 
 
+@pytest.mark.ci
 def test_the_tap_plugin_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module, embed = blocks("events.md", "python")
     (project,) = blocks("events.md", "toml")
@@ -166,6 +168,7 @@ def named_in(text: str) -> list[str]:
     return [*re.findall(r"\bdocs/[\w-]+\.md\b", text), *re.findall(r"``?([\w./-]+\.(?:py|md))``?", text)]
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("folder", ["fdasync", "plugins", "tests", "benchmarks", "examples"])
 def test_files_that_docstrings_and_comments_name_exist(folder: str) -> None:
     wrong = []
@@ -219,6 +222,7 @@ def test_the_functions_that_the_tour_names_are_in_the_files_it_names() -> None:
 # -- docs/design.md -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_sections_and_rules_that_are_cited_exist() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     known = {("section", number) for number in re.findall(r"^## Section (\d+)\.", page, re.MULTILINE)}

@@ -66,6 +66,7 @@ def test_a_worker_loads_what_it_needs():
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=600)
 
 
+@pytest.mark.ci
 def test_the_pure_core_reaches_for_nothing_outside():
     allowed = {
         "__future__", "abc", "array", "bisect", "collections", "enum", "hashlib", "heapq", "itertools", "math",
@@ -79,6 +80,7 @@ def test_the_pure_core_reaches_for_nothing_outside():
             assert not [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.Await)], module
 
 
+@pytest.mark.ci
 def test_torch_is_imported_in_gpu_rooms_and_runners_only():
     for module, path in MODULES.items():
         # the demo loads a real model through the plugin, and says when it is not there
@@ -171,6 +173,7 @@ _TWO_ENGINES = """
 """
 
 
+@pytest.mark.ci
 def test_no_module_keeps_state():
     script = (
         _TWO_ENGINES
@@ -272,6 +275,7 @@ def lease_names(source: str) -> set[str]:
     return {name for name in names if re.search(r"(?<!re)lease", name.lower())}
 
 
+@pytest.mark.ci
 def test_a_lease_is_room_at_a_decode_instance_and_nothing_else():
     assert lease_names("class BufferLease: pass") == {"BufferLease"}
     assert lease_names("released = release(_lease_kill_s)") == {"_lease_kill_s"}

@@ -53,6 +53,7 @@ def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.ci
 def test_one_more_ctrl_c_at_its_end_changes_nothing() -> None:
     script = """
         import atexit, os, signal
@@ -78,7 +79,7 @@ def test_its_own_import_is_light() -> None:
     assert not [name for name in eval(said.stdout) if name.split(".")[0] == "fdasync"]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("safe_path", [False, True])
 def test_python_m_fdasync_is_the_same_command(safe_path: bool, tmp_path: Path) -> None:
     def say(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,6 +98,7 @@ def test_python_m_fdasync_is_the_same_command(safe_path: bool, tmp_path: Path) -
     assert "Traceback" not in missing.stderr
 
 
+@pytest.mark.ci
 def test_ctrl_c_under_python_m_fdasync_is_a_short_end() -> None:
     # as its first line is reached: before that Python imports the package, and no line of ours has run
     script = INTERRUPTED.replace("from fdasync_command import main\n\nmain()", "")
@@ -116,7 +118,7 @@ def closing(*fds: int) -> Callable[[], None]:
     return close
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("fds", [(0,), (0, 1), (0, 1, 2), (1, 2)])
 def test_closed_descriptors_are_no_others(fds: tuple[int, ...], tmp_path: Path) -> None:
     ours, theirs = os.pipe()

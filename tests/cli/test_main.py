@@ -65,6 +65,7 @@ def test_demo_makes_its_checkpoint_and_every_row_is_exact(tmp_path: Path) -> Non
     assert values["throughput"]["ttft_ms_p50"] > 0
 
 
+@pytest.mark.ci
 def test_demo_checks_outputs_of_one_token(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = DemoOptions(

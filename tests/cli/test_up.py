@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.support.commands import Running
 
+pytestmark = pytest.mark.ci
+
 
 # as `fdasync up --mixed 2`, but for who is given up when
 _IMPATIENT = """
@@ -103,7 +105,6 @@ def up(
     assert not list(folder.glob("fdasync-*"))
 
 
-@pytest.mark.ci
 def test_requests_go_over_two_instances_and_ctrl_c_drains(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.02})
     oracle = oracle_of(config_of(config))
@@ -127,7 +128,6 @@ def test_requests_go_over_two_instances_and_ctrl_c_drains(tmp_path: Path) -> Non
     assert "NAME" in running.text
 
 
-@pytest.mark.ci
 def test_a_killed_child_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     oracle = oracle_of(config_of(config))
@@ -148,7 +148,6 @@ def test_a_killed_child_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert "started again" not in running.text
 
 
-@pytest.mark.ci
 def test_a_killed_child_is_started_again_and_joins_with_the_fleets_weights(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     new = tmp_path / "new"
@@ -185,7 +184,6 @@ def test_a_killed_child_is_started_again_and_joins_with_the_fleets_weights(tmp_p
     assert re.search(r"m0 +│ mixed +│ ended .* 1 │", running.text), running.text
 
 
-@pytest.mark.ci
 def test_those_that_do_not_stay_up_are_given_up_by_name(tmp_path: Path) -> None:
     arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
     with command(tmp_path, *arguments, program=[sys.executable, "-c", "LIMIT = 1" + _IMPATIENT]) as running:
@@ -210,7 +208,6 @@ def test_those_that_do_not_stay_up_are_given_up_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_ctrl_c_ends_it_while_it_waits_to_start_one_again(tmp_path: Path) -> None:
     with up(tmp_path, config_file(tmp_path), "--mixed", "1", "--folder", str(tmp_path / "run")) as (running, _, pids):
         os.kill(pids["m0"], signal.SIGKILL)
@@ -221,7 +218,6 @@ def test_ctrl_c_ends_it_while_it_waits_to_start_one_again(tmp_path: Path) -> Non
     assert "Traceback" not in running.text
 
 
-@pytest.mark.ci
 def test_one_that_was_told_to_end_stays_away(tmp_path: Path) -> None:
     with up(tmp_path, config_file(tmp_path), "--mixed", "2") as (running, _, pids):
         os.kill(pids["m0"], signal.SIGTERM)
@@ -230,7 +226,6 @@ def test_one_that_was_told_to_end_stays_away(tmp_path: Path) -> None:
         assert running.wait() == 1, running.text
 
 
-@pytest.mark.ci
 def test_a_store_that_is_not_there_is_said_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
         import os
@@ -252,7 +247,6 @@ def test_a_store_that_is_not_there_is_said_of_each(tmp_path: Path, monkeypatch: 
         assert running.wait() == 0, running.text
 
 
-@pytest.mark.ci
 def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 0.2})
 
@@ -273,7 +267,6 @@ def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_nothing_is_left_when_its_terminal_closes(tmp_path: Path) -> None:
     terminal, theirs = os.openpty()
 
@@ -299,7 +292,6 @@ def test_nothing_is_left_when_its_terminal_closes(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("fdasync-*"))
 
 
-@pytest.mark.ci
 def test_a_hangup_ends_all_at_once(tmp_path: Path) -> None:
     with up(tmp_path, config_file(tmp_path), "--mixed", "1", "--folder", str(tmp_path / "run")) as (running, _, _):
         running.signal(signal.SIGHUP)
@@ -309,7 +301,6 @@ def test_a_hangup_ends_all_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_nohup_keeps_it(tmp_path: Path) -> None:
     def ignore() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -321,7 +312,6 @@ def test_nohup_keeps_it(tmp_path: Path) -> None:
     assert "all drained" in running.text
 
 
-@pytest.mark.ci
 def test_it_goes_on_when_nobody_reads_stdout_any_more(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     config = config_file(tmp_path)
@@ -344,7 +334,6 @@ def test_it_goes_on_when_nobody_reads_stdout_any_more(tmp_path: Path) -> None:
     assert "Traceback" not in running.text
 
 
-@pytest.mark.ci
 def test_its_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("--mixed", "2", "--folder", str(run), "--store", f"file:{run}/store")
@@ -361,7 +350,6 @@ def test_its_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
     assert (run / "m0.json").read_text() == "mine too"
 
 
-@pytest.mark.ci
 def test_a_second_one_in_its_folder_is_refused_and_harms_no_instance(tmp_path: Path) -> None:
     config, run = config_file(tmp_path), tmp_path / "run"
     arguments = ("--mixed", "1", "--folder", str(run))
@@ -392,7 +380,6 @@ def test_files_of_others_are_refused_before_anything_starts(tmp_path: Path) -> N
     assert (tmp_path / "p0").read_text() == "mine"
 
 
-@pytest.mark.ci
 def test_it_takes_the_folder_of_one_that_was_killed(tmp_path: Path) -> None:
     config, run = config_file(tmp_path), tmp_path / "run"
     arguments = ("--mixed", "1", "--folder", str(run))
@@ -410,7 +397,6 @@ def test_it_takes_the_folder_of_one_that_was_killed(tmp_path: Path) -> None:
     assert not os.listdir(run)
 
 
-@pytest.mark.ci
 def test_a_child_that_cannot_start_ends_all_and_is_named(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"no_such_key": 1})
     with command(tmp_path, "up", "--config", str(config), "--prefill", "1", "--decode", "1") as running:
@@ -421,7 +407,6 @@ def test_a_child_that_cannot_start_ends_all_and_is_named(tmp_path: Path) -> None
     assert not list(tmp_path.glob("fdasync-*"))
 
 
-@pytest.mark.ci
 def test_one_that_ends_while_others_load_ends_all_and_is_named(tmp_path: Path) -> None:
     arguments = ("--mixed", "2", "--folder", str(tmp_path / "run"))
     with command(tmp_path, "up", "--config", str(config_file(tmp_path)), *arguments) as running:
@@ -442,7 +427,6 @@ def test_one_that_ends_while_others_load_ends_all_and_is_named(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_ctrl_c_ends_it_while_it_connects(tmp_path: Path) -> None:
     arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
     with command(tmp_path, *arguments, program=[sys.executable, "-c", _DEAF + _IMPATIENT]) as running:
@@ -458,7 +442,6 @@ def test_ctrl_c_ends_it_while_it_connects(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_one_that_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
     arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
     with command(tmp_path, *arguments, program=[sys.executable, "-c", _SHORT + _IMPATIENT]) as running:
@@ -473,7 +456,6 @@ def test_one_that_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.ci
 def test_children_end_with_an_up_that_was_killed(tmp_path: Path) -> None:
     with command(tmp_path, "up", "--config", str(config_file(tmp_path)), "--mixed", "1") as running:
         running.until("ready; connect with")
@@ -483,7 +465,6 @@ def test_children_end_with_an_up_that_was_killed(tmp_path: Path) -> None:
         wait_for(lambda: not any(map(is_running, pids.values())), "the end of its children")
 
 
-@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

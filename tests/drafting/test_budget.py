@@ -60,6 +60,7 @@ def test_sequences_without_drafts_count_as_rows():
     assert choose([0.9], 3, prices((16, 1.0), (32, 3.0)), running=16) == [0]
 
 
+@pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 # a chance so small that it vanishes beside a token
 @example([0.0, 4.9e-96], 1, [1.0])

@@ -82,7 +82,7 @@ def test_paths_are_those_of_a_naive_search(data, orders, path):
             assert ask(drafter, *live, most=most) == [naive.propose(key, most) for key in live]
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("at_once", [1, 3, PAGE_TOKENS + 5])
 def test_a_long_text_is_found_across_pages(at_once):
     random = np.random.default_rng(1)
@@ -209,7 +209,7 @@ def test_keys_are_used_again():
     assert (stats.sequences, stats.prompts, drafter._pages.in_use) == (0, 0, 0)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("keep_s", [0.0, 1e6])
 def test_memory_stays_within_its_limit_and_recent_text_is_found(keep_s):
     drafter = make(limit_nbytes=1 << 18, keep_s=keep_s)

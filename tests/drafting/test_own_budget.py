@@ -134,6 +134,7 @@ def test_what_gives_next_to_nothing_is_not_played(price, best):
     assert played[best] > 370
 
 
+@pytest.mark.ci
 def test_looks_are_frequent_behind_a_change():
     play = Played(OwnBudget(3), linear(0.1), 0.9)
     play.steps(4000, 32)
@@ -146,6 +147,7 @@ def test_looks_are_frequent_behind_a_change():
     assert play.numbers[3] + play.numbers[2] > 80
 
 
+@pytest.mark.ci
 def test_what_changes_is_noticed():
     play = Played(OwnBudget(3), linear(0.2), 0.05)
     play.steps(1000, 32)
@@ -200,6 +202,7 @@ def test_acceptance_is_that_of_each_depth():
     assert budget.expected_tokens(3) == pytest.approx(2.0, abs=0.02)
 
 
+@pytest.mark.ci
 def test_many_drafts_are_tried_in_few_numbers():
     play = Played(OwnBudget(24), linear(0.01), 0.95)
     play.steps(2000, 16)

@@ -90,6 +90,7 @@ async def test_a_block_longer_than_the_deadline_of_a_write_in_flight_opens_no_br
         assert (states, process_store.pid) == ([], pid)
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow):
     process_store, store, _ = make()
@@ -105,6 +106,7 @@ async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow
         assert (process_store.pid, process_store.spawned) == (pid, 1)
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 async def test_a_call_that_waits_in_line_while_the_loop_is_blocked_has_its_turn(slow):
     process_store, store, _ = make(max_calls=1)
@@ -117,6 +119,7 @@ async def test_a_call_that_waits_in_line_while_the_loop_is_blocked_has_its_turn(
         assert await second == [DONE]
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow):
     process_store, store, states = make(failures=1)
@@ -142,6 +145,7 @@ async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow)
         assert await store.put([item("1/b")]) in ([DONE], [EXISTS])
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 async def test_an_engine_whose_loop_is_blocked_keeps_its_store_and_what_is_on_its_way_there(tmp_path):
     runner = {"num_blocks": 12, "max_context_tokens": 48}

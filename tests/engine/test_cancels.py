@@ -94,7 +94,7 @@ def test_a_stream_is_cancelled_after_every_number_of_turns(name):
     run_sim(play(call))
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_request_of_a_worker_is_cancelled_after_every_number_of_turns(name):
     # turns of a real loop: how many a call takes is not known, and the first ones are those in which things are lent
@@ -139,6 +139,7 @@ CALLS: dict[str, Callable[[Engine], Awaitable[object]]] = {
 }
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_cancelled_after_every_number_of_turns_beside_a_request(name):
     async def work() -> None:
@@ -160,6 +161,7 @@ def test_a_call_is_cancelled_after_every_number_of_turns_beside_a_request(name):
     run_sim(work())
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 @pytest.mark.parametrize("way", ["update", "parts", "sleep"])
 def test_a_change_is_cancelled_after_every_number_of_turns(way, mode):

@@ -184,7 +184,7 @@ def test_a_shared_deadline_counts_from_its_beginning_and_is_never_negative():
 # -- processes that are stopped
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("stopped", "busy"),
     [(("store",), True), (("store",), False), (("worker",), True), (("worker",), False), (("store", "worker"), True)],

@@ -55,6 +55,7 @@ async def test_ten_lines():
     assert engine.state == "closed"
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_many_at_once_are_the_oracles(depth):
@@ -90,6 +91,7 @@ async def test_prompts_may_be_arrays():
         assert np.array_equal(array, PROMPT)
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [

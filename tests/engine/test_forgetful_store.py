@@ -103,7 +103,7 @@ async def hits_of_a_second_engine(config):
     return hits
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["file", "file, its process killed", "sqlite"])
 async def test_a_store_of_its_own_process_that_was_emptied_has_the_whole_prefix_again(tmp_path, kind):
     if kind == "sqlite":

@@ -171,6 +171,7 @@ async def test_a_runner_without_grammars_is_not_asked(monkeypatch):
             await engine.complete(PROMPT, under("%2"))
 
 
+@pytest.mark.ci
 async def test_a_worker_checks_and_keeps_them():
     config = synthetic_config(process="worker")
     async with Engine(config) as engine:

@@ -137,7 +137,7 @@ def joined(*parts):
 DECODERS = (Replacing, Ignoring, ByteForByte, Fallback, Silent, Murmuring, Wordless)
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("make", DECODERS)
 @case_settings(100)
 @given(joined(utf8, cut_short, one, special, textless, piece), st.lists(st.integers(0, 80), max_size=30), st.booleans())

@@ -25,6 +25,7 @@ def new_weights(number: int):
 # -- a loop that its user blocks ----------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("verb", ["pause", "update", "aclose"])
 async def test_a_loop_blocked_past_a_step_s_deadline_fails_no_pause_update_or_close(verb):
     # far above what a step takes on a busy machine
@@ -134,6 +135,7 @@ async def test_an_update_whose_task_others_cancel_fails_the_engine(when, monkeyp
     assert engine.state == "failed"
 
 
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("turns", range(0, 40, 4))
 async def test_a_close_in_the_middle_of_a_load_copies_nothing_into_half_of_the_weights(turns, monkeypatch):
     runner_config = {"num_blocks": 12, "max_context_tokens": 48, "load_s": 0.001}

@@ -57,6 +57,7 @@ async def call(verb, engine):
     return await result if inspect.isawaitable(result) else result
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 def test_each_verb_is_refused_at_once_and_changes_nothing(process):
     home, other = asyncio.new_event_loop(), asyncio.new_event_loop()

@@ -111,6 +111,7 @@ async def test_stop_strings_across_token_borders(pieces, stops, kept, text):
     assert sum((delta.token_ids for delta in deltas), ()) == tuple(range(count))
 
 
+@pytest.mark.ci
 @case_settings(200)
 @given(
     st.lists(st.sampled_from([b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"c"]), min_size=1, max_size=14),

@@ -37,6 +37,7 @@ async def ask(engine: Engine, params: SamplingParams, prompt=PROMPT):
     return result
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("start", [0, 1, 2, 4, 5, 16, 17, 18, 48, 49])
 async def test_a_prompt_is_scored_from_where_it_was_asked(start):
     async with synthetic_engine() as engine:
@@ -70,6 +71,7 @@ async def test_samples_share_the_scores_of_the_first():
         assert engine.stats().scheduler.hit_tokens == 3 * 48
 
 
+@pytest.mark.ci
 async def test_preempted_prompts_keep_what_is_scored():
     config = synthetic_config(runner={"num_blocks": 24, "max_context_tokens": 96}, max_step_tokens=20)
     async with synthetic_engine(config) as engine:

@@ -60,6 +60,7 @@ async def test_every_result_is_the_one_of_one_token_a_step(tiers, depth):
         assert replay(engine.trace().encode())
 
 
+@pytest.mark.ci
 async def test_runs_come_through_a_worker_process():
     config = runs_config(process="worker")
     async with synthetic_engine(config) as engine:

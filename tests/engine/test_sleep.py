@@ -416,6 +416,7 @@ def test_a_close_during_a_sleep_ends_it():
     play(work)
 
 
+@pytest.mark.ci
 def test_a_worker_that_dies_asleep_fails_the_engine():
     async def work():
         async with Engine(synthetic_config(host_blocks=16, process="worker")) as engine:
@@ -448,7 +449,7 @@ def test_a_runner_that_cannot_sleep_says_why():
     play(work)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(6))
 def test_sleeps_under_load(seed):
     """Requests come and go, and sleeps of all kinds begin at any time."""

@@ -88,7 +88,7 @@ def outcome(results):
     ]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", ["right", "wrong", "half", "wild"])
 async def test_every_result_is_the_one_without_drafts(kind, depth):
@@ -130,6 +130,7 @@ async def test_every_result_is_the_one_without_drafts(kind, depth):
         assert replay(engine.trace().encode(), make_drafter=lambda *_: foretold(kind, config))
 
 
+@pytest.mark.ci
 async def test_a_drafter_by_name():
     """`ngram` finds what samples of a prompt repeat of each other: this prompt's greedy samples are all the same."""
     config = drafting_config("ngram", runner={"num_blocks": 64})

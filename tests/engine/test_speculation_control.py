@@ -83,6 +83,7 @@ def test_a_pause_inside_a_run_changes_no_token(kind, mode):
     play(work)
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_make_their_own_tokens_whatever_is_drafted(kind):
     """The drafter goes on with what the old weights would have said."""
@@ -109,7 +110,7 @@ def test_new_weights_make_their_own_tokens_whatever_is_drafted(kind):
     play(work)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_hand_over_goes_on_with_drafts(kind, tmp_path):
     """The decode side drafts from the first token of its own on; the prefill side has nothing to draft."""

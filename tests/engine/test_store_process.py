@@ -73,6 +73,7 @@ async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(writ
     check_idle(engine)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("path", ["", "a\0b"])
 async def test_a_path_that_names_no_folder_is_an_error_of_the_start(path):
     engine = Engine(file_config(path))

@@ -45,6 +45,7 @@ async def test_a_restarted_engine_reads_what_the_last_one_wrote(tmp_path):
     check_idle(engine)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("busy", [True, False], ids=["writing", "idle"])
 async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing_else(tmp_path, busy):
     engine = Engine(file_config(tmp_path, close_deadline_s=0.5, store_deadline_s=3600.0))
@@ -64,6 +65,7 @@ async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing
         os.kill(pid, 0)
 
 
+@pytest.mark.ci
 async def test_a_store_that_is_killed_is_started_again_and_no_request_notices(tmp_path):
     config = file_config(tmp_path, store_retry_s=0.05)
     async with Engine(config) as engine:
@@ -82,6 +84,7 @@ async def test_a_store_that_is_killed_is_started_again_and_no_request_notices(tm
     check_idle(engine)
 
 
+@pytest.mark.ci
 async def test_a_store_that_hangs_is_left_alone_and_used_again_when_it_is_back(tmp_path):
     config = file_config(tmp_path, store_deadline_s=0.3, store_retry_s=0.05)
     async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as changes:

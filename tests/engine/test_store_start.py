@@ -95,6 +95,7 @@ async def comes_back(engine, told):
 GONE = StoreUnavailable("memory", "nobody is there")
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("script", "started_s", "reason", "opened_at"),
     [
@@ -294,6 +295,7 @@ async def test_a_process_store_that_cannot_be_opened_is_used_when_it_can(why, la
         assert max([(await ask(other, number)).cached.store for number in (7, 8, 9)]) >= 32
 
 
+@pytest.mark.ci
 async def test_a_process_store_that_is_required_and_hangs_is_named_in_its_time(late_config, monkeypatch):
     monkeypatch.setenv("LATE_WHY", "hang")
     engine = Engine(late_config(store_required=True, store_kill_s=3600.0, close_deadline_s=3600.0))
@@ -320,6 +322,7 @@ async def test_a_store_process_that_is_stopped_as_it_opens_holds_up_no_start(lat
     check_idle(engine)
 
 
+@pytest.mark.ci
 async def test_a_place_that_is_not_there_yet_is_made_and_one_that_cannot_be_is_an_error(tmp_path):
     config = {"max_nbytes": 1 << 24}
     there = synthetic_config(host_blocks=16, store="file", store_config={"path": f"{tmp_path}/a/b/c", **config})

@@ -92,6 +92,7 @@ async def test_callers_are_told_of_a_tokenizer_that_cannot_be_loaded(name, model
     await process.aclose()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("text", "status"), [("die", -signal.SIGKILL), ("exit", 3)])
 async def test_a_death_fails_waiting_texts_and_the_next_text_gets_a_new_child(tokens, text, status):
     (before,) = await tokens.encode("pid", 30.0)
@@ -121,6 +122,7 @@ async def test_a_text_that_was_tokenised_while_the_loop_was_blocked_is_in_time(t
     assert await tokens.encode("pid", 20.0) == [pid]
 
 
+@pytest.mark.ci
 async def test_a_text_that_is_stuck_holds_up_no_later_one(tokens):
     (pid,) = await tokens.encode("pid", 30.0)
     stuck = asyncio.ensure_future(tokens.encode("hang", 0.1))
@@ -133,6 +135,7 @@ async def test_a_text_that_is_stuck_holds_up_no_later_one(tokens):
     assert await tokens.encode("ok", 30.0) == [111, 107]
 
 
+@pytest.mark.ci
 async def test_texts_that_run_out_of_time_together_do_not_kill_the_next_child(tokens):
     await tokens.encode("warm", 30.0)
 
@@ -154,6 +157,7 @@ async def test_a_late_answer_is_dropped(tokens):
     assert tokens._child.unanswered == 0
 
 
+@pytest.mark.ci
 async def test_a_child_that_breaks_the_protocol_is_killed_and_its_waiters_are_told(tokens):
     (pid,) = await tokens.encode("pid", 30.0)
     # it hangs after its garbage, so nothing but a kill ends it

@@ -50,6 +50,7 @@ async def test_versions_are_text_and_none_counts_up():
         assert spans(await ask(engine, 9)) == [(0, 16, "named-1")]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 async def test_the_version_in_use_may_be_given_again_and_the_same_folder_changes_nothing(process, folder):
     async with Engine(synthetic_config({"step_s": 0.002}, process=process)) as engine:

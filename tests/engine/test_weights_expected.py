@@ -34,6 +34,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 async def test_weights_that_are_expected_are_used_under_their_fingerprint(process, way, folder):
@@ -46,6 +47,7 @@ async def test_weights_that_are_expected_are_used_under_their_fingerprint(proces
     check_idle(engine)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 async def test_other_weights_stop_the_engine_until_an_update_brings_the_expected_ones(process, way, folder):

@@ -22,6 +22,7 @@ COSTS = {"step_s": 0.01, "token_s": 0.001}
 # -- what is refused, and what breaks
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("process", ["inline", "worker"])
 async def test_weights_that_do_not_fit_change_nothing(process, tmp_path):
     async with Engine(synthetic_config({"step_s": 0.002}, process=process)) as engine:
@@ -100,7 +101,7 @@ async def test_an_engine_whose_weights_are_broken_can_be_closed():
     assert (await running).finish_reason == "abort"
 
 
-@pytest.mark.ci(after=19)
+@pytest.mark.ci(after=9)
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
@@ -209,6 +210,7 @@ async def test_buffers_of_a_dtypes_own_format_and_raw_bytes_are_taken():
         assert came == memoryview(data).tobytes(), meta
 
 
+@pytest.mark.ci
 async def test_one_update_at_a_time():
     async with Engine(synthetic_config(process="worker")) as engine:
         first = asyncio.create_task(engine.update_weights(1, weights(5)))
@@ -249,6 +251,7 @@ def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch
     play(work)
 
 
+@pytest.mark.ci
 async def test_a_cancelled_call_leaves_the_update_to_go_on():
     async with Engine(synthetic_config(process="worker")) as engine:
         first = asyncio.create_task(engine.update_weights(1, weights(5)))

@@ -41,7 +41,7 @@ def play(seed: int, folders: Path) -> None:
             raise
 
 
-@pytest.mark.ci(after=5)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_the_model_says_holds_after_every_call(seed: int, folders: Path) -> None:
     play(seed, folders)

@@ -145,6 +145,7 @@ async def test_a_call_that_is_asked_to_stop_ends_when_it_has_stopped(client):
     assert await client.ask(Do("other"), WORDS) == "other"
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("what", "problem"),
     [

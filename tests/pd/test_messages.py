@@ -42,7 +42,7 @@ def test_every_message_is_in_the_union_and_has_a_tag_of_its_own():
     assert len(set(tags)) == len(tags)
 
 
-@pytest.mark.ci(after=5)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 def test_every_message_goes_there_and_back(kind):
     @case_settings(60)
@@ -93,7 +93,7 @@ def test_whatever_arrives_is_a_message_within_its_bounds_or_a_protocol_error(dat
     assert is_sound(message), message
 
 
-@pytest.mark.ci(after=5)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("header", HOSTILE, ids=bytes.hex)
 def test_a_header_takes_no_memory_for_what_is_not_there(header):
     """Wherever it stands: in the place of the message, and of any byte of any message."""

@@ -147,6 +147,7 @@ class TestEachFormat:
         assert expanded[0].tolist() == [[0, 0], [0, 1], [5, 5], [0, 0]]
 
 
+@pytest.mark.ci
 def test_the_benchmark_writes_what_payloads_weigh(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.routing_bytes", "--tokens", "31", "--runs", "1", "--json", str(out)]

@@ -76,7 +76,7 @@ def fails(suite, test) -> bool:
     return False
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

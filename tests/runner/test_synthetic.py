@@ -104,6 +104,7 @@ class TestBehindEdges(TestSynthetic):
         return FaultRunner(super().make(limits), Random(1), max_delay_s=0.002)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("forked_children")
 class TestInAWorker(TestSynthetic):
     def make(self, limits):
@@ -161,7 +162,7 @@ class _BrokenRuns(SyntheticRunner):
         return output, kept
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("way", "test"),
     [
@@ -387,6 +388,7 @@ class _Broken(SyntheticRunner):
         await super().aclose()
 
 
+@pytest.mark.ci(after=17)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

@@ -80,6 +80,7 @@ class Suite(RunnerTests):
         return runner
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

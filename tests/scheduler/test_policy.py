@@ -107,6 +107,7 @@ def passed_too_late(policy, line, order):
     ]
 
 
+@pytest.mark.ci
 @case_settings(60)
 @given(arrivals=ARRIVALS, config=POLICY_OF_LINES)
 def test_no_newcomer_passes_a_waiting_request_for_longer_than_its_bound(arrivals, config):

@@ -33,6 +33,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.ci(after=8)
 @pytest.mark.parametrize(("aux", "names"), WAYS)
 @pytest.mark.parametrize("routing", [None, True, False])
 async def test_rows_are_those_asked_for_whatever_was_asked_of_routing(aux, names, routing):

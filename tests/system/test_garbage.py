@@ -49,6 +49,7 @@ def test_cycles_are_found():
     assert [type(thing) for thing in found] == [Ring]
 
 
+@pytest.mark.ci
 async def test_requests_leave_no_cycles():
     async with synthetic_engine() as engine:
         await engine.complete([1, 2, 3], PARAMS)

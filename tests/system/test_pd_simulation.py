@@ -60,6 +60,11 @@ def test_pd_simulation(pd_seeds: SimSeeds):
         assert all(counts[name] for name in (*work, *incidents))
 
 
+def test_pd_simulation_of_a_few_seeds():
+    outcomes, _ = play(range(_SLOW_SEEDS, _SLOW_SEEDS + 4))
+    assert {"stop", "length"} <= outcomes.keys()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):

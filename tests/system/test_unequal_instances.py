@@ -75,7 +75,7 @@ FLEETS = {
 }
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [

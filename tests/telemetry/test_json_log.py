@@ -351,6 +351,7 @@ async def test_every_kind_of_target(kind, tmp_path):
         os.close(fd)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
 async def test_a_reader_that_is_stuck_costs_lines_and_no_time(kind):

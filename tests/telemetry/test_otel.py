@@ -165,6 +165,7 @@ async def test_what_is_no_traceparent_is_refused(trace: Any) -> None:
     assert refused.value.field == "trace"
 
 
+@pytest.mark.ci
 def test_an_engine_without_the_tap_imports_nothing_of_it() -> None:
     program = """
 import asyncio, sys

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fdasync.cache.store import Store
 
 
+@pytest.mark.ci
 class TestSqlite(StoreTests):
     slow_to_open = True  # each starts a process
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fdasync.pd.transfer.base import Transport
 
 
+@pytest.mark.ci
 class TestUnix(TransportTests):
     factory = "fdasync_example:UnixTransport"
 

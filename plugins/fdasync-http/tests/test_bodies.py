@@ -142,6 +142,7 @@ def depth_of(value):
     return 0
 
 
+@pytest.mark.ci
 @given(json_values, st.integers(1, 5))
 def test_depth_counts_levels_and_no_brackets_in_strings(value, limit):
     body = msgspec.json.encode(value)

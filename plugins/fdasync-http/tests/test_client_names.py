@@ -77,7 +77,7 @@ async def named(client, path: str, body: dict, param: str) -> str:
     return error["message"]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["engine", "router"])
 async def test_an_error_names_what_was_sent(scene_of, subtests, kind):
     async with scene_of(kind) as scene:

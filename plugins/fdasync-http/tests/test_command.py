@@ -174,7 +174,7 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         assert (process.returncode, told in err.decode()) == (1, True), err.decode()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -287,7 +287,7 @@ async def test_an_instance_that_cannot_load_the_update_again_takes_the_next_one(
         assert b"did not come to" not in err
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("value", ['"ipc:///nowhere"', '["ipc:///nowhere"]'])
 async def test_keys_of_the_table_are_named_as_the_options(value, tmp_path):
     config = tmp_path / "front.toml"
@@ -370,7 +370,7 @@ async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):
         assert process.returncode == 1, err.decode()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("more", [("--connect", "ipc:///x"), ("--mixed", "1"), ("--prefill", "1", "--decode", "1")])
 async def test_an_engine_of_its_own_goes_with_no_instances(more):
     async with front("--runner", "synthetic", "--front", "in-process", *more) as (process, ready):
@@ -379,7 +379,7 @@ async def test_an_engine_of_its_own_goes_with_no_instances(more):
         assert "in-process" in err.decode()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("text", ["no certificate", ""])
 async def test_a_certificate_that_cannot_be_used_shows_before_anything_is_loaded(text, tmp_path):
     bad = tmp_path / "bad.pem"

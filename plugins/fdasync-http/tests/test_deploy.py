@@ -71,6 +71,7 @@ async def probed(*arguments):
     return process.returncode, err.decode()
 
 
+@pytest.mark.ci
 async def test_the_probe_sends_the_key_and_tells_by_its_exit_code(scene_of, tmp_path):
     key = tmp_path / "key"
     key.write_text(KEY + "\n")

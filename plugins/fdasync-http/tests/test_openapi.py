@@ -167,6 +167,7 @@ def test_two_bodies_of_one_name_are_two():
     assert schemas[0] != schemas[1]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("body", [b"{}", b"[]", b"\xff", b'{"model": 3}'])
 async def test_no_path_answers_with_a_status_that_it_does_not_name(scene_of, body):
     async with scene_of() as scene:

@@ -79,6 +79,7 @@ async def test_what_is_no_request_is_told_so_as_every_error(scene_of, sent):
         line.close()
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     "head",
     [
@@ -110,6 +111,7 @@ async def test_a_host_may_be_empty_and_old_clients_name_none(scene_of, request_l
         line.close()
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("version", "head"),
     [
@@ -310,6 +312,7 @@ def broken(rng, request):
     return bytes(data)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("seed", range(4))
 async def test_broken_bytes_raise_nothing_and_keep_nothing(scene_of, seed, caplog):
     rng = random.Random(seed)

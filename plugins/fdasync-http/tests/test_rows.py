@@ -50,7 +50,7 @@ def routings(draw):
     return routing, hidden
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("piece_nbytes", [1, 100, 1 << 20])
 @settings(max_examples=60)
 @given(drawn=routings())

@@ -57,6 +57,7 @@ tokens = st.lists(
 ).map(lambda parts: [token for part in parts for token in part])
 
 
+@pytest.mark.ci
 @given(
     token_ids=tokens,
     sizes=st.lists(st.integers(0, 5), max_size=30),

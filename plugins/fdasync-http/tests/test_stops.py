@@ -117,7 +117,7 @@ class Asks:
 DIALECTS = ("generate", "completions", "chat", "inference", "rollout")
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_dialect_tells_which_stop_ended_a_sample(tagged, dialect):
     sampling = {"max_tokens": 6, "temperature": 0.0, "seed": 3}

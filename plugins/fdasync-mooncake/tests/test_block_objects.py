@@ -88,6 +88,7 @@ async def test_blocks_go_and_come(pool, bench):
         assert all(bench.holds(block, block) for block in range(_BLOCKS))
 
 
+@pytest.mark.ci
 async def test_what_is_there_is_not_hashed_again(pool, bench):
     async with opened(pool, bench, SCHEMA) as store:
         for block in range(4):

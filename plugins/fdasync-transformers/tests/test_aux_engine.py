@@ -111,6 +111,7 @@ async def test_from_a_store_into_another_engine(
         check(fresh, model, prompt(0), other)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("family", "aux"), KINDS)
 async def test_handed_over_from_prefill_to_decode(tmp_path: Path, family: str, aux: list[str]) -> None:
     model = make_tiny_checkpoint(tmp_path / "model", family)

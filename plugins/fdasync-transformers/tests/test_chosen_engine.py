@@ -120,6 +120,7 @@ async def test_drafts_and_samples_have_their_own_rows(tmp_path: Path) -> None:
     check_all(model, results, [2, 2])
 
 
+@pytest.mark.ci
 async def test_a_worker_writes_what_the_engine_reads(tmp_path: Path, forked_children: None) -> None:
     model = make_tiny_checkpoint(tmp_path, "glm_moe_dsa")
     own = {"self_check": False}

@@ -77,7 +77,7 @@ async def test_depth_preemption_and_swaps_change_no_token(folder: Path) -> None:
     assert await tokens_of(folder, CPU, pipeline_depth=2, num_blocks=36, host_blocks=40, max_running=5) == plain
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu)])
 async def test_the_path_of_gpus_samples_under_them_alike(folder: Path, depth: int) -> None:
     # the interpreter takes seconds for a step
@@ -132,6 +132,7 @@ async def test_pauses_and_new_weights_keep_every_text(folder: Path, tmp_path: Pa
         engine.check()
 
 
+@pytest.mark.ci
 async def test_checks_that_clients_left_hold_up_no_other(folder: Path) -> None:
     async with Engine(config(folder, process="worker")) as engine:
         await engine.complete("say", under(Grammar("regex", "a")))

@@ -85,7 +85,7 @@ async def test_scores_are_the_librarys_log_softmax(tmp_path: Path, family: str) 
     await driver.close()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in ("gpt_oss",)]])
 async def test_the_path_of_gpus_scores_alike(tmp_path: Path, family: str) -> None:
     model = make_small_checkpoint(tmp_path, family)

@@ -128,7 +128,7 @@ async def test_a_gpu_is_exact_with_hits_preemption_and_swaps(tmp_path: Path, fam
     assert report.rows_exact == report.rows_checked > 0
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("runner_config", [{}, pytest.param(GPU | {"sleep": True}, marks=pytest.mark.gpu)])
 async def test_it_sleeps_and_goes_on(tmp_path: Path, runner_config: dict[str, Any]) -> None:
     make_tiny_checkpoint(tmp_path, "lfm2_moe")

@@ -174,6 +174,7 @@ async def test_long_chunks_are_cut_without_changing_anything(
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_lengths_far_apart_share_a_step(saved: tuple[Path, Any]) -> None:
     driver = await Driver.open(saved[0], max_running=8, max_step_tokens=512, num_blocks=128)
     sequences = [driver.sequence(prompt_of(n, seed=n), 5) for n in (2, 6, 120, 200)]
@@ -279,6 +280,7 @@ def test_attention_of_a_kind_that_is_not_done_is_refused(name: str) -> None:
         paged_attention(torch.nn.Module(), empty, empty, empty, None, scaling=1.0, fd_ctx=nothing, **{name: 30.0})
 
 
+@pytest.mark.ci
 async def test_penalties_see_prompt_and_output(driver: Driver, saved: tuple[Path, Any]) -> None:
     seq = driver.sequence(prompt_of(7), 20, repetition_penalty=1.7)
     await driver.run([seq])
@@ -286,6 +288,7 @@ async def test_penalties_see_prompt_and_output(driver: Driver, saved: tuple[Path
     assert seq.tokens != generated(saved[1], seq.prompt, 20)
 
 
+@pytest.mark.ci
 async def test_sampling_does_not_depend_on_the_batch(saved: tuple[Path, Any]) -> None:
     results = []
     for others in (0, 3):
@@ -298,6 +301,7 @@ async def test_sampling_does_not_depend_on_the_batch(saved: tuple[Path, Any]) ->
     assert results[0] == results[1]
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 async def test_every_experts_implementation_gives_the_same(saved: tuple[Path, Any], experts: str) -> None:
     driver = await Driver.open(saved[0], config={"experts": experts})
@@ -340,6 +344,7 @@ async def test_context_is_bounded_by_the_limits(saved: tuple[Path, Any]) -> None
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_num_blocks_follow_memory_and_use(saved: tuple[Path, Any]) -> None:
     block = 16 * 4 * 2 * 2 * 16 * 4
     limits: dict[str, Any] = {"num_blocks": None, "block_tokens": 16, "max_context_tokens": 64}

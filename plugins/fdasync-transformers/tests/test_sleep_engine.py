@@ -91,7 +91,7 @@ async def begun(engine: Engine, steps: int) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["host", pytest.param("kernels", marks=pytest.mark.nightly), "ranks", GPU])
 async def test_what_ran_goes_on_after_a_sleep(tmp_path: Path, way: str) -> None:
     make_small_checkpoint(tmp_path, "qwen3_moe")
@@ -144,7 +144,7 @@ async def test_dropped_weights_come_by_an_update_or_from_their_folder(tmp_path: 
         engine.check()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["host", pytest.param("ranks", marks=pytest.mark.nightly), GPU])
 async def test_a_wake_loads_a_checkpoint_and_its_deltas(tmp_path: Path, way: str) -> None:
     """And not one of them where another is gone: what is there then is no base for a part of the tensors."""

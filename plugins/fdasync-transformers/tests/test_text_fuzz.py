@@ -268,7 +268,7 @@ def fuzz(name: str, count: int, seed: int) -> set[str]:
     return ends
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_text_in_parts_is_the_whole_text(name: str) -> None:
     ends = fuzz(name, 400, 1)

@@ -40,6 +40,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "tokenizer.json").exists()
 
 
+@pytest.mark.ci
 def test_forms_of_a_checkpoint(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path / "kimi_k2", "kimi_k2")
     assert json.loads((tmp_path / "kimi_k2" / "config.json").read_text())["model_type"] == "kimi_k2"

@@ -119,6 +119,7 @@ def test_a_flipped_bit_is_never_data(bit):
             check_value(read_header(raw[:PAGE_NBYTES], len(raw)), raw)
 
 
+@pytest.mark.ci
 @given(st.integers(1, len(GOOD) - 1))
 @example(PAGE_NBYTES)
 @example(PAGE_NBYTES - 1)
@@ -235,6 +236,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.ci
 @given(TABLES | PLAIN, st.binary(max_size=3), NUMBERS.filter(lambda number: number >= 0))
 @example((NAMESPACE, KEY, 0, "l", "d", 4, [("kv", "u", [1], 4096, 1, 0)]), b"", 8192)
 @case_settings(300)

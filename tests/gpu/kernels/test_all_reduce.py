@@ -95,6 +95,7 @@ def test_a_program_takes_several_tiles_where_a_sum_has_more_than_programs(way: L
         assert all(torch.equal(total, wanted(given)) for total in in_turn(given, peers, way))
 
 
+@pytest.mark.ci
 @needs_interpreter
 def test_sums_of_any_sizes_and_dtypes_follow_each_other() -> None:
     """On the same channels: what a large sum leaves in a slot is no part of a small one behind it."""

@@ -194,7 +194,7 @@ def test_padding_rows_become_zeros(device: torch.device, splits: int) -> None:
     assert not out[2:].any()
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=2)
 @shapes
 def test_prefill(device: torch.device, shape: Shape) -> None:
     """Ragged, after cached prefixes, one token, a whole prompt; between them rows of no sequence."""

@@ -190,7 +190,7 @@ def float64(
     ])  # fmt: skip
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=2)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device fuses what numpy rounds")
 @shapes
 def test_every_kernel_has_the_bits_of_the_specification(device: torch.device, shape: Shape) -> None:

@@ -49,6 +49,7 @@ class Channels:
         return [slot for number, slot in enumerate(every) if number % self.ranks != rank]
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("way", ["one_shot", "two_shot", "rows", "message"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_slots_of_the_turn_before_are_empty_and_those_of_this_one_are_not(ranks: int, way: str) -> None:

@@ -131,6 +131,7 @@ def test_it_computes_what_was_chosen(device, tokens, tiles):
     check(make(device, tokens, padded=tokens > 1), tiles)
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tiles", [None, SWAPPED, MANY])
@@ -138,7 +139,7 @@ def test_half_precision(device, dtype, tiles):
     check(make(device, 19, dtype, padded=True), tiles)
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     "options",

@@ -44,7 +44,7 @@ def of_slice(case: Case, slices: int, number: int) -> torch.Tensor:
     return experts(case.hidden, case.ids, case.weights, up.contiguous(), down.contiguous(), **options)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "options"), [(3, {}), (20, {"padded": True}), (20, {"transposed": True})])
@@ -65,7 +65,7 @@ def test_slices_are_the_experts_over_parts_of_their_width(
     assert float((found.double().cpu() - reference(case).sum(1)).norm() / reference(case).sum(1).norm()) < 0.02
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("tiles", [SINGLE, PAIRED, SMALL, SWAPPED, APART, MANY, BULK])
 def test_slices_are_the_same_by_all_tiles(device: torch.device, tiles: Tiles) -> None:

@@ -72,7 +72,7 @@ def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
         assert float((got == wanted).float().mean()) > 0.9
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
@@ -122,6 +122,7 @@ def test_weights_come_by_the_bulk_copy_engine(device, number):
     compare(run(kept, all_stored_tiles(bulk=True)[number]), run(dequantised))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("side", ["up", "down"])
 def test_either_product_may_have_its_weights_by_the_bulk_copy_engine(device, side):
     kept, dequantised = case(device, "fp8", 5, *WIDTHS["uneven"])
@@ -151,6 +152,7 @@ def test_who_may_use_the_bulk_copy_engine(device):
     assert not up.fits_bulk
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_slices_are_added_as_those_of_plain_weights(device, form):
     kept, dequantised = case(device, form, 12, 128, 256)

@@ -51,6 +51,7 @@ def digest(rows: torch.Tensor | None, salt: int = 0) -> list[int]:
     return list(out.tolist())
 
 
+@pytest.mark.ci
 @needs_interpreter
 def test_digests_differ_where_a_byte_does() -> None:
     rows = torch.arange(300 * 48 * 8).view(300, 48, 8).to(torch.uint8)

@@ -50,6 +50,7 @@ def test_prefill(name: str, compiled: dict[str, tuple[int, ...]]) -> None:
     check(compiled[named(("prefill", *PREFILLS[name]))], 2 * keys_at_once // 16 * dim // 64)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("split", [0, 1])
 def test_latents(split: int, compiled: dict[str, tuple[int, ...]]) -> None:
     check(compiled[named(("latent", 80, split))], 64 // 16 * (512 + 64) // 64)

@@ -80,7 +80,7 @@ def last(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(lengths, device=device) - 1
 
 
-@pytest.mark.ci(after=7)
+@pytest.mark.ci(after=4)
 @shapes
 @pytest.mark.parametrize("splits", [None, 1, 3])
 def test_decode(device: torch.device, shape: Shape, splits: int | None) -> None:

@@ -59,6 +59,7 @@ def expected(tables: Tables, sequences: list[tuple[int, int, int]], rows: int) -
     return (out + [(0, 0, -1)] * rows)[:rows]
 
 
+@pytest.mark.ci
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_row_is_where_its_sequence_says(data):

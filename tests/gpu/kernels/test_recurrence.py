@@ -107,7 +107,7 @@ def test_a_convolution_is_that_of_each_sequence_alone(
     assert torch.equal(memory, expected)
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("step", [CHUNKS, DECODES, ALONE])
 @pytest.mark.parametrize(
     ("delta", "by_key", "norm", "turned"),
@@ -195,7 +195,7 @@ def test_a_gated_norm_rounds_as_the_library(dtype: torch.dtype, device: torch.de
         norm_gated(x, gate[:, :1], norm.weight, 1e-6)
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("heads", "keys", "values"),
     # values of 24 fill tiles of 4 and of 8, which few sequences and single tokens have, and not those of 16

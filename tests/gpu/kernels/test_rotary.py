@@ -64,7 +64,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda x: plain(x).fill_(float("nan")))
 
 
-@pytest.mark.ci(after=12)
+@pytest.mark.ci(after=7)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_the_bits_are_the_librarys(device, style):

@@ -95,6 +95,7 @@ async def test_another_process_at_the_address_gets_nothing_and_is_named_with_bot
         await until(lambda: there in problem_of(router))
 
 
+@pytest.mark.ci
 async def test_a_process_that_answers_at_two_addresses_is_one_instance():
     async with (
         Instance(config("mixed"), listen=ANY, name="m") as mixed,
@@ -141,6 +142,7 @@ def test_a_host_that_nobody_could_dial_is_refused(listen, host, field, problem):
     assert found.value.field == field
 
 
+@pytest.mark.ci
 async def test_blocks_are_read_at_the_data_port_of_the_host_that_is_said():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

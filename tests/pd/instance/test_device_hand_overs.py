@@ -49,7 +49,7 @@ async def ask(router, oracle, first, length=45):
         check_sample(sample, prompt, PARAMS, oracle)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (1, 2)])
 async def test_blocks_go_from_device_to_device_at_any_width(tmp_path, senders, receivers):
     p = make(tmp_path, "p", "prefill", ranks=senders)
@@ -64,6 +64,7 @@ async def test_blocks_go_from_device_to_device_at_any_width(tmp_path, senders, r
         assert lent(p) == lent(d) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kinds", [("device", "auto"), ("auto", "device")])
 async def test_an_instance_that_does_not_take_part_gets_host_blocks(tmp_path, kinds):
     p = make(tmp_path, "p", "prefill", transport=kinds[0])
@@ -104,6 +105,7 @@ async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tm
         assert lent(other) == lent(d) == 0
 
 
+@pytest.mark.ci
 async def test_a_block_that_is_not_what_was_told_is_copied_again(tmp_path):
     p, d = make(tmp_path, "p", "prefill"), make(tmp_path, "d", "decode")
     async with fleet(p, d) as router:

@@ -33,7 +33,7 @@ def host():
         return "127.0.0.1" if probe.connect_ex(("192.0.2.1", 9)) else probe.getsockname()[0]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("encrypts", [False, True])
 async def test_a_keyed_fleet_hands_over_and_lets_nobody_else_in(keys, host, encrypts):
     options = {"listen": f"tcp://{host}:*", "transport": "tcp", "keys": keys, "encrypt_blocks": encrypts}

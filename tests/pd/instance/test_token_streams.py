@@ -112,6 +112,7 @@ async def test_a_router_may_stand_still_as_long_as_its_link_allows(stage):
     assert stage.given_up == []
 
 
+@pytest.mark.ci
 @played
 async def test_tokens_for_a_caller_without_room_merge_however_long_it_takes(stage):
     fresh = deque()

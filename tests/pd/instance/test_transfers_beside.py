@@ -49,6 +49,7 @@ async def test_one_that_copies_on_its_loop_starts_none(tmp_path):
         assert side._transports.sources()[0][1].pid == os.getpid()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_instance_whose_process_dies_fails_by_name(tmp_path, role):
     with no_leaks():

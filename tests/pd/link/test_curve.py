@@ -143,6 +143,7 @@ def _greeting(mechanism):
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     "data",
     [
@@ -175,6 +176,7 @@ async def test_strangers_bytes_harm_nobody(side, monkeypatch, data):
     assert sum(listener.wire.door.refused.values()) == 20
 
 
+@pytest.mark.ci
 async def test_a_listener_without_its_doorkeeper_lets_nobody_in(side, monkeypatch):
     """Closed, if the question is not answered."""
     monkeypatch.setattr(zap.Doorkeeper, "answer", lambda _self, _sock: True)

@@ -26,7 +26,7 @@ STORMS = {
 }
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("storm", STORMS)
 def test_everything_arrives_once_and_in_order_both_ways(storm):
     async def main():

@@ -342,6 +342,7 @@ async def test_a_port_that_is_taken_is_refused(ends):
 # -- links over it
 
 
+@pytest.mark.ci(after=1)
 async def test_links_over_real_sockets_survive_a_restart(address, tmp_path):
     if address.startswith("tcp"):
         with socket.socket() as free:
@@ -401,6 +402,7 @@ uvloop.run(main())
 """
 
 
+@pytest.mark.ci
 async def test_two_processes(tmp_path):
     address = f"ipc://{tmp_path}/a"
     process = await asyncio.create_subprocess_exec(

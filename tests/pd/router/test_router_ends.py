@@ -119,7 +119,7 @@ async def aborted(stream: RoutedStream) -> None:
     stream.abort()
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("later_s", [0.0, 0.3])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_group_that_is_handed_over_in_part_ends_as_others_do(end: str, later_s: float, folders: Path) -> None:

@@ -110,6 +110,7 @@ async def play(seed: int, root: Path, said: list[str]) -> None:
             check_idle(one.engine)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     "seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 100)]]
 )

@@ -342,6 +342,7 @@ def instance(tmp_path: Path, role: str, name: str) -> Instance:
     )  # fmt: skip
 
 
+@pytest.mark.ci
 async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weights: str) -> None:
     addresses = [f"ipc://{tmp_path}/{name}" for name in ("p0", "d0", "d1")]
     p0, d0, d1 = (
@@ -404,6 +405,7 @@ async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_p
         assert two.stats().instances[0].weight_version == "3"
 
 
+@pytest.mark.ci
 async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp_path: Path, weights: str) -> None:
     addresses = [f"ipc://{tmp_path}/{name}" for name in ("p0", "d0")]
     async with instance(tmp_path, "prefill", "p0"), fdasync.Router(addresses[:1]) as router:

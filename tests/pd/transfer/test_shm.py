@@ -196,6 +196,7 @@ def test_a_sender_that_is_stopped_or_dead_can_still_be_read_if_mapped():
         uvloop.run(main())
 
 
+@pytest.mark.ci
 def test_another_user_is_refused():
     """The kernel decides; what it says is an outcome."""
     if os.getuid():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def test_a_reply_answers_its_request_or_is_refused(data, number, length):
         assert data == pack_reply(number, OK if follows else NOT_OFFERED, length if follows else 0)
 
 
+@pytest.mark.ci
 @given(st.text(max_size=40) | st.from_regex(r"\A[\[\]0-9.:]{0,24}:[0-9]{0,6}\Z"))
 def test_an_address_is_loopback_or_refused(text):
     with contextlib.suppress(ProtocolError):

@@ -84,6 +84,7 @@ async def test_checksums_are_those_of_the_loop_and_follow_offers():
             await hooks.processes[0].checksums(parts)
 
 
+@pytest.mark.ci
 async def test_outcomes_stand_in_their_places_and_what_is_withdrawn_is_not_read():
     hooks = Hooks("tcp")
     async with hooks.sides() as (sender, receiver):
@@ -187,7 +188,7 @@ async def test_a_process_that_dies_is_told_once_and_fails_what_runs():
         assert len(ends) == 1
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "forgotten", "checksums"])
 async def test_a_process_that_stands_still_is_killed_before_the_parts_are_the_callers(monkeypatch, how):
     monkeypatch.setattr(proxy, "STOP_S", 0.2)

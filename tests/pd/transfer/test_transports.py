@@ -46,6 +46,7 @@ class TestTcpOnTheStdlibLoop(TestTcp):
         return asyncio.SelectorEventLoop()
 
 
+@pytest.mark.ci
 class TestDevice(TransportTests):
     keeps_offers = False
     factory = "tests.support.device_transport:RegionTransport"
@@ -81,6 +82,7 @@ class TestSim(TransportTests):
         return SimLoop()
 
 
+@pytest.mark.ci
 class TestTcpByTls(TestTcp):
     factory = "tests.support.tls_transport:make"
 

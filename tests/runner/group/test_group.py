@@ -31,6 +31,7 @@ class TestGroupOfTwo(test_synthetic.TestSynthetic):
         return group_of(lambda own: super(TestGroupOfTwo, self).make_of(own, weights), limits, self.ranks)
 
 
+@pytest.mark.ci
 class TestGroupOfFourWithLateRanks(TestGroupOfTwo):
     """Two shares, each on two ranks, of which one writes; every rank answers at a time of its own."""
 
@@ -57,6 +58,7 @@ class TestRunsOfAGroup(RunTests):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
 
 
+@pytest.mark.ci
 class TestDraftsOfAGroup(DraftTests):
     def make(self, limits):
         return group_of(lambda own: SyntheticRunner(SyntheticConfig(pass_stamp=True), own), limits, 2)

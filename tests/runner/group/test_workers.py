@@ -81,6 +81,7 @@ async def test_a_group_answers_as_one_runner_does_through_swaps(ranks, shares):
         check_idle(engine)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_dies_idle_fails_the_engine_before_anybody_asks(rank):
     with no_leaks():
@@ -178,7 +179,7 @@ def plugin(tmp_path, monkeypatch):
     install_runners(tmp_path, monkeypatch, _PLUGIN, {kind.lower(): f"fdasync_bad:{kind}" for kind in kinds})
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("runner", "kind", "words"),
     [
@@ -197,6 +198,7 @@ async def test_a_group_that_cannot_start_says_which_rank_and_why(plugin, runner,
         assert children() == []
 
 
+@pytest.mark.ci
 async def test_a_rank_that_samples_other_tokens_fails_the_step(plugin):
     cause, _ = await fails(msgspec.structs.replace(config_of(), runner="astray"), lambda _: None)
     assert isinstance(cause, RunnerError)
@@ -204,6 +206,7 @@ async def test_a_rank_that_samples_other_tokens_fails_the_step(plugin):
     assert cause.step_id == 5
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_rank_that_skips_exchanges_is_named_at_the_step_deadline(plugin, depth):
     config = msgspec.structs.replace(config_of(), runner="skips", pipeline_depth=depth, step_deadline_s=3.0)
@@ -252,6 +255,7 @@ async def test_tensors_go_to_all_ranks_through_the_same_chunks():
         assert children() == []
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("runner", "words"),
     [("refuses", "rank 1 of 2: not mine; other ranks have taken them"), ("breaks", "rank 1 of 2: a torn piece")],
@@ -282,6 +286,7 @@ async def test_a_cancelled_beginning_leaves_the_answers_that_prove_that_chunks_w
     assert not any(answer.done() for answer in answers)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_is_lost_in_an_update_ends_it(way):
     with no_leaks():

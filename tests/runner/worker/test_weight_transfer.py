@@ -136,6 +136,7 @@ def updates(draw):
     return metas, values, cuts
 
 
+@pytest.mark.ci
 @case_settings(60)
 @given(updates(), st.sampled_from([1, 4096, 8192, 1 << 20]))
 def test_every_byte_arrives_in_order_in_whole_elements(update, chunk_nbytes):

@@ -70,6 +70,7 @@ async def test_a_worker_answers_as_an_inline_runner_does(depth):
     assert await play("worker") == await play("inline")
 
 
+@pytest.mark.ci
 async def test_without_capture_no_arena_is_shared():
     async with Engine(config_of({"num_moe_layers": 0, "values_spec": False, "pass_stamp": False})) as engine:
         result = await engine.complete(PROMPT, LONG)
@@ -112,6 +113,7 @@ async def _watch_it_fail(engine: Engine, strike, cause: type[Exception]) -> list
     return errors
 
 
+@pytest.mark.ci
 @pytest.mark.both_loops
 async def test_a_killed_worker_fails_everyone_with_what_there_is():
     async with Engine(config_of(SLOW)) as engine:
@@ -125,6 +127,7 @@ async def test_a_killed_worker_fails_everyone_with_what_there_is():
     assert children() == []
 
 
+@pytest.mark.ci
 async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
     async with Engine(config_of(SLOW, step_deadline_s=2.0)) as engine:
         [pid] = children()
@@ -134,6 +137,7 @@ async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
     assert children() == []
 
 
+@pytest.mark.ci
 async def test_a_worker_that_dies_idle_fails_the_engine_before_anybody_asks():
     engine = Engine(config_of())
     with pytest.raises(EngineFailed) as caught:  # noqa: PT012
@@ -152,6 +156,7 @@ async def test_a_worker_that_dies_idle_fails_the_engine_before_anybody_asks():
     assert children() == []
 
 
+@pytest.mark.ci
 async def test_a_step_that_fails_in_the_worker_is_told_in_its_words():
     engine = Engine(config_of({"fail_step": 3}))
     async with engine:
@@ -163,6 +168,7 @@ async def test_a_step_that_fails_in_the_worker_is_told_in_its_words():
     assert children() == []
 
 
+@pytest.mark.ci
 async def test_a_hung_step_does_not_outlive_aclose():
     engine = Engine(config_of({"hang_step": 2}, close_deadline_s=0.3))
     await engine.start()
@@ -271,7 +277,7 @@ def _bad_engine(way: str, runner: str = "bad", **values) -> Engine:
     return Engine({"runner": runner, "runner_config": {"way": way}, **values})
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("way", "error", "fields"),
     [
@@ -292,6 +298,7 @@ async def test_a_runner_that_cannot_load_says_why(bad_plugin, way, error, fields
     await engine.aclose()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("runner", ["broken", "nothing"])
 async def test_a_plugin_that_is_broken_is_named_with_its_distribution(bad_plugin, runner):
     with pytest.raises(PluginError) as caught:
@@ -320,6 +327,7 @@ async def test_a_cancelled_start_kills_the_worker(bad_plugin):
 # -- steps that go wrong --------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 async def test_a_runner_that_answers_for_another_step_fails_the_engine(bad_plugin):
     async with Engine(msgspec.structs.replace(config_of(), runner="disorderly")) as engine:
         async with asyncio.timeout(300):
@@ -330,6 +338,7 @@ async def test_a_runner_that_answers_for_another_step_fails_the_engine(bad_plugi
     assert children() == []
 
 
+@pytest.mark.ci
 async def test_what_a_worker_made_before_its_first_step_is_nothing_for_its_garbage_collector(bad_plugin):
     async with Engine(msgspec.structs.replace(config_of(), runner="collected")) as engine:
         with pytest.raises(EngineFailed) as caught:
@@ -399,10 +408,12 @@ def _end_of_worker(script: str, how: signal.Signals) -> None:
     assert ended, "the worker lives on"
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_dies_with_its_engine(how):
     _end_of_worker(_ENGINE, how)
 
 
+@pytest.mark.ci
 def test_a_worker_that_does_not_read_its_socket_dies_with_its_engine(bad_plugin):
     _end_of_worker(_BUSY_ENGINE, signal.SIGKILL)

@@ -171,7 +171,7 @@ def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, dept
     assert len(context.table.finished) > 150
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("output", [24, pytest.param(40, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3)]])
@@ -209,6 +209,7 @@ def test_no_lease_is_granted_while_one_that_was_preempted_waits(depth, host):
     assert table.is_empty()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("big", ["lease", "local"])
 def test_lanes_are_given_in_the_same_order(big):
     context = crowded(lanes=2)

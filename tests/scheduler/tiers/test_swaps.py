@@ -226,6 +226,7 @@ def churn(table, prompts, max_tokens, answers):
     assert all(end.reason == "length" for end in table.finished.values())
 
 
+@pytest.mark.ci(after=12)
 @pytest.mark.parametrize("answers", ["at once", "late", "newest first", "writes hang"])
 @pytest.mark.parametrize(
     ("num_blocks", "num_host", "depth", "max_running", "reserve", "store"),

@@ -79,6 +79,7 @@ def ask(host: Host, *words: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.ci
 def test_a_packet_takes_the_delay_each_way() -> None:
     with Host() as a, Host() as b, Wire(a, b, A, B, delay_s=0.02), echo(b):
         [[word, seen, took_s]] = ask(a, "x")
@@ -86,6 +87,7 @@ def test_a_packet_takes_the_delay_each_way() -> None:
     assert float(took_s) >= 0.04
 
 
+@pytest.mark.ci
 def test_a_rate_takes_its_time_for_each_byte() -> None:
     with Host() as a, Host() as b, Wire(a, b, A, B, rate_mbit=0.1), echo(b):
         [[_, _, took_s]] = ask(a, "x" * 90)
@@ -107,6 +109,7 @@ def test_a_cable_has_its_rate() -> None:
     assert float(took_s) >= 0.25
 
 
+@pytest.mark.ci
 def test_a_cut_in_one_direction_lets_the_other_through_and_heals() -> None:
     with Host() as a, Host() as b, Wire(a, b, A, B) as wire, echo(b):
         wire.cut("ba")
@@ -119,6 +122,7 @@ def test_a_cut_in_one_direction_lets_the_other_through_and_heals() -> None:
     assert (word, seen) == ("healed", "2")
 
 
+@pytest.mark.ci
 def test_a_seed_loses_the_same_packets_again() -> None:
     words = [f"w{i}" for i in range(12)]
 

@@ -35,6 +35,7 @@ async def raw(scene, **body):
     return response.json()
 
 
+@pytest.mark.ci(after=1)
 async def test_a_whole_chat(chat, scripted):
     scene, openai = chat
     tokenizer = scripted(["x"]).tokenizer

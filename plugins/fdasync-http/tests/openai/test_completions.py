@@ -223,6 +223,7 @@ async def test_log_probs_tell_tokens_values_and_places(chat_of):
         assert all(len(top) == 1 for top in told["top_logprobs"])
 
 
+@pytest.mark.ci
 async def test_log_probs_are_of_the_dialect(chat_of):
     for dialect, kind in (("sglang", "processed_logprobs"), ("vllm", "raw_logprobs")):
         async with chat_of(dialect=dialect) as (scene, _):
@@ -234,6 +235,7 @@ async def test_log_probs_are_of_the_dialect(chat_of):
             assert result.raw_logprobs.tolist() != result.processed_logprobs.tolist()
 
 
+@pytest.mark.ci(after=1)
 async def test_stop_bias_and_seeds(chat):
     scene, openai = chat
     text = (await raw(scene, prompt="letters"))["choices"][0]["text"]
@@ -282,6 +284,7 @@ async def test_rows_come_in_the_form_of_the_field_that_asks(scene_of):
         assert told["id"] == "mine"
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("prompt", [[], [[]], "", [1, "a"], ["a", [1], 2], [[1], []]])
 async def test_prompts_that_are_none_are_refused(chat_of, prompt):
     async with chat_of() as (scene, _):

@@ -84,6 +84,7 @@ def tokens_in(usage):
     return usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
 
 
+@pytest.mark.ci(after=1)
 async def test_a_text(claude, scripted):
     scene, client = claude
     whole, events = await both(client, extra_body={"seed": 7, "return_token_ids": True})
@@ -100,6 +101,7 @@ async def test_a_text(claude, scripted):
     assert {event.type for event in events[2:-3]} == {"content_block_delta"}
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 async def test_calls_and_their_results(claude_of, scripted_turns, kind):
     turn = [USER, {"role": "assistant", "content": "I see."}, {"role": "tool", "content": "there"},
@@ -152,6 +154,7 @@ async def test_thinking_is_a_block_of_its_own_and_comes_back(claude_of, scripted
         assert asked["variables"] == {"enable_thinking": False, "thinking": False}
 
 
+@pytest.mark.ci(after=1)
 async def test_stop_sequences_are_told(claude):
     _, client = claude
     plain = await client.messages.create(**BODY, extra_body={"seed": 7})
@@ -215,6 +218,7 @@ async def test_tokens_are_counted_as_a_message_has_them(claude):
         await client.messages.count_tokens(model="any", messages=[{"role": "king", "content": ""}])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 async def test_rows_are_there_where_they_are_asked_for(claude_of, scripted, kind):
     tokenizer = scripted(["x"]).tokenizer
@@ -231,6 +235,7 @@ async def test_rows_are_there_where_they_are_asked_for(claude_of, scripted, kind
         assert not hasattr(await client.messages.create(**BODY), "meta_info")
 
 
+@pytest.mark.ci
 async def test_a_limit_beyond_the_context_means_what_the_context_leaves(claude):
     _, client = claude
     whole, _ = await both(client, max_tokens=1000, extra_body={"seed": 7})
@@ -323,6 +328,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_not_served_is_refused_by_name(claude, subtests, stream):
     scene, _ = claude

@@ -48,6 +48,7 @@ async def streamed(openai, **body):
     return choices, usage
 
 
+@pytest.mark.ci(after=1)
 async def test_an_answer_repeats_its_prompt_with_log_probs(chat):
     scene, openai = chat
     right = await scored(scene, prompt_top_logprobs=2, top_logprobs=2)
@@ -129,6 +130,7 @@ def check_scores(told, result, top):
         assert top == 0 or [ranks[rank] for rank in range(1, top + 1)] == list(best.token_ids[:top])
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("top", [0, 2])
 async def test_prompts_have_log_probs_in_vllms_form(chat, top):
     scene, openai = chat
@@ -149,6 +151,7 @@ async def test_prompts_have_log_probs_in_vllms_form(chat, top):
     assert len(made.choices[0].logprobs.tokens) == 11
 
 
+@pytest.mark.ci(after=1)
 async def test_chats_have_log_probs_of_their_prompt(chat):
     scene, openai = chat
     messages = [{"role": "user", "content": "hi"}]
@@ -165,6 +168,7 @@ async def test_chats_have_log_probs_of_their_prompt(chat):
             await openai.chat.completions.create(messages=messages, **SEEDED, extra_body=bad)
 
 
+@pytest.mark.ci
 async def test_streams_of_several_prompts_are_mixed(chat):
     scene, openai = chat
     prompts = [PROMPT, [3, 2, 1], [4, 4]]

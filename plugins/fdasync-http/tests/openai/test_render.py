@@ -9,7 +9,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 BODY = {"messages": [USER], "seed": 7}
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["engine", "router"])
 @pytest.mark.parametrize(
     "more",

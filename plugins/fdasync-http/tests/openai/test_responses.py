@@ -69,6 +69,7 @@ async def both(openai, **body):
     return whole, events
 
 
+@pytest.mark.ci(after=1)
 async def test_a_text(chat, scripted):
     scene, openai = chat
     whole, events = await both(openai, extra_body={"seed": 7, "return_token_ids": True})
@@ -86,6 +87,7 @@ async def test_a_text(chat, scripted):
     assert len(whole.output_text) == 12
 
 
+@pytest.mark.ci(after=1)
 async def test_the_client_s_own_stream_puts_it_together(chat, scripted):
     _, openai = chat
     async with openai.responses.stream(model="any", input="hi", max_output_tokens=12, extra_body={"seed": 7}) as stream:
@@ -94,6 +96,7 @@ async def test_the_client_s_own_stream_puts_it_together(chat, scripted):
     assert texts[-1] == whole.output_text
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 async def test_calls_and_their_outputs(chat_of, scripted_turns, kind):
     turn = [USER, {"role": "assistant", "content": "I see."}, {"role": "tool", "content": "there"}]
@@ -124,6 +127,7 @@ async def test_calls_and_their_outputs(chat_of, scripted_turns, kind):
         assert model.tokenizer.asked[-1]["tools"] == [{"type": "function", "function": shown}]
 
 
+@pytest.mark.ci
 async def test_reasoning_is_an_item_of_its_own_and_comes_back(chat_of, scripted):
     model = scripted(["(hm", "m)", "It is", " so."], template="", declares=True)
     async with chat_of(tokenizer=model.tokenizer) as (_, openai):
@@ -188,6 +192,7 @@ async def test_log_probs_stand_beside_the_text(chat):
     assert plain.output[0].content[0].logprobs == []
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", ["engine", "router"])
 async def test_rows_are_there_where_they_are_asked_for(chat_of, scripted, kind):
     tokenizer = scripted(["x"]).tokenizer
@@ -206,7 +211,7 @@ async def test_rows_are_there_where_they_are_asked_for(chat_of, scripted, kind):
         assert not hasattr(await openai.responses.create(**BODY), "routed_experts")
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 async def test_a_limit_beyond_the_context_means_what_the_context_leaves(chat):
     _, openai = chat
     whole, _ = await both(openai, max_output_tokens=100_000, extra_body={"seed": 7})
@@ -334,7 +339,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_not_served_is_refused_by_name(chat, subtests, stream):
     _, openai = chat

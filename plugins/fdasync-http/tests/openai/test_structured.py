@@ -68,6 +68,7 @@ def right(value: Any) -> bool:
     return set(value) == {"kind", "deep"} and value["kind"] in ("a", "bc") and value["deep"] == {"n": 5}
 
 
+@pytest.mark.ci
 async def test_formats_of_chats_and_completions(folder: Path) -> None:
     async with server(folder) as (_, openai):
         form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -92,6 +93,7 @@ async def test_formats_of_chats_and_completions(folder: Path) -> None:
             assert completion.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.ci
 async def test_calls_are_forced(folder: Path) -> None:
     async with server(folder) as (_, openai):
 
@@ -175,6 +177,7 @@ async def test_native_dialects_have_their_own_words(folder: Path) -> None:
             assert error["message"].startswith(f"{param}: ")
 
 
+@pytest.mark.ci
 async def test_formats_and_forced_calls_of_responses(folder: Path) -> None:
     async with server(folder) as (_, openai):
         look = {"type": "function", **LOOK["function"]}
@@ -197,6 +200,7 @@ async def test_formats_and_forced_calls_of_responses(folder: Path) -> None:
         assert refused.value.param == "tool_choice"
 
 
+@pytest.mark.ci
 async def test_formats_and_forced_calls_of_messages(folder: Path) -> None:
     async with (
         server(folder) as (client, _),

@@ -72,6 +72,7 @@ async def test_completions_take_what_rllm_sends(chat_of):
                 ).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # fmt: skip
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("path", BODIES)
 async def test_each_form_of_json_is_read(chat_of, path):
     async with chat_of() as (scene, _):
@@ -97,6 +98,7 @@ TOP = ("stream", "return_logprob", "logprob_start_len", "top_logprobs_num", "ret
        "return_prompt_token_ids", "sampling_params", "stream_options", "return_token_ids", "cache_salt")  # fmt: skip
 
 
+@pytest.mark.ci
 async def test_null_is_the_default_anywhere(chat_of):
     async with chat_of() as (scene, _):
         for path, names in NULLABLE.items():
@@ -122,7 +124,7 @@ async def test_null_is_the_default_anywhere(chat_of):
         assert answer.json()["error"]["param"] == "weight_dir"
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("path", [SGLANG, VLLM, SKYRL, TEXT, CHAT])
 @pytest.mark.parametrize(("bias", "other"), [(100, -100), (1000, -1e30), (101.5, -100)])
 async def test_biases_have_keys_of_text_and_are_clamped(chat_of, path, bias, other):
@@ -165,6 +167,7 @@ async def test_messages_of_a_history_are_read_as_agents_send_them(chat_of, scrip
             assert tokenizer.asked[-1]["messages"] == [USER, {"role": "assistant", "content": "a"}]
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("asked", "variables"),
     [

@@ -60,6 +60,7 @@ async def test_tool_calls_by_tags(chat_of, scripted, kind):
         assert model.tokenizer.asked[-1]["tools"] == [LOOK]
 
 
+@pytest.mark.ci
 async def test_tags_may_be_special_tokens(chat_of, scripted, special_tags):
     model = scripted(["So", "<tool_call>", CALL, "</tool_call>"], tools=[LOOK])
     async with chat_of(tokenizer=special_tags(model.tokenizer.script)) as (_, openai):
@@ -85,6 +86,7 @@ async def test_without_tools_tags_are_text(chat_of, scripted):
             assert model.tokenizer.asked[-1]["tools"] is None
 
 
+@pytest.mark.ci
 async def test_calls_and_reasoning_as_the_checkpoint_declares(chat_of, scripted):
     thought, said = "(Let me think of it for", "Then I shall look at all that is there"
     pieces = [thought, " a while", ")", said, ", now", '{"name": "look", "arguments": {"at": {', '"x": 1}}}',
@@ -180,6 +182,7 @@ answers = st.lists(
 ).map("".join)
 
 
+@pytest.mark.ci
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(answers, st.data())
 def test_tags_are_read_alike_however_the_answer_is_cut(text, data):

@@ -59,6 +59,7 @@ def played(events, said, reason):
     return [json.loads(json.dumps(event)) for event in told]
 
 
+@pytest.mark.ci
 @given(pieces, reasons)
 def test_a_response(said, reason):
     events = ResponseEvents(FRONT, {"id": "resp_1", "output": []})
@@ -98,6 +99,7 @@ def test_a_response(said, reason):
     assert [call["function"]["name"] for call in turn.get("tool_calls", ())] == joined(said)[2]
 
 
+@pytest.mark.ci
 @given(pieces, reasons)
 def test_a_message(said, reason):
     params = SimpleNamespace(max_tokens=3)

@@ -120,6 +120,7 @@ async def test_what_is_damaged_is_told_and_the_weights_in_use_stay(tmp_path):
         assert await tokens(stage.engine) == before
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("changes", "config", "told"),
     [

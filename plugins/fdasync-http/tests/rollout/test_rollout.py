@@ -63,7 +63,7 @@ async def files_of(response):
     assert not content
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_path):
     body = {"token_ids": PROMPT, "sampling": GROUP, "start": 1, "request_id": "mine"}
     found = {}
@@ -133,6 +133,7 @@ async def test_a_failure_between_samples_breaks_the_body_off(scene_of):
                 await anext(files)
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -49,6 +49,7 @@ async def test_a_training_step_pauses_updates_flushes_and_goes_on(scene):
     assert (await scene.client.post("/flush_cache?timeout=5")).status_code == 200
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/update_weights"])
 async def test_weights_that_are_not_the_expected_ones_are_told_and_not_used(scene, path):
     new = scene.new_weights("step-1", 77)
@@ -90,6 +91,7 @@ async def test_a_flush_is_refused_while_a_request_is_live(scene):
     assert (await post(scene, "/abort_request")).status_code == 400
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_in_a_pause_a_flush_is_refused_while_a_request_has_blocks(scene_of, kind, mode):
     """Miles flushes under requests that it had retracted; slime, while new ones may wait."""

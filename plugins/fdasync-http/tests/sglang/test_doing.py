@@ -94,6 +94,7 @@ async def stage_of(tmp_path):
         yield make
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("state", STATES)
 async def test_an_engine_is_not_ready_and_says_what_it_does(stage_of, state):
     stage, tasks = await stage_of(sleep_s=0.1 if state == "waking" else 0.0), []
@@ -118,7 +119,7 @@ async def test_an_engine_is_not_ready_and_says_what_it_does(stage_of, state):
     await asyncio.gather(*tasks)
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("state", [state for state in STATES if state != "waking"])
 async def test_each_instance_says_what_it_does_and_the_router_does_what_one_can(stage_of, state):
     stage = await stage_of(2)
@@ -143,6 +144,7 @@ async def test_each_instance_says_what_it_does_and_the_router_does_what_one_can(
     assert f"m1: {other}" in answer["error"]["message"]
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("path", ["/wake_up", "/resume_memory_occupation"])
 @pytest.mark.parametrize("count", [0, 2])
 async def test_a_wake_that_leaves_weights_missing_says_so(stage_of, tmp_path, path, count):
@@ -200,6 +202,7 @@ async def test_a_sleep_that_releases_nothing_is_not_told_as_one_that_does(stage_
     assert (await stage.get("/ready"))[1]["error"]["code"] == "asleep"
 
 
+@pytest.mark.ci
 async def test_of_two_instances_a_sleep_of_one_is_a_sleep_and_a_pause_of_one_is_none(stage_of):
     stage = await stage_of(2)
     await stage.engines[0].sleep(1)

@@ -216,7 +216,7 @@ async def test_a_prompt_is_scored_without_new_tokens(scene):
     assert [top and len(top) for top in meta["input_top_logprobs"]] == [None] + [2] * (len(PROMPT) - 1)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("prompt", [{"text": "hello"}, {"input_ids": [7, 4, 11, 11, 14]}])
 async def test_without_a_number_of_new_tokens_the_context_is_the_limit(scene, prompt):
     answer = await generate(scene, **prompt, sampling_params={"max_new_tokens": None, "ignore_eos": True})

@@ -75,6 +75,7 @@ async def test_weights_that_nobody_pushes_are_those_of_before(scene):
     assert (await ask(scene)).json()["output_ids"] == before
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("body", [True, False], ids=["in the body", "in the query"])
 async def test_vllms_words(scene, body):
     before = (await ask(scene)).json()["output_ids"]
@@ -127,6 +128,7 @@ async def test_a_pause_and_a_sleep_end_by_their_own_words(scene):
     assert (await waiting).status_code == 200
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("path", "body", "params", "field"),
     [

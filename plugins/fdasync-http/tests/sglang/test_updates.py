@@ -47,6 +47,7 @@ def test_every_path_is_there_and_few_are_refused():
     assert WIRE & set(REASONS) == {"/init_broadcaster", "/get_weights_by_name"}
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("begin", "end"),
     [("/begin_weight_update", "/end_weight_update"), ("/start_weight_update", "/finish_weight_update")],

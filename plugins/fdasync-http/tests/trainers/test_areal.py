@@ -114,7 +114,7 @@ class Areal:
         self.may_send.set()
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("place", "rows"), [("engine", True), ("engine", False), ("fleet", True), ("router", True)])
 async def test_areal_trains_a_step(stage_of, place, rows):
     async with stage_of(place) as stage:

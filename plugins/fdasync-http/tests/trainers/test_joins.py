@@ -77,7 +77,7 @@ def said(answer: httpx2.Response) -> str:
     return str(told["error"]["message"] if "error" in told else told["message"])
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["engine", "router"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_join_at_a_wrong_port_holds_nothing_up_and_is_ended(
@@ -111,7 +111,7 @@ async def test_a_join_at_a_wrong_port_holds_nothing_up_and_is_ended(
         assert (await refused()).status_code == 200
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["engine", "router"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_that_goes_away_ends_its_join(tmp_path: Path, kind: str, path: str, port: int) -> None:
@@ -146,6 +146,7 @@ async def test_a_front_that_goes_away_ends_its_join(tmp_path: Path, port: int) -
             await lonely
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_limit_is_the_servers_or_the_requests(tmp_path: Path, path: str, port: int) -> None:
     async with client_of("engine", tmp_path, group_s=0.3) as (client, engine):

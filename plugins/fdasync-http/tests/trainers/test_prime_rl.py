@@ -146,7 +146,7 @@ class PrimeRL:
         return [*tokens, *second.tokens], np.concatenate([first.rows, second.rows]), (first, second)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("place", "rows"),
     [

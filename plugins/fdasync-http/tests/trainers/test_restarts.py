@@ -34,7 +34,7 @@ async def spans_of(scene, tmp_path):
         return tokens, msgspec.json.decode(file.metadata()["weight_versions"], type=list[WeightSpan])
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("path", PATHS)
 async def test_it_begins_at_version_1_again(scene, tmp_path, path):
     folder = scene.new_weights("current", 77)

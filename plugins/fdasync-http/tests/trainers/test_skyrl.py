@@ -105,7 +105,7 @@ class SkyRL:
         await self.stage.post("/reset_prefix_cache", {"reset_running_requests": False})
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("place", "rows"), [("engine", True), ("engine", False), ("fleet", True), ("router", True)])
 async def test_skyrl_trains_a_step(stage_of, place, rows):
     async with stage_of(place, dialect="vllm") as stage:

@@ -177,7 +177,7 @@ class Slime:
         await self.stage.post("/continue_generation")
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("place", "rows"),
     [

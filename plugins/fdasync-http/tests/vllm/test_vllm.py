@@ -118,6 +118,7 @@ async def test_a_prompt_is_scored(scene):
     assert [str(token) in entry for token, entry in zip(PROMPT[1:], told[1:], strict=True)] == [True] * 5
 
 
+@pytest.mark.ci
 async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
     async with scene_of(runner={"eos_id": -1}) as scene:
         answer = (await generate(scene, sampling_params={"temperature": 0, "stop": None})).json()
@@ -126,6 +127,7 @@ async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
@@ -144,6 +146,7 @@ async def test_bad_input_is_named(scene_of, body, status, told):
         assert told in response.json()["error"]["message"]
 
 
+@pytest.mark.ci(after=1)
 async def test_skyrl_and_trl_pause_keep_update_and_resume(scene):
     new = scene.new_weights("one", 9)
     body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 200, "ignore_eos": True}}
@@ -192,6 +195,7 @@ async def test_small_paths(scene):
     assert worker["url"] == scene.url
 
 
+@pytest.mark.ci(after=1)
 async def test_text_in_a_stream_is_the_whole_text_up_to_a_stop(scene):
     whole = (await generate(scene, output_mode="text")).json()["choices"][0]["text"]
     stop = whole[5:7]
@@ -209,6 +213,7 @@ async def test_text_in_a_stream_is_the_whole_text_up_to_a_stop(scene):
         assert answer["choices"][0]["text"] == want_text
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/skyrl/v1/generate"])
 async def test_errors_have_a_number_as_code(scene_of, path):
     """vLLM's models of answers ask for an integer."""
@@ -239,6 +244,7 @@ async def test_the_model_s_name_is_as_it_was_asked_for(scene_of):
             assert json.loads(stream.text.partition("\n\n")[0].removeprefix("data: "))["model"] == told
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_a_reset_that_pauses_ends_no_pause_of_another_client(scene_of, mode):
     body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 200, "ignore_eos": True}}

@@ -125,6 +125,7 @@ def assert_staged(aux: Any, seen: list[list[Any]], top_k: tuple[int, ...], count
         assert torch.equal(staged["routing_weights"][:, layer, :k], weights[:count].to(torch.float16))
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "fuse"), [("qwen3_moe", True), ("qwen3_moe", False), ("ernie4_5_moe", True)])
 def test_weights_are_bit_by_bit_what_the_experts_get(family: str, dtype: torch.dtype, fuse: bool) -> None:

@@ -257,6 +257,7 @@ async def test_whatever_is_drafted_answers_stay(tmp_path: Path, kind: str) -> No
     assert steps >= count
 
 
+@pytest.mark.ci
 async def test_drafts_are_refused_where_none_were_asked_for(tmp_path: Path) -> None:
     make_small_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config=OWN)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 from device_path import DEVICE, ON_GPU
 
 
+@pytest.mark.ci
 async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
@@ -44,6 +45,7 @@ async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypa
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, "cuda_graphs": False, **DEVICE})
@@ -69,6 +71,7 @@ async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, si
         await Driver.open(tmp_path, config={"device": "cpu", "graph_sizes": sizes})
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("error", [RuntimeError("no room"), torch.OutOfMemoryError("no room")])
 async def test_what_fails_to_bind_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
@@ -125,6 +128,7 @@ class PinsOnly:
         del self.pages[address]
 
 
+@pytest.mark.ci
 async def test_pages_of_blocks_are_not_pinned_any_more_where_those_of_snapshots_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +198,7 @@ async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: P
         await driver.close()
 
 
+@pytest.mark.ci
 async def test_a_closed_runner_holds_nothing_when_it_empties_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +215,7 @@ async def test_a_closed_runner_holds_nothing_when_it_empties_the_cache(
     assert seen == [False, False]
 
 
+@pytest.mark.ci
 async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

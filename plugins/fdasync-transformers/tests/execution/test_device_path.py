@@ -36,7 +36,7 @@ QUICK = ("qwen3_moe", "qwen3_next")
 MARKS: dict[str, Any] = {one: () if one in QUICK else pytest.mark.nightly for one in FAMILIES + RECURRENT}
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=MARKS.get(one, pytest.mark.gpu)) for one in FAMILIES + RECURRENT + MORE]
 )
@@ -68,7 +68,7 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     assert ("decodes", True, True) in shapes
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in FAMILIES[1:] + MORE]]
 )
@@ -241,6 +241,7 @@ async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
     await driver.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "test",
     [

@@ -39,6 +39,7 @@ class OnTheHost(DraftTests):
         return TransformersRunner(config, msgspec.structs.replace(limits, model=str(self.folder)))
 
 
+@pytest.mark.ci
 class TestHostRuns(OnTheHost):
     """Drafts of a host on a mixture of experts, whose rows are its routing."""
 

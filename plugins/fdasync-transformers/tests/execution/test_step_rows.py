@@ -192,7 +192,7 @@ class Play:
             one.known = length
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("own", [False, True])
 def test_rows_stand_where_the_device_was(own: bool) -> None:
     longest = none = behind = owned = 0

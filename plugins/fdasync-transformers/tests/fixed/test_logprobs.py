@@ -169,6 +169,7 @@ def test_chunks_change_no_bit_and_gradients_by_roundings_alone(dtype: torch.dtyp
             assert (tensor.grad - leaf.grad).norm() <= ERROR[dtype] * leaf.grad.norm(), chunk_tokens
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 15, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype, chunk_tokens: int) -> None:

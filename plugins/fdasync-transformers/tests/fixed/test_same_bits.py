@@ -41,7 +41,7 @@ def differing(family, dtype, *, fixed):
     return sum(int((one != other).any(-1).sum()) for one, other in zip(alone, mixed, strict=True))
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", by_structure(FAMILIES))
 def test_families_in_float32(family):
     assert differing(family, torch.float32, fixed=True) == 0
@@ -58,6 +58,7 @@ def test_the_default_does_not_promise_them():
     assert differing("qwen3_moe", torch.float32, fixed=False) > 100
 
 
+@pytest.mark.ci
 def test_blocks_of_other_sizes_change_nothing():
     step_model = step_model_of("qwen3_moe_swa", torch.float32, fixed=True)
     (tokens,) = prompts_of(step_model, 100)

@@ -15,7 +15,7 @@ QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe")
 PLACES = ("left", "right", "packed")
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", in_turn(SERVED, QUICK))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_real_token_has_the_rollouts_logits(family: str, dtype: torch.dtype) -> None:

@@ -65,6 +65,7 @@ def test_parts_of_a_model_keep_having_one_config() -> None:
         assert {id(layer.self_attn.config) for layer in text.layers} == {id(text.config)}
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_output_head_alone_has_the_models_logits(dtype: torch.dtype, bias: bool) -> None:

@@ -140,7 +140,7 @@ def strided(x):
     return wide[:, 0]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_operation_of_elements_looks_at_places_or_strides(dtype):
     torch.manual_seed(0)

@@ -284,6 +284,7 @@ def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(model, layers, modules) == f"no kernels on {model.device}"
 
 
+@pytest.mark.ci
 @torch.inference_mode()
 def test_rows_of_padding_are_zeros(fused: Fused) -> None:
     module, live = fused.module, fused.live

@@ -65,7 +65,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
     return found
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -317,7 +317,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "why", [pytest.param(one, marks=() if number < 2 else pytest.mark.nightly) for number, one in enumerate(CHANGES)]
 )

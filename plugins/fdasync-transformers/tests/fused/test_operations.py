@@ -56,6 +56,7 @@ def test_several_sequences_in_a_batch_and_single_tokens():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_a_decode_with_the_librarys_cache():
     model = build("qwen3_moe")
     ids = ids_of(1, 8)
@@ -171,7 +172,7 @@ def break_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rotary embedding of Qwen3MoeAttention is the library's own: apply_rotary_pos_emb rotates in no style"
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("breaks", "part"),
     [

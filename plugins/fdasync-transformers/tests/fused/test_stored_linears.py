@@ -48,7 +48,7 @@ def layers_of(model: Any) -> list[KeptLinear]:
     return [block.proj for block in model.model.layers]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:
@@ -71,6 +71,7 @@ def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:
         assert torch.equal(first(rows), 2 * before)
 
 
+@pytest.mark.ci
 def test_a_layer_that_differs_leaves_all_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     honest = linears.kept_product

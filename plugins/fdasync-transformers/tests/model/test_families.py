@@ -60,7 +60,7 @@ def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", by_structure([*SERVED, *INDEXED]))
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
     model = make_tiny_checkpoint(tmp_path, family)
@@ -213,6 +213,7 @@ async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
     assert caught.value.field == "runner_config.experts"
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", ["qwen3_moe_swa", "qwen2_moe_swa", "mixtral", "gpt_oss", "phimoe", "llama4_text"])
 async def test_self_check_refuses_a_model_whose_window_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str

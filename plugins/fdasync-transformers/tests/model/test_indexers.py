@@ -40,6 +40,7 @@ def generated(model: Any, prompt: list[int], count: int) -> list[int]:
 # -- the keys in the blocks -----------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("family", "dtype", "layout"),
     [
@@ -60,6 +61,7 @@ async def test_keys_of_indexers_are_parts_of_a_block(tmp_path: Path, family: str
     await driver.close()
 
 
+@pytest.mark.ci
 async def test_expanded_kv_gives_the_same_tokens(tmp_path: Path) -> None:
     model = make_tiny_checkpoint(tmp_path, "glm_moe_dsa")
     driver = await Driver.open(tmp_path, config={"latent_mla": False, "self_check": False})
@@ -141,7 +143,7 @@ async def refused(folder: Path, **limits: Any) -> str:
     return caught.value.reason
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("index_topk", [16, 2048])
 async def test_self_check_refuses_attention_to_all_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_topk: int

@@ -35,7 +35,7 @@ def check(reference: Any, lane: Lane, most: int) -> None:
     assert lane.drafts == drafts_of(*reference, lane.known, most)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 def test_alone_with_its_prompt_in_chunks(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)
@@ -64,6 +64,7 @@ def test_in_a_batch_of_prompts_and_decodes(played: Any) -> None:
             check(reference, lane, most)
 
 
+@pytest.mark.ci(after=1)
 def test_after_a_prefix_hit_and_a_restart(played: Any) -> None:
     opened, reference, most = played
     play = Play(opened)

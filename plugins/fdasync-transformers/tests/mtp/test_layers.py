@@ -42,6 +42,7 @@ def send(weights: LiveWeights, tensors: Any) -> None:
     weights.end()
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("family", "layers"), [("deepseek_v3", 1), ("glm4_moe", 2)])
 def test_layers_are_loaded_as_the_library_loads_them(tmp_path: Path, family: str, layers: int) -> None:
     make_mtp_checkpoint(tmp_path, family, layers=layers)
@@ -53,6 +54,7 @@ def test_layers_are_loaded_as_the_library_loads_them(tmp_path: Path, family: str
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("family", "how"),
     [("glm4_moe_lite", {"told": False}), ("dots1", {"told": False, "layer_types": ["full_attention"] * 4}),

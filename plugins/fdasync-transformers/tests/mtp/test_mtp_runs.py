@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import Runner, RunnerLimits
 
 
+@pytest.mark.ci
 class TestMtpRuns(RunTests):
     limits = msgspec.structs.replace(RunTests.limits, speculation=3)
     logprob_error = 1e-4

@@ -32,6 +32,7 @@ def cases(draw: Any) -> tuple[tuple[int, ...], Cut, list[int]]:
     return tuple(shape), Cut(dim, count, draw(st.integers(0, count - 1)), pieces), sorted({0, *marks, size})
 
 
+@pytest.mark.ci
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_rows_and_flat_runs_end_in_the_part(case: tuple[tuple[int, ...], Cut, list[int]]) -> None:

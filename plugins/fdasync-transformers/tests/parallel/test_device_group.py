@@ -131,6 +131,7 @@ def test_ranks_of_one_gpu_join_where_tests_allow_it(monkeypatch: pytest.MonkeyPa
     assert returned(as_ranks(2, work)) == ["sums in peers' memory"] * 2
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_by_nccl_are_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     given = [torch.randn((5, 16), generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]

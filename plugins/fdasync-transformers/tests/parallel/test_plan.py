@@ -36,6 +36,7 @@ def cut(
     return model, Sharded(model, rank, ranks, latent=True)
 
 
+@pytest.mark.ci
 def test_heads_and_widths_are_cut_and_the_rest_is_whole() -> None:
     model, sharded = cut("qwen3_moe", 4, rank=3)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -74,6 +75,7 @@ def test_whole_attention_shares_blocks(family: str) -> None:
     assert cut(family, 2)[1].shares_blocks
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("family", "ranks", "options", "words"),
     [
@@ -189,7 +191,7 @@ def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) 
         assert reason in refused.reason
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("family", "ranks", "code", "words"),
     [

@@ -64,7 +64,7 @@ def loaded(folder: Path, rank: int, ranks: int) -> tuple[int, int]:
     return held.peak_nbytes, nbytes_of([*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_holds_its_share_and_one_stored_tensor(tmp_path: Path, family: str, ranks: int) -> None:

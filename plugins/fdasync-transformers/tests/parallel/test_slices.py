@@ -111,7 +111,7 @@ def test_another_order_and_another_rounding_are_noticed(
     assert not torch.equal(sliced_logits("qwen3_moe", dtype, SEQUENCES, ranks)[0], one)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
     found = [trainers_logits("qwen3_moe", dtype, sum_slices=count) for count in slices.COUNTS]
@@ -122,6 +122,7 @@ def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
 # -- what is refused --------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_sizes_and_families_without_slices_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"4 ranks cannot part the 17 of .*experts.gate_up_proj") as caught:
         fixed_numerics(make_tiny_model("qwen3_moe", moe_intermediate_size=17), sum_slices=4).apply()
@@ -154,6 +155,7 @@ def test_adapters_of_what_is_sliced_are_refused_by_name() -> None:
     assert not hasattr(vars(model.model.layers[0].self_attn.o_proj), "forward")
 
 
+@pytest.mark.ci
 def test_a_report_refuses_what_a_start_would(tmp_path: Path) -> None:
     def report(family: str, **limits: Any) -> Any:
         make_tiny_checkpoint(tmp_path / family, family)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("shape", "dim", "count", "pieces"), [((24, 3), 0, 4, 2), ((24, 3), 0, 2, 1), ((5, 16), 1, 4, 2), ((48,), 0, 4, 1)]
 )

@@ -94,6 +94,7 @@ LENGTHS_OF_FLASH: dict[str, Any] = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BO
 ALL_OF_FLASH = LENGTHS_OF_FLASH | {"max_length_q": 13, "max_length_k": 13}
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_every_packed_form_that_is_accepted_equals_alone(family: str, attention: str) -> None:

@@ -43,6 +43,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("family", SOME)
 def test_a_deep_copy_within_a_replay_is_refused_and_harms_nothing(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)

@@ -68,6 +68,7 @@ def expected_weights(family: str, config: Any, logits: torch.Tensor, rows: torch
     return softmax
 
 
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
 def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)

@@ -60,6 +60,7 @@ def pid_of(checks: GrammarProcess) -> int:
     return checks._child.process.pid
 
 
+@pytest.mark.ci
 async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_checked(tokenizer: Path) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,), memory_nbytes=16 << 20)
     await checks.check(FINE)

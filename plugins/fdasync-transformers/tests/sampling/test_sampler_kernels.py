@@ -155,7 +155,7 @@ def drawn(width: int, kind: str) -> torch.Tensor:
 KINDS = ["flat", "sharp", "ties", "one", "zeros"]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize(
     ("kind", "width"), [*[(kind, width) for kind in KINDS for width in (40, TILE + 5)], ("flat", 2 * TILE + 5)]
@@ -171,7 +171,7 @@ def test_they_do_in_the_blocks_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch)
     check(sample_on_device, drawn(TILE + 600, "flat"), asked())
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_with_holes_in_every_dtype(on: Any, dtype: torch.dtype) -> None:
@@ -298,7 +298,7 @@ def test_bad_rows_are_found_and_change_no_other(on: Any) -> None:
             assert torch.equal(results[name][others], sound[name][others])
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 def test_a_row_has_the_same_bits_alone(on: Any) -> None:
     own = asked()

@@ -67,7 +67,7 @@ async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> 
     await driver.close()
 
 
-@pytest.mark.ci(after=5)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("family", [name for name, entry in FAMILIES.items() if entry.refused])
 def test_a_refusal_is_told_without_weights(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)

@@ -45,7 +45,7 @@ async def test_settings_without_fixed_numerics_are_refused_by_name(folder: Path,
     assert caught.value.field == f"runner_config.{key}"
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("experts", ["auto", "eager"])
 async def test_what_holds_is_said(folder: Path, experts: str) -> None:
     driver = await opened(folder, "fixed", experts=experts)

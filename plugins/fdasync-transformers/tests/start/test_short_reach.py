@@ -101,6 +101,7 @@ async def test_a_model_is_served_with_its_own_sizes(
     await driver.close()
 
 
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(("family", "size", "field"), [case for case in LARGE if case[2] != "floor_scale"])
 async def test_a_large_window_that_is_lost_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, size: dict[str, int], field: str

@@ -73,7 +73,7 @@ def check_sums(report: Report) -> None:
 # -- what is right ------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_right_record_is_exact(folders: dict[str, Path], models: dict[str, Any], family: str) -> None:
     served = [serve(models[family], seed, prompt=5 + 6 * seed, start=seed) for seed in range(3)]
@@ -128,6 +128,7 @@ def test_records_come_from_results(models: dict[str, Any]) -> None:
 # -- what is wrong ------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_swapped_expert_is_one_wrong_row(models: dict[str, Any], family: str) -> None:
     model = models[family]

@@ -151,6 +151,7 @@ def test_drawn_weights_are_those_of_a_model_that_keeps_nothing_quantised(tmp_pat
 # -- new weights ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci(after=1)
 def test_a_folder_of_the_same_form(tmp_path: Path, kind: str) -> None:
     (old, _), (new, _) = make(tmp_path, kind), make(tmp_path, kind, 1)
     live, fresh = keep(old, kind), keep(new, kind)
@@ -163,6 +164,7 @@ def test_a_folder_of_the_same_form(tmp_path: Path, kind: str) -> None:
     assert live.now() == live.addresses
 
 
+@pytest.mark.ci(after=2)
 def test_a_plain_folder_is_quantised_by_the_recipe(tmp_path: Path, kind: str) -> None:
     old, new = make(tmp_path, kind)[0], make_trained(tmp_path, kind)
     live = keep(old, kind)

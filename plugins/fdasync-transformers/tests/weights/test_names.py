@@ -53,6 +53,7 @@ def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str)
     assert_equal(ours, theirs)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", by_structure(WRAPPED, also=NAMED))
 def test_a_text_half_has_the_values_of_the_whole(tmp_path: Path, family: str) -> None:
     write_tiny_checkpoint(tmp_path, family)
@@ -77,6 +78,7 @@ def test_conversions_are_counted(tmp_path: Path, family: str) -> None:
     assert any(note.endswith("tensors converted by the library") for note in notes)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("family", ["llama4", "minimax_m3_vl", "qwen3_vl_moe", "kimi_k2"])
 def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, family: str) -> None:
     write_tiny_checkpoint(tmp_path / "old", family, seed=0)

@@ -96,6 +96,7 @@ def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, how: str) -> None:
     assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("how", "ends"),
     [
@@ -112,7 +113,7 @@ def test_parts_may_lie_in_different_shards(tmp_path: Path, how: str, ends: list[
     assert_equal(load(quantised).state_dict(), load(plain).state_dict())
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("how", SOME)
 def test_new_weights_come_in_either_form(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -133,6 +134,7 @@ def test_new_weights_come_in_either_form(tmp_path: Path, how: str, caplog: pytes
 # -- what tensors decide ----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_groups_of_several_formats_stand_side_by_side(tmp_path: Path) -> None:
     """Experts in 4 bits, a matrix in 8, one in FP8 by rows, one in FP8 with one scale."""
     quantised, _ = make(tmp_path, "pack-quantized")
@@ -177,6 +179,7 @@ def test_blocks_that_scales_cannot_tell_apart_are_refused(tmp_path: Path) -> Non
         load(quantised)
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("how", ["gptq", "gptq 8 bits"])
 def test_columns_of_gptq_are_in_the_order_of_their_groups_without_g_idx(tmp_path: Path, how: str) -> None:
     quantised, plain = make(tmp_path, how)
@@ -193,6 +196,7 @@ def test_a_matrix_of_gptq_may_have_other_bits_and_groups_than_the_config(tmp_pat
     assert torch.equal(load(quantised).state_dict()[Q], plain.bfloat16())
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("v2", [False, True])
 def test_zero_points_of_gptq_that_are_zero_borrow_from_the_next(tmp_path: Path, bits: int, v2: bool) -> None:

@@ -82,6 +82,7 @@ def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str, monkeypat
     assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_ids_and_facts_equal_those_of_the_plain_form(tmp_path: Path, kind: str) -> None:
     quantised, plain = make(tmp_path, kind)
@@ -206,6 +207,7 @@ def test_scales_may_have_the_name_of_deepseeks_own_files(tmp_path: Path) -> None
     assert_equal(load(quantised).state_dict(), load(plain).state_dict())
 
 
+@pytest.mark.ci
 def test_tied_heads_are_compared_dequantised(tmp_path: Path) -> None:
     quantised, plain = tmp_path / "quantised", tmp_path / "plain"
     make_fp8(quantised, plain, "ernie4_5_moe")
@@ -225,7 +227,7 @@ def test_tied_heads_are_compared_dequantised(tmp_path: Path) -> None:
 # -- new weights ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_come_in_either_form(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -322,6 +324,7 @@ def test_bad_block_sizes_are_refused(tmp_path: Path, block: object) -> None:
         load(quantised)
 
 
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

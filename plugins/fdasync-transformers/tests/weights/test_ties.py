@@ -161,6 +161,7 @@ def test_an_update_gives_what_the_library_loads_or_changes_nothing(
     assert tied(live.model) != apart
 
 
+@pytest.mark.ci
 def test_a_head_may_come_and_go(folder: Any) -> None:
     live = Live(folder("old", "another head"))
     for seed, kind in enumerate(("embeddings alone", "a third head", "head alone", "another head", "equal"), 1):

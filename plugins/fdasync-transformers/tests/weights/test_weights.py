@@ -108,6 +108,7 @@ _Q = "model.layers.0.self_attn.q_proj.weight"
 _EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
+@pytest.mark.ci(after=7)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -204,6 +205,7 @@ def test_tensors_are_converted_as_loading_converts_them(pair: Any, family: str, 
     assert_equal(live.state(), fresh.state())
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("family", SOME)
 def test_names_left_out_keep_their_values(pair: Any, family: str) -> None:
     old, new = pair(family)
@@ -256,6 +258,7 @@ def test_what_the_library_leaves_out_is_left_out(pair: Any) -> None:
     assert_equal(live.state(), Live(new).state())
 
 
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [

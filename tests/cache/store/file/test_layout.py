@@ -57,6 +57,7 @@ def test_a_record_is_what_was_written(written):
     assert decode_record(EMPTY_RECORD, shape, slot) is None
 
 
+@pytest.mark.ci
 @case_settings(300)
 @given(records(), st.integers(0, 8 * 512 - 1), SHAPES, st.integers(0, 10**6))
 def test_a_record_is_believed_nowhere_else_and_not_with_one_bit_changed(written, bit, other, other_slot):
@@ -124,6 +125,7 @@ def test_the_order_is_what_was_written(next_sequence, sequences, bit):
         decode_order(bytes(data))
 
 
+@pytest.mark.ci
 @case_settings(300)
 @given(SHAPES, st.text(max_size=40))
 def test_names(shape, text):

@@ -30,6 +30,7 @@ from tests.cache.store.process.odd_store import Bench, in_process, opened
 # -- closing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 async def test_closing_waits_for_what_runs_and_closes_the_store():
     async with opened() as bench:
         running = asyncio.ensure_future(bench.store.get_into([bench.item("odd/stubborn")]))
@@ -51,12 +52,14 @@ async def test_closing_waits_for_what_runs_and_closes_the_store():
             await bench.store.usage()
 
 
+@pytest.mark.ci
 async def test_closing_has_a_deadline():
     async with opened(in_process(config={"close": "hang"}, close_deadline_s=0.2)) as bench:
         await bench.store.aclose()
         assert children() == []
 
 
+@pytest.mark.ci
 async def test_closing_a_stopped_child_has_the_deadline_too():
     async with opened(in_process(close_deadline_s=0.2)) as bench:
         stop_process(bench.store.pid)
@@ -67,6 +70,7 @@ async def test_closing_a_stopped_child_has_the_deadline_too():
             await call
 
 
+@pytest.mark.ci
 async def test_a_store_that_cannot_be_closed_says_so():
     bench = Bench(in_process(config={"close": "fail"}))
     await bench.store.open([bench.region])
@@ -77,6 +81,7 @@ async def test_a_store_that_cannot_be_closed_says_so():
     bench.region.close()
 
 
+@pytest.mark.ci
 async def test_the_end_of_the_channel_closes_the_store():
     async with opened() as bench:
         pidfd = os.pidfd_open(bench.store.pid)
@@ -88,6 +93,7 @@ async def test_the_end_of_the_channel_closes_the_store():
         assert bytes(bench.region.view(bench.region.nbytes - 6)) == b"closed"
 
 
+@pytest.mark.ci
 async def test_keys_at_the_terminal_are_not_for_the_child():
     async with opened() as bench:
         assert os.getpgid(bench.store.pid) == bench.store.pid != os.getpgid(0)

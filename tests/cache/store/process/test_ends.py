@@ -116,6 +116,7 @@ async def test_a_stopped_child_is_killed():
         await flight.ends("stuck")
 
 
+@pytest.mark.ci
 async def test_kill_ends_a_start_too():
     async with opened() as bench:
         await bench.store.kill("first")
@@ -199,7 +200,7 @@ async def test_starts_are_rationed():
         assert children() == []
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("variable", "how", "error", "words"),
     [

@@ -96,6 +96,7 @@ async def test_opening_has_a_deadline(how):
     assert children() == []
 
 
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(("how", "deadline_s"), [("hang", 1.0), ("wait", 40.0)])
 async def test_closing_while_it_opens(how, deadline_s):
     bench = Bench(in_process(config={"open": how}, close_deadline_s=deadline_s))

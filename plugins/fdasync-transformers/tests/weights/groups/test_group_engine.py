@@ -79,6 +79,7 @@ async def test_an_update_lies_between_two_steps_of_requests_that_go_on(tmp_path:
         engine.check()
 
 
+@pytest.mark.ci
 async def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
@@ -156,6 +157,7 @@ async def test_a_trainer_of_torchs_own_group_sends_checkpoint_names_tensor_by_te
         await engine.leave_weights_group(trainer.group.name)
 
 
+@pytest.mark.ci
 async def test_waits_end_and_a_wrong_checksum_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
