@@ -308,6 +308,7 @@ def sources() -> dict[str, str]:
     return {module: path.read_text() for module, path in ALL_MODULES.items()}
 
 
+@pytest.mark.heavy("reads every module")
 def test_rooms_import_what_the_floors_say():
     broken = [line for module, source in sources().items() for line in broken_rules(module, source)]
     assert not broken, "\n".join(broken)
@@ -427,6 +428,7 @@ def test_floors_allow(module, line):
     assert broken_rules(module, line) == []
 
 
+@pytest.mark.heavy("reads every module")
 def test_no_module_imports_itself_by_way_of_others():
     graph = import_graph(sources())
     # raises with the circle

@@ -89,6 +89,7 @@ def test_torch_is_imported_in_gpu_rooms_and_runners_only():
             assert not {name.split(".")[0] for name in imports_of(path.read_text())} & heavy, module
 
 
+@pytest.mark.heavy("reads every module")
 def test_nothing_is_global():
     for module, path in MODULES.items():
         tree = ast.parse(path.read_text())
@@ -119,6 +120,7 @@ def bare_deadlines(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.heavy("reads every module")
 def test_waits_for_others_look_once_more_behind_their_deadline():
     """A loop that its user blocked must not call those late whose answer lies unread (`deadlines.py`)."""
     for module, path in MODULES.items():

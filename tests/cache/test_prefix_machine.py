@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -483,5 +484,5 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.free + len(self.device_order) == self.num_blocks
 
 
-TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine = pytest.mark.heavy("rules of a machine in orders that nobody wrote down")(IndexMachine.TestCase)
 TestIndexMachine.settings = machine_settings(100, 50)

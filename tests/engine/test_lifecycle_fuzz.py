@@ -247,6 +247,7 @@ def fuzz(seeds: range) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.heavy("calls of an engine in orders that nobody wrote down")
 def test_no_order_of_calls_hangs_or_leaks():
     outcomes = fuzz(range(40))
     # rounds in which nothing happens prove nothing

@@ -83,6 +83,7 @@ def damaged(draw):
     return bytes(data)
 
 
+@pytest.mark.heavy("bytes of a stranger, in every message")
 @case_settings(500)
 @given(damaged() | st.binary(max_size=64))
 def test_whatever_arrives_is_a_message_within_its_bounds_or_a_protocol_error(data):

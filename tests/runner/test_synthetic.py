@@ -60,6 +60,7 @@ class TestSyntheticRuns(RunTests):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)
 
 
+@pytest.mark.heavy("the suite of runners that draft")
 class TestSyntheticDrafts(DraftTests):
     config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
 

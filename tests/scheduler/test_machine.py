@@ -12,6 +12,7 @@ from collections import deque
 from typing import get_args
 
 import msgspec
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -495,5 +496,7 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
             assert self.wake_at <= min(live)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.heavy("rules of a machine in orders that nobody wrote down")(
+    SchedulerMachine.TestCase
+)
 TestSchedulerMachine.settings = machine_settings(400, 50)

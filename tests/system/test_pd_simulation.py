@@ -60,6 +60,7 @@ def test_pd_simulation(pd_seeds: SimSeeds):
         assert all(counts[name] for name in (*work, *incidents))
 
 
+@pytest.mark.heavy("whole fleets under faults in orders that nobody wrote down")
 def test_pd_simulation_of_a_few_seeds():
     outcomes, _ = play(range(_SLOW_SEEDS, _SLOW_SEEDS + 4))
     assert {"stop", "length"} <= outcomes.keys()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fdasync.testing.pytest_plugin import SimSeeds
 
 
+@pytest.mark.heavy("whole engines under faults in orders that nobody wrote down")
 def test_simulation(sim_seeds: SimSeeds):
     outcomes: Counter[str] = Counter()
     totals: Counter[str] = Counter()

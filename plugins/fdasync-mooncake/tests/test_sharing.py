@@ -21,6 +21,7 @@ def blocks():
     blocks.region.close()
 
 
+@pytest.mark.heavy("a Mooncake master and two clients, once")
 async def test_what_one_puts_the_other_gets(pool, blocks):
     other = Blocks(8)
     async with (

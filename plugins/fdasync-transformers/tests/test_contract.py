@@ -85,6 +85,7 @@ class _OnACheckpoint(RunnerSuite):
             assert np.array_equal(np.sort(rows, axis=-1), np.sort(other.rows[name], axis=-1)), f"rows of {name} differ"
 
 
+@pytest.mark.heavy("the suite of runners against the model's")
 class TestTransformers(_OnACheckpoint, RunnerTests):
     pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
@@ -32,6 +33,7 @@ async def answers(engine: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.heavy("two engines and a device's memory between them, once")
 async def test_what_a_decode_instance_reads_from_a_device_is_what_one_engine_computes(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_tiny_checkpoint(folder, "qwen3_moe", 0)

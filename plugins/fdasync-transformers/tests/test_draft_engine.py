@@ -68,6 +68,7 @@ async def test_results_are_those_without_drafts(tmp_path: Path, family: str) -> 
     assert stats.steps < plain.steps
 
 
+@pytest.mark.heavy("drafts through the kernels of GPUs, once")
 @pytest.mark.ci(after=1)
 @pytest.mark.parametrize("numerics", ["default", pytest.param("fixed", marks=pytest.mark.gpu)])
 async def test_kernels_give_the_results_of_the_host(

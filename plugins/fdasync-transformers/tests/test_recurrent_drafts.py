@@ -73,6 +73,7 @@ def begun_behind(results: list[Result]) -> list[int]:
     return [result.samples[0].cached_tokens for result in results[len(results) // 2 :]]
 
 
+@pytest.mark.heavy("drafts beside recurrent state, in one engine on CPUs")
 @pytest.mark.parametrize(
     "family", ["qwen3_next", *[pytest.param(one, marks=pytest.mark.nightly) for one in FAMILIES[1:]]]
 )

@@ -208,6 +208,7 @@ async def test_a_confirmation_for_a_lease_that_is_over_loses_its_request(stage):
 # -- anything at all
 
 
+@pytest.mark.heavy("messages of a stranger, in every order")
 @case_settings(60)
 @given(st.lists(st.tuples(messages_of(LeaseRequest, LeaseDrop, BlocksOffer, HandOff), st.booleans()), max_size=12))
 def test_no_message_of_a_peer_raises_or_reaches_the_scheduler_unchecked(messages):

@@ -14,6 +14,7 @@ from fdasync.testing.sim.transport import SimFabric, SimTransport
 from tests.support.device_transport import RegionTransport
 
 
+@pytest.mark.heavy("a process that is killed is a process")
 class TestShm(TransportTests):
     keeps_offers = False
     factory = "fdasync.pd.transfer.shm:ShmTransport"
@@ -28,6 +29,7 @@ class TestShmOnTheStdlibLoop(TestShm):
         return asyncio.SelectorEventLoop()
 
 
+@pytest.mark.heavy("a process that is killed is a process")
 class TestTcp(TransportTests):
     factory = "fdasync.pd.transfer.tcp:TcpTransport"
 
@@ -66,6 +68,7 @@ class TestDeviceOnTheStdlibLoop(TestDevice):
         return asyncio.SelectorEventLoop()
 
 
+@pytest.mark.heavy("the suite of transports against the one in virtual time")
 class TestSim(TransportTests):
     @pytest.fixture(autouse=True)
     def fabric(self):

@@ -220,6 +220,7 @@ def test_lanes_are_given_in_the_same_order(big):
     assert context.waits[key] < 2.0 + 1.5
 
 
+@pytest.mark.heavy("no other test bounds how long a request may wait for blocks")
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2]), st.integers(0, 2), st.integers(2, 8))
 @case_settings(15)
 def test_no_request_waits_longer_than_all_older_ones_take(seed, depth, reserve, lanes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -396,5 +397,5 @@ class PdMachine(RuleBasedStateMachine):
             assert block.host < 0 or block.host_list is not None
 
 
-TestPdMachine = PdMachine.TestCase
+TestPdMachine = pytest.mark.heavy("rules of a machine in orders that nobody wrote down")(PdMachine.TestCase)
 TestPdMachine.settings = machine_settings(200, 50)

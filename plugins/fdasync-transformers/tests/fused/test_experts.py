@@ -302,6 +302,7 @@ def test_rows_of_padding_are_zeros(fused: Fused) -> None:
         assert_close(found[~padding], whole[~padding])
 
 
+@pytest.mark.heavy("Triton's interpreter works out a product in parts")
 @torch.inference_mode()
 def test_parts_sum_to_the_result(fused: Fused) -> None:
     rows = rows_of(fused.module, 6)

@@ -27,6 +27,7 @@ class TestFileSynced(InFolder, StoreTests):
     examples = 5
 
 
+@pytest.mark.heavy("a model of the file store against the store")
 class TestFileTiny(InFolder):
     """Room for a few dozen small objects: slots are reused, and segments of one size dropped for another."""
 

@@ -18,6 +18,7 @@ from tests.cache.store.process.odd_store import PART_NBYTES, in_process, opened
 pytestmark = pytest.mark.usefixtures("forked_children")
 
 
+@pytest.mark.heavy("the suite of stores against a store in a process")
 class TestInProcess(StoreTests):
     """Memory, one process away."""
 
