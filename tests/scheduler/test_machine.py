@@ -496,7 +496,5 @@ class SchedulerMachine(EndOfPlay, RuleBasedStateMachine):
             assert self.wake_at <= min(live)
 
 
-TestSchedulerMachine = pytest.mark.heavy("rules of a machine in orders that nobody wrote down")(
-    SchedulerMachine.TestCase
-)
+TestSchedulerMachine = pytest.mark.heavy("calls in orders that nobody wrote down")(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = machine_settings(400, 50)
