@@ -76,7 +76,8 @@ def refuse_model(model: torch.nn.Module) -> str:
     return kind
 
 
-@torch.compiler.disable  # the compiler of some versions of torch cannot raise an error of ours
+# the compiler of some versions of torch cannot raise an error of ours
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiled() -> NoReturn:
     raise compiled()
 
