@@ -1,6 +1,7 @@
 """A loop that its user blocks for minutes: a store that answered meanwhile is not called late for it.
 
-The minutes are skipped; see `tests/support/skips.py`. The store's process is real, and is stopped where it shall be late.
+The minutes are skipped; see `tests/support/skips.py`. The store's process is real, and is stopped where it shall be
+late.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Loops whose clock a test moves on: a loop that its user blocks for minutes, without the wait.
 
-A test marked `skips` runs on such a loop. `block` stands for a call of the user's that blocks the loop: it blocks it for
-real until what the test waits for has come (an answer that lies unread in a socket), and moves the clock on by as long
-as the call would have taken. So limits of minutes pass, and no answer of a busy machine is late. As on the loops below
-it, what is overdue is called in the next turn: on uvloop before sockets are read.
+A test marked `skips` runs on such a loop. `block` stands for a call of the user's that blocks the loop: it blocks it
+for real until what the test waits for has come (an answer that lies unread in a socket), and moves the clock on by as
+long as the call would have taken. So limits of minutes pass, and no answer of a busy machine is late. What is overdue
+is called in the next turn as by the loops below it: on uvloop before sockets are read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import select
+import time
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -19,6 +20,7 @@ from tests.support.helpers import hold_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fdasync.engine.engine import Engine
     from fdasync.ipc.rpc import RpcClient
 
 #: of a call or a step whose time a block outlasts: no machine is so busy
@@ -91,14 +93,33 @@ class SkippedUvloop(uvloop.Loop):
 
 def block(until: Callable[[], object] = lambda: True, seconds: float = BLOCKED_S) -> None:
     """Block the running loop until this holds, and move its clock on by so many seconds."""
-    for _ in range(round(_HANG_S / _LOOK_S)):
-        if until():
-            break
+    begun = time.monotonic()
+    while not until():
+        assert time.monotonic() < begun + _HANG_S, "what the loop is blocked for does not come"
         hold_up(_LOOK_S)
-    else:
-        raise TimeoutError(f"not within {_HANG_S:g} s of a blocked loop")
     loop: Any = asyncio.get_running_loop()
     loop.skip(seconds)
+
+
+async def go_on(done: Callable[[], object], stands: Callable[[], object]) -> None:
+    """Let the loop turn until `done` holds, and block it whenever `stands` says that only time will change anything."""
+    begun = time.monotonic()
+    while not done():
+        assert time.monotonic() < begun + _HANG_S, "what is waited for does not come"
+        if stands():
+            block()
+        await asyncio.sleep(_LOOK_S)
+
+
+def is_left_or_stuck(engine: Engine, pid: int) -> bool:
+    """Only time changes anything for this engine's store: its breaker rests, or this process does not answer it."""
+    stack = engine._runtime._stack
+    assert stack is not None
+    assert stack.process_store is not None
+    child = stack.process_store._child
+    is_asked = child is not None and child.process.pid == pid and bool(child._calls)
+    breaker: Any = stack.store
+    return is_asked or breaker.inner.state == "open"
 
 
 def said(child: RpcClient) -> bool:
