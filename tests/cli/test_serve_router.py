@@ -80,14 +80,13 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
     config = config_file(tmp_path, {"step_s": 2.0})
     address = f"ipc://{tmp_path}/m0"
 
-    async def watch() -> float:
-        """How long it still runs."""
+    async def watch() -> None:
+        """Until it does not run any more."""
         async with fdasync.connect([address]) as router:
             began = time.monotonic()
             while (status := router.stats().instances[0].status) is None or status.running:
                 assert time.monotonic() - began < 120.0, "it runs for nobody"
                 await asyncio.sleep(0.05)
-            return time.monotonic() - began
 
     with command(tmp_path, "serve", "--config", str(config), "--listen", address) as running:
         running.until("ready at")
@@ -96,4 +95,4 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
             assert asks.stdout.readline() == b"began\n"
             asks.kill()
         # 200 steps would take 400 s
-        assert uvloop.run(watch()) > 1.0
+        uvloop.run(watch())

@@ -12,7 +12,7 @@ from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.testing import until
 from tests.pd.link.link_world import Owner, note
 
-CONFIG = LinkConfig(beat_s=0.05, lost_s=0.3)
+CONFIG = LinkConfig(beat_s=0.2, lost_s=1.5)
 
 
 async def test_a_peer_that_was_silent_is_dialed_anew():
