@@ -53,7 +53,8 @@ QUICK = {name_of(cell) for cell in quick_cells()}
 def marked(cells: list[Cell]) -> list[Any]:
     """One parameter for each cell; those beyond `make test` are slow."""
     return [
-        pytest.param(cell, id=name_of(cell), marks=() if name_of(cell) in QUICK else pytest.mark.nightly) for cell in cells
+        pytest.param(cell, id=name_of(cell), marks=() if name_of(cell) in QUICK else pytest.mark.nightly)
+        for cell in cells
     ]
 
 
