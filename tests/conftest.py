@@ -12,12 +12,15 @@ import uvloop
 
 from fdasync.testing.harness.leaks import LeakFound
 from fdasync.testing.pytest_plugin import SimSeeds, seeds_of
+from tests.support.skips import SkippedSelectorLoop, SkippedUvloop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 # torch in the processes that tests start: on few cores two threads each are many times slower than one
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_STDLIB_LOOPS = (asyncio.SelectorEventLoop, SkippedSelectorLoop)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,10 +38,13 @@ def pd_seeds(request: pytest.FixtureRequest) -> SimSeeds:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """uvloop for every test, the stdlib's too where a test is marked `both_loops`."""
-    if item.get_closest_marker("both_loops"):
-        return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop}
-    return {"uvloop": uvloop.new_event_loop}
+    """uvloop for every test, the stdlib's too where a test is marked `both_loops`; `skips`: loops that skip time."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+        "uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop,
+    }  # fmt: skip
+    if item.get_closest_marker("skips"):
+        loops = {"uvloop": SkippedUvloop, "asyncio": SkippedSelectorLoop}
+    return loops if item.get_closest_marker("both_loops") else {"uvloop": loops["uvloop"]}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On the stdlib's loop tests run in the second ring; tryfirst: before the marks choose."""
     for item in items:
         played = getattr(item, "callspec", None)
-        if played is not None and played.params.get("_asyncio_loop_factory") is asyncio.SelectorEventLoop:
+        if played is not None and played.params.get("_asyncio_loop_factory") in _STDLIB_LOOPS:
             item.add_marker(pytest.mark.ci)
 
 

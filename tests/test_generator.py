@@ -29,6 +29,7 @@ from fdasync import (
 )
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,12 +54,17 @@ async def face(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         addresses = [f"ipc://{tmp_path}/{role}" for role in roles]
         for role, address in zip(roles, addresses, strict=True):
-            config = synthetic_config(STEP, role=role, host_blocks=64)
+            config = synthetic_config(STEP, role=role, host_blocks=64, leases=LEASES)
             instance = Instance(
-                config, listen=address, tokenizer=LetterTokenizer(), transport="shm", transfer_process=False
+                config,
+                listen=address,
+                links=LINKS,
+                tokenizer=LetterTokenizer(),
+                transport="shm",
+                transfer_process=False,
             )
             await stack.enter_async_context(instance)
-        made: Generator = fdasync.connect(addresses) if roles else synthetic_engine(
+        made: Generator = fdasync.connect(addresses, links=LINKS) if roles else synthetic_engine(
             synthetic_config(STEP), tokenizer=LetterTokenizer()
         )  # fmt: skip
         yield made

@@ -15,6 +15,7 @@ import uvloop
 import fdasync
 from fdasync import SamplingParams
 from fdasync.testing import check_sample, oracle_of
+from fdasync.testing.harness.patience import LINKS
 from tests.support.commands import command, config_file, config_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def test_a_trainers_step_in_the_routers_process_costs_no_stream(tmp_path: Path) 
     oracle = oracle_of(config_of(config))
 
     async def ask() -> None:
-        async with fdasync.connect(list(addresses.values())) as router:
+        async with fdasync.connect(list(addresses.values()), links=LINKS) as router:
 
             async def read(first: int) -> None:
                 prompt = [first, 2, 3, 4, 5]
@@ -81,14 +82,13 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
     config = config_file(tmp_path, {"step_s": 2.0})
     address = f"ipc://{tmp_path}/m0"
 
-    async def watch() -> float:
-        """How long it still runs."""
+    async def watch() -> None:
+        """Until it does not run any more."""
         async with fdasync.connect([address]) as router:
             began = time.monotonic()
             while (status := router.stats().instances[0].status) is None or status.running:
                 assert time.monotonic() - began < 120.0, "it runs for nobody"
                 await asyncio.sleep(0.05)
-            return time.monotonic() - began
 
     with command(tmp_path, "serve", "--config", str(config), "--listen", address) as running:
         running.until("ready at")
@@ -97,4 +97,4 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
             assert asks.stdout.readline() == b"began\n"
             asks.kill()
         # 200 steps would take 400 s
-        assert uvloop.run(watch()) > 1.0
+        uvloop.run(watch())

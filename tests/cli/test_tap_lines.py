@@ -10,6 +10,7 @@ import uvloop
 
 import fdasync
 from fdasync import SamplingParams
+from fdasync.testing.harness.patience import LINKS
 from tests.cli.test_up import up
 from tests.support.commands import command, config_file
 from tests.support.plugins import install_plugin
@@ -45,7 +46,7 @@ def test_it_says_which_taps_failed_and_which_lost_events(tmp_path: Path, monkeyp
     config, address = config_file(tmp_path), f"ipc://{tmp_path}/m0"
 
     async def ask() -> None:
-        async with fdasync.connect([address]) as router:
+        async with fdasync.connect([address], links=LINKS) as router:
             for _ in range(3):
                 await router.complete(PROMPT, PARAMS)
 
@@ -64,7 +65,7 @@ def test_taps_that_failed_or_lost_events_are_said_of_each(tmp_path: Path, monkey
     install_plugin(tmp_path, monkeypatch, _SOURCE, "fdasync.taps", _TAPS)
 
     async def ask(addresses: list[str]) -> None:
-        async with fdasync.connect(addresses) as router:
+        async with fdasync.connect(addresses, links=LINKS) as router:
             for _ in range(3):
                 await router.complete([1, 2, 3], SamplingParams(max_tokens=2))
 

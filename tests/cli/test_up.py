@@ -166,7 +166,7 @@ def test_a_killed_child_is_started_again_and_joins_with_the_fleets_weights(tmp_p
                 check_sample(result.samples[0], [number] * 20, params, oracle)
             # it comes with the weights of its checkpoint, and gets those of the others
             await until(lambda: router.stats().instances[0].is_up and not router.stats().instances[0].problem)
-            result = await router.complete([7] * 20, params, deadline_s=20, prefill=addresses[0])
+            result = await router.complete([7] * 20, params, deadline_s=300, prefill=addresses[0])
             check_sample(result.samples[0], [7] * 20, params, oracle)
             assert [span.version for span in result.samples[0].weight_version] == ["5"]
             assert router.stats().dropped == router.stats().missing == ()

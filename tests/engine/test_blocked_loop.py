@@ -1,4 +1,8 @@
-"""A loop that its user blocks: a store, or a tokenizer, that answered meanwhile is not called late for it."""
+"""A loop that its user blocks for minutes: a store that answered meanwhile is not called late for it.
+
+The minutes are skipped; see `tests/support/skips.py`. The store's process is real, and is stopped where it shall be
+late.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,15 @@ from fdasync.events.catalog import BreakerChanged
 from fdasync.ipc.shared_memory import Part, SharedRegion
 from fdasync.testing import check_sample, oracle_of, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
-from tests.support.helpers import hold_up
+from tests.support import skips
 from tests.support.plugins import install_plugin
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
-# what is late is so by much more than a busy machine takes
-CALL_S = 0.6
-KILL_S = 1.5
-BLOCKED_S = 2.4
+# the clock that is skipped passes these, and no machine is so busy that it does
+CALL_S = skips.LIMIT_S
+KILL_S = 2.5 * CALL_S
+
+pytestmark = pytest.mark.skips
 
 SLOW = '''
 import asyncio
@@ -52,9 +57,9 @@ def item(name):
 
 def make(max_calls=8, **options):
     """(the process, its store as engines wrap it, the breaker's states)"""
-    process_store = ProcessStore("slow", {}, close_deadline_s=120.0, respawn_s=0.0)
+    process_store = ProcessStore("slow", {}, close_deadline_s=CALL_S, open_deadline_s=CALL_S, respawn_s=0.0)
     states = []
-    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=120.0, reap_s=120.0)
+    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=CALL_S, reap_s=CALL_S)
     limited = Limits(store, max_calls=max_calls, max_nbytes=1 << 20, max_wait_s=CALL_S)
     values = {"cooldown_s": 0.01, "probe_s": CALL_S, **options}
     return process_store, Breaker(limited, on_state=lambda state, _: states.append(state), **values), states
@@ -76,6 +81,11 @@ async def sent(process_store, count=1):
     await until(lambda: process_store._child is not None and len(process_store._child._calls) == count)
 
 
+def block(process_store, seconds=skips.BLOCKED_S):
+    """Block the loop for as long; what the process answers meanwhile lies unread then."""
+    skips.block(lambda: skips.said(process_store._child), seconds)
+
+
 @pytest.mark.both_loops
 async def test_a_block_longer_than_the_deadline_of_a_write_in_flight_opens_no_breaker(slow):
     process_store, store, states = make()
@@ -85,7 +95,7 @@ async def test_a_block_longer_than_the_deadline_of_a_write_in_flight_opens_no_br
             putting = asyncio.ensure_future(store.put([item(f"20/{number}")]))
             await sent(process_store)
             # what comes meanwhile lies unread behind the deadline, and behind the age at which it is killed
-            hold_up(BLOCKED_S if number == 0 else 1.5 * CALL_S)
+            block(process_store, skips.BLOCKED_S if number == 0 else 1.5 * CALL_S)
             assert await putting == [DONE]
         assert (states, process_store.pid) == ([], pid)
 
@@ -96,12 +106,18 @@ async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow
     process_store, store, _ = make()
     async with opened(store):
         pid = process_store.pid
+        stop_process(pid)
+        putting = asyncio.ensure_future(store.put([item("1/a")]))
+        await sent(process_store)
         # late for real; its answer comes while the loop is blocked, before it is too old
+        skips.block(seconds=1.2 * CALL_S)
         with pytest.raises(StoreTimeout) as caught:
-            await store.put([item("1050/a")])
-        hold_up(BLOCKED_S)
+            await putting
+        os.kill(pid, signal.SIGCONT)
+        block(process_store)
         assert await caught.value.ended == [DONE]
         # nobody is on the way to kill it either
+        skips.block(seconds=2 * KILL_S)
         await asyncio.sleep(0.2)
         assert (process_store.pid, process_store.spawned) == (pid, 1)
 
@@ -114,7 +130,7 @@ async def test_a_call_that_waits_in_line_while_the_loop_is_blocked_has_its_turn(
         first = asyncio.ensure_future(store.put([item("20/a")]))
         second = asyncio.ensure_future(store.put([item("20/b")]))
         await sent(process_store)
-        hold_up(BLOCKED_S)
+        block(process_store)
         assert await first == [DONE]
         assert await second == [DONE]
 
@@ -126,9 +142,12 @@ async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow)
     loop = asyncio.get_running_loop()
     blocks = []
 
-    def block():
-        hold_up(1.2 * CALL_S)
-        blocks.append(loop.call_later(0.01, block))
+    def again():
+        child = process_store._child
+        # what it was asked is answered meanwhile, be it to start
+        if child is not None and child._calls:
+            block(process_store, 1.2 * CALL_S)
+        blocks.append(loop.call_later(0.01, again))
 
     async with opened(store):
         # it dies, and is there again
@@ -137,11 +156,12 @@ async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow)
         await process_store.kill("a test")
         with pytest.raises(StoreUnavailable, match="a test"):
             await putting
-        block()
-        await until(lambda: store.state == "closed", deadline_s=300, every_s=0.01)
+        again()
+        await until(lambda: store.state == "closed", deadline_s=100 * skips.BLOCKED_S, every_s=0.01)
         blocks[-1].cancel()
         # the probe that found the process starting may be late; the one after it is answered
         assert states.count("half_open") <= 3
+        assert loop.skipped_s >= CALL_S
         assert await store.put([item("1/b")]) in ([DONE], [EXISTS])
 
 
@@ -151,9 +171,9 @@ async def test_an_engine_whose_loop_is_blocked_keeps_its_store_and_what_is_on_it
     runner = {"num_blocks": 12, "max_context_tokens": 48}
     config = synthetic_config(
         runner, host_blocks=64, max_step_tokens=64, store="file", store_deadline_s=CALL_S, store_kill_s=KILL_S,
-        store_config={"path": str(tmp_path / "kv"), "max_nbytes": 1 << 24},
+        store_config={"path": str(tmp_path / "kv"), "max_nbytes": 1 << 24}, store_open_deadline_s=CALL_S,
         # writes only
-        fetch_min_tokens=1000,
+        fetch_min_tokens=1000, request_deadline_s=10 * skips.BLOCKED_S, close_deadline_s=CALL_S,
     )  # fmt: skip
     async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as told:
         pid = engine.store_pid
@@ -165,7 +185,7 @@ async def test_an_engine_whose_loop_is_blocked_keeps_its_store_and_what_is_on_it
             stop_process(pid)
             await sent(process_store)
             os.kill(pid, signal.SIGCONT)
-            hold_up(BLOCKED_S)
+            block(process_store)
             check_sample((await answer).samples[0], tokens, PARAMS, oracle_of(config))
         await until(lambda: not engine.stats().scheduler.writing)
         counters = engine.stats().scheduler

@@ -11,6 +11,7 @@ from fdasync.errors import StoreRejected
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
+from tests.support import skips
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -30,8 +31,9 @@ def test_prompts_stay_in_the_vocabulary_however_many_are_asked():
 def file_config(path, **values):
     """A store in a folder. A step takes a while, so that looking up is worth it."""
     runner = {"num_blocks": 12, "max_context_tokens": 48, "step_s": 0.002, "token_s": 0.001}
-    defaults = {"host_blocks": 64, "max_step_tokens": 64, "store_deadline_s": 0.3, "store_retry_s": 0.2,
-                "store_kill_s": 2.0, "close_deadline_s": 5.0}  # fmt: skip
+    defaults = {"host_blocks": 64, "max_step_tokens": 64, "store_open_deadline_s": skips.LIMIT_S,
+                "store_deadline_s": skips.LIMIT_S, "store_kill_s": 2 * skips.LIMIT_S, "close_deadline_s": skips.LIMIT_S,
+                "request_deadline_s": 1e6}  # fmt: skip
     store = {"path": str(path), "max_nbytes": 1 << 24}
     return synthetic_config(runner, store="file", store_config=store, **{**defaults, **values})
 
@@ -43,6 +45,7 @@ async def ask(engine, tokens):
 
 
 @pytest.mark.ci
+@pytest.mark.skips
 @pytest.mark.parametrize("write_through", ["off", "all"])
 async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(write_through, tmp_path):
     # "off": lookups and the breaker's probes are all that hangs, and nothing of them is lent out
@@ -53,16 +56,14 @@ async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(writ
         stopped = engine.store_pid
         stop_process(stopped)
         states = []
-        # some seconds where there is nothing else to do; the store has 0.3 s for an answer, busy machine or not, and a
-        # new process 2 s to be there
-        async with asyncio.timeout(300):
-            number = 1
-            while "closed" not in states:
-                await ask(engine, prompt(number))
-                number += 1
-                while changes.pending:
-                    states.append((await anext(changes)).state)
-                await asyncio.sleep(0.02)
+        number = 1
+        while states[-1:] != ["closed"]:
+            asking = asyncio.ensure_future(ask(engine, prompt(number)))
+            await skips.go_on(asking.done, lambda: skips.is_left_or_stuck(engine, stopped))
+            await asking
+            number += 1
+            while changes.pending:
+                states.append((await anext(changes)).state)
         assert states[0] == "open"
         assert engine.store_pid not in (-1, stopped)
         await until(lambda: not engine.stats().scheduler.late_transfers)

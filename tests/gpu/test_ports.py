@@ -51,9 +51,9 @@ async def test_an_error_of_the_device_is_told_once(make):
     event = FakeEvent()
     future = port.completion(event)
     event.fail("an illegal address")
-    await asyncio.wait([future], timeout=10)
+    await asyncio.wait([future], timeout=300)
     late = port.completion(FakeEvent())
-    await asyncio.wait([late], timeout=10)
+    await asyncio.wait([late], timeout=300)
     for failed in (future, late):
         assert str(failed.exception()) == "the device failed: an illegal address"
     await port.aclose()

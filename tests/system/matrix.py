@@ -210,6 +210,6 @@ def engine_config(
         decode_reserve_blocks=0,
         # the burst counts on its first request never being preempted
         policy="arrival",
-        request_deadline_s=60.0,
+        request_deadline_s=600.0,
         **values,
     )

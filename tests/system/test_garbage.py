@@ -13,6 +13,7 @@ import fdasync
 from fdasync import EngineConfig, SamplingParams
 from fdasync.pd.instance.instance import Instance
 from fdasync.testing import synthetic_engine, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,11 +78,14 @@ async def test_requests_between_instances_leave_no_cycles(tmp_path: Path):
             process="inline",
             host_blocks=64,
             role=role,
+            leases=LEASES,
         )
         for role in ("prefill", "decode")
     ]
-    prefill, decode = [Instance(config, listen=address) for config, address in zip(configs, addresses, strict=True)]
-    async with prefill, decode, fdasync.connect(addresses) as router:
+    prefill, decode = [
+        Instance(config, listen=address, links=LINKS) for config, address in zip(configs, addresses, strict=True)
+    ]
+    async with prefill, decode, fdasync.connect(addresses, links=LINKS) as router:
         await router.complete([1, 2, 3], PARAMS)
         with cycles() as found:
             for first in range(5):

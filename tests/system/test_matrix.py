@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from tests.system.covering import Cell
 
+# of mooncake's client: no call of a busy machine is late
+PATIENT = {"probe_timeout_s": 60.0, "rpc_timeout_s": 120.0, "transfer_timeout_s": 120}
 # what only cells with several instances have
 SEVERAL = (("pd", "shm"), ("pd", "tcp"), ("pd", "device"), ("hit", "yes"), ("dies", "prefill"), ("dies", "decode"))
 QUICK = {name_of(cell) for cell in quick_cells()}
@@ -110,7 +112,7 @@ async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRe
     # every cell is a fleet of its own
     prefix = "".join(value[0] for value in cell.values())
     with told_how_again(request):
-        await Play(cell, store_config={"master": network.address, "prefix": prefix}).run()
+        await Play(cell, store_config={"master": network.address, "prefix": prefix, **PATIENT}).run()
 
 
 @pytest.mark.ci

@@ -31,7 +31,14 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 def tiers_config(**values):
     """A device and a host so small that the store is needed; steps of 0.1 s make fetching worth while."""
     runner = {"num_blocks": 16, "step_s": 0.1, "max_context_tokens": 64}
-    defaults = {"host_blocks": 16, "store": "memory", "max_running": 2, "store_retry_s": 1.0, "store_kill_s": 8.0}
+    defaults = {
+        "host_blocks": 16,
+        "store": "memory",
+        "max_running": 2,
+        "store_retry_s": 1.0,
+        "store_deadline_s": 5.0,
+        "store_kill_s": 8.0,
+    }
     return synthetic_config(runner, **{**defaults, **values})
 
 

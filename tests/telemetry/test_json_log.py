@@ -42,7 +42,7 @@ def damage(key: str = "k") -> BlockDamaged:
 
 def tiers_config(**values):
     runner = {"num_blocks": 16, "step_s": 0.1, "max_context_tokens": 64}
-    defaults = {"host_blocks": 16, "store": "memory", "max_running": 2, "store_kill_s": 8.0}
+    defaults = {"host_blocks": 16, "store": "memory", "max_running": 2, "store_deadline_s": 5.0, "store_kill_s": 8.0}
     return synthetic_config(runner, **{**defaults, **values})
 
 

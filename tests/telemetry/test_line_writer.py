@@ -41,7 +41,7 @@ async def test_a_failing_write_loses_what_waits_and_later_lines_are_tried(tmp_pa
         await until(lambda: writer.dropped == 1)
     assert "too large" in writer.problem
     assert writer.offer(b"whole\n")
-    await writer.aclose(5.0)
+    await writer.aclose(300.0)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     assert read_all(fd).splitlines()[2:] == [b"1 lost: [Errno 27] File too large", b"whole"]
     os.close(fd)
@@ -54,7 +54,7 @@ async def test_two_closes_at_once_wait_for_the_same_end():
     os.close(fd)
     os.set_blocking(reader, False)
     assert writer.offer(b"x" * 200_000)
-    closes = [asyncio.ensure_future(writer.aclose(60.0)) for _ in range(2)]
+    closes = [asyncio.ensure_future(writer.aclose(300.0)) for _ in range(2)]
     async with asyncio.timeout(300):
         while not all(close.done() for close in closes):
             await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_what_was_lost_is_told_until_it_got_through(tmp_path):
     assert not writer.offer(b"x" * 90 + b"\n"), "there is room for it, and not for the note"
     assert writer.offer(b"y\n")
     assert writer.offer(b"z\n")
-    await writer.aclose(5.0)
+    await writer.aclose(300.0)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     assert read_all(fd).splitlines() == [b"9 lost: [Errno 27] File too large", b"y", b"z"]
     os.close(fd)
@@ -123,7 +123,7 @@ async def test_closing_waits_for_a_reader_that_comes():
     writer = LineWriter(target, 1 << 20, note)
     for _ in range(5):
         writer.offer(bytes(100_000) + b"\n")
-    closing = asyncio.create_task(writer.aclose(30.0))
+    closing = asyncio.create_task(writer.aclose(300.0))
     text = bytearray()
     async with asyncio.timeout(300):
         while not closing.done():

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ from fdasync import BadInput, Engine, Instance, SamplingParams
 from fdasync.events.catalog import RequestEnded
 from fdasync.telemetry.otel import OtelConfig, OtelTap
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 pytest.importorskip("opentelemetry.sdk", reason="fdasync[otel] is not installed")
 
@@ -87,14 +88,17 @@ async def test_a_request_is_a_span_under_the_callers(spans: Spans) -> None:
     assert threading.active_count() == 1
 
 
+def instance(role: Literal["prefill", "decode"], path: Path) -> Instance:
+    config = synthetic_config(role=role, host_blocks=64, leases=LEASES)
+    return Instance(config, listen=f"ipc://{path}", links=LINKS, transport="shm", transfer_process=False)
+
+
 async def test_prefill_and_decode_each_make_a_span_under_the_callers(spans: Spans, tmp_path: Path) -> None:
     async with (
-        Instance(synthetic_config(role="prefill", host_blocks=64), listen=f"ipc://{tmp_path}/p", transport="shm",
-                 transfer_process=False) as prefill,
-        Instance(synthetic_config(role="decode", host_blocks=64), listen=f"ipc://{tmp_path}/d", transport="shm",
-                 transfer_process=False) as decode,
-        fdasync.connect([f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/d"]) as router,
-    ):  # fmt: skip
+        instance("prefill", tmp_path / "p") as prefill,
+        instance("decode", tmp_path / "d") as decode,
+        fdasync.connect([f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/d"], links=LINKS) as router,
+    ):
         taps = [tapped(one.engine, name=name) for name, one in (("p", prefill), ("d", decode))]
         async with router.generate(PROMPT, SamplingParams(max_tokens=5), trace=CALLER) as stream:
             async for _ in stream:

@@ -68,8 +68,13 @@ def synthetic_config(runner: Mapping[str, Any] | None = None, **values: Any) -> 
         "max_running": 8,
         "max_step_tokens": 32,
         "trace_turns": 1 << 16,
-        # a request that stalls ends a test, and does not hold it up
-        "request_deadline_s": 20.0,
+        # minutes: what stalls ends a test, and a busy machine ends none
+        "store_open_deadline_s": 120.0,
+        "store_deadline_s": 120.0,
+        "store_kill_s": 240.0,
+        "request_deadline_s": 300.0,
+        "prepare_deadline_s": 120.0,
+        "close_deadline_s": 120.0,
     }
     return EngineConfig(runner="synthetic", runner_config=own, **{**defaults, **values})
 

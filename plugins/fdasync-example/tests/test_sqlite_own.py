@@ -30,7 +30,7 @@ class Suite(StoreTests):
         self.path = path / "kv.db"
 
     def make(self) -> ProcessStore:
-        return ProcessStore("sqlite", {"path": str(self.path)}, close_deadline_s=10.0)
+        return ProcessStore("sqlite", {"path": str(self.path)}, close_deadline_s=300.0)
 
     @on_loop
     async def share(self) -> None:
@@ -68,7 +68,7 @@ class Suite(StoreTests):
 
     @on_loop
     async def cap(self) -> None:
-        store = ProcessStore("sqlite", {"path": str(self.path), "max_nbytes": 10_000}, close_deadline_s=10.0)
+        store = ProcessStore("sqlite", {"path": str(self.path), "max_nbytes": 10_000}, close_deadline_s=300.0)
         async with self.on_store(store) as on:
             for name in "abcde":
                 assert (await on.keep(name, value(name, 3000))).status == "done"

@@ -24,7 +24,7 @@ class TestSqlite(StoreTests):
         self.path = tmp_path
 
     def make(self, **config: Any) -> Store:
-        return ProcessStore("sqlite", {"path": str(self.path / "kv.db"), **config}, close_deadline_s=10.0)
+        return ProcessStore("sqlite", {"path": str(self.path / "kv.db"), **config}, close_deadline_s=300.0)
 
     def again(self, closed: Store) -> Store:
         return self.make()

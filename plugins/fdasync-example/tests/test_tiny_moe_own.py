@@ -75,7 +75,7 @@ def test_it_runs_in_a_worker_that_finds_it_by_its_entry_point(tmp_path: Path, mo
         __test__ = False
 
         def make(self, limits: RunnerLimits) -> Runner:
-            return WorkerRunner("tiny_here", {"entropy": True}, limits, close_deadline_s=10.0)
+            return WorkerRunner("tiny_here", {"entropy": True}, limits, close_deadline_s=300.0)
 
     InAWorker().test_a_step_writes_every_spec_of_every_row()
     InAWorker().test_swapped_out_and_in_elsewhere_blocks_answer_as_before()

@@ -17,6 +17,7 @@ import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.testing import TransportTests, check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.bounded import on_loop
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,14 +92,14 @@ def test_its_entry_point_is_what_the_registry_takes() -> None:
 
 
 async def test_blocks_and_rows_go_from_a_prefill_to_a_decode_instance(tmp_path: Path) -> None:
-    configs = [synthetic_config(role=role) for role in ("prefill", "decode")]
+    configs = [synthetic_config(role=role, leases=LEASES) for role in ("prefill", "decode")]
     addresses = [f"ipc://{tmp_path}/{config.role}" for config in configs]
     prefill, decode = [
-        Instance(config, listen=address, transports=[UnixTransport()])
+        Instance(config, listen=address, links=LINKS, transports=[UnixTransport()])
         for config, address in zip(configs, addresses, strict=True)
     ]
     prompt, params = list(range(40)), SamplingParams(max_tokens=12, temperature=0.0)
-    async with prefill, decode, fdasync.connect(addresses) as router:
-        result = await router.complete(prompt, params, deadline_s=20)
+    async with prefill, decode, fdasync.connect(addresses, links=LINKS) as router:
+        result = await router.complete(prompt, params, deadline_s=300)
         check_sample(result.samples[0], prompt, params, oracle_of(configs[0]))
         assert decode.status().totals.received_blocks

@@ -20,6 +20,7 @@ from fdasync import Generator, Instance
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import FaultRunner, LetterTokenizer, oracle_of, synthetic_config, synthetic_engine, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -149,14 +150,14 @@ async def generator_of(
         roles = ROLES[kind]
         addresses = [f"ipc://{folder}/{role}{number}" for number, role in enumerate(roles)]
         for role, address in zip(roles, addresses, strict=True):
-            config = synthetic_config(values, role=role, host_blocks=64)
+            config = synthetic_config(values, role=role, host_blocks=64, leases=LEASES)
             held = steps and steps.runner_of(config)
             instance = Instance(
-                config, listen=address, runner=held, tokenizer=own, transport="shm", transfer_process=False
+                config, listen=address, links=LINKS, runner=held, tokenizer=own, transport="shm", transfer_process=False
             )
             await stack.enter_async_context(instance)
         if roles:
-            made: Generator = fdasync.connect(addresses)
+            made: Generator = fdasync.connect(addresses, links=LINKS)
         else:
             config = synthetic_config(values)
             made = synthetic_engine(config, runner=steps and steps.runner_of(config), tokenizer=own)

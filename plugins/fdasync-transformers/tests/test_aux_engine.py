@@ -15,6 +15,7 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
 from fdasync import Engine, EngineConfig, Instance, SamplingParams
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,10 +119,10 @@ async def test_handed_over_from_prefill_to_decode(tmp_path: Path, family: str, a
     async with AsyncExitStack() as stack:
         addresses = []
         for role in ("prefill", "decode"):
-            own = config(tmp_path / "model", aux, role=role, host_blocks=64)
-            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, transfer_process=False)
+            own = config(tmp_path / "model", aux, role=role, host_blocks=64, leases=LEASES)
+            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, links=LINKS, transfer_process=False)
             addresses.append((await stack.enter_async_context(instance)).address)
-        router = await stack.enter_async_context(fdasync.connect(addresses))
+        router = await stack.enter_async_context(fdasync.connect(addresses, links=LINKS))
         first = check(await router.complete(prompt(0), PARAMS, deadline_s=300.0), model, prompt(0), aux)
         # what the decode side has already is neither computed nor sent again
         again = await router.complete(prompt(0), PARAMS, deadline_s=300.0)

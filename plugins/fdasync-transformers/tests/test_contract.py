@@ -144,7 +144,7 @@ def test_the_suite_in_a_worker(tmp_path: Path, test: str) -> None:
 
     class InAWorker(TestTransformers):
         def make_runner(self, own: dict[str, Any], limits: RunnerLimits) -> Runner:
-            return WorkerRunner("transformers", own, limits, close_deadline_s=10.0, chunk_nbytes=4096)
+            return WorkerRunner("transformers", own, limits, close_deadline_s=300.0, chunk_nbytes=4096)
 
     suite = InAWorker()
     suite.folders = [make_random_checkpoint(tmp_path / str(seed), size="tiny", seed=seed) for seed in range(2)]

@@ -8,6 +8,7 @@ import pytest
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,10 +41,15 @@ async def test_what_a_decode_instance_reads_from_a_device_is_what_one_engine_com
     async with Engine(config(folder)) as engine:
         alone = await answers(engine)
     sides = [
-        Instance(config(folder, role=role, host_blocks=16), listen=f"ipc://{tmp_path}/{role}", transport="device")
+        Instance(
+            config(folder, role=role, host_blocks=16, leases=LEASES),
+            listen=f"ipc://{tmp_path}/{role}",
+            links=LINKS,
+            transport="device",
+        )
         for role in ("prefill", "decode")
     ]
-    async with sides[0], sides[1], connect([side.address for side in sides]) as router:
+    async with sides[0], sides[1], connect([side.address for side in sides], links=LINKS) as router:
         assert [side.notice for side in sides] == ["", ""]
         assert await answers(router) == alone
         for side in sides:

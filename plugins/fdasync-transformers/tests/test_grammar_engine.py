@@ -15,6 +15,7 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, make_random_
 import fdasync
 from fdasync import BadInput, Engine, EngineConfig, Grammar, Instance, SamplingParams
 from fdasync.testing import until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,10 +105,10 @@ async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) ->
     async with AsyncExitStack() as stack:
         addresses = []
         for role in ("prefill", "decode"):
-            own = config(folder, role=role, host_blocks=64)
-            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, transfer_process=False)
+            own = config(folder, role=role, host_blocks=64, leases=LEASES)
+            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role, links=LINKS, transfer_process=False)
             addresses.append((await stack.enter_async_context(instance)).address)
-        router = await stack.enter_async_context(fdasync.connect(addresses))
+        router = await stack.enter_async_context(fdasync.connect(addresses, links=LINKS))
         result = await router.complete("say", under(n=3))
         assert [check(sample) for sample in result.samples] == plain[:3]
         with pytest.raises(BadInput, match="grammar"):

@@ -16,6 +16,7 @@ from fdasync import ConfigError, Engine, EngineConfig, Instance, SamplingParams,
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import LetterTokenizer
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,14 +213,15 @@ async def test_instances_apart_draft_behind_a_hand_over(folder_of: Any, tmp_path
     speculation = Speculation(drafter="none", max_tokens=3, budget=False)
     sides = [
         Instance(
-            config(folder, speculation, role=role, host_blocks=32, num_blocks=64),
+            config(folder, speculation, role=role, host_blocks=32, num_blocks=64, leases=LEASES),
             listen=f"ipc://{tmp_path}/{role}",
             transport=transport,
             transfer_process=False,
+            links=LINKS,
         )
         for role in ("prefill", "decode")
     ]
-    async with sides[0], sides[1], connect([side.address for side in sides]) as router:
+    async with sides[0], sides[1], connect([side.address for side in sides], links=LINKS) as router:
         asked = [router.complete(prompt, one) for prompt in PROMPTS for one in PARAMS]
         results = list(await asyncio.gather(*asked))
         decoder = sides[1].engine.stats().scheduler

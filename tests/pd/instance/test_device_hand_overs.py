@@ -11,6 +11,7 @@ import pytest
 
 from fdasync import Instance, SamplingParams, connect
 from fdasync.testing import check_sample, oracle_of, synthetic_config
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -20,9 +21,15 @@ RUNNER = {"kv_shares": 4, "pass_stamp": False}
 
 def make(folder, name, role, *, ranks=1, transport="device", **runner):
     config = synthetic_config(
-        {**RUNNER, **runner}, role=role, host_blocks=32, process="worker", tensor_parallel=ranks, num_blocks=512
+        {**RUNNER, **runner},
+        role=role,
+        host_blocks=32,
+        process="worker",
+        tensor_parallel=ranks,
+        num_blocks=512,
+        leases=LEASES,
     )
-    return Instance(config, listen=f"ipc://{folder}/{name}", transport=transport, name=name)
+    return Instance(config, listen=f"ipc://{folder}/{name}", transport=transport, name=name, links=LINKS)
 
 
 @asynccontextmanager
@@ -30,7 +37,7 @@ async def fleet(*instances):
     async with AsyncExitStack() as stack:
         for instance in instances:
             await stack.enter_async_context(instance)
-        yield await stack.enter_async_context(connect([instance.address for instance in instances]))
+        yield await stack.enter_async_context(connect([instance.address for instance in instances], links=LINKS))
 
 
 def swapped(instance):
@@ -94,7 +101,7 @@ async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tm
         stack.push_async_callback(one.aclose)
         for instance in (other, d):
             await stack.enter_async_context(instance)
-        router = await stack.enter_async_context(connect([one.address, other.address, d.address]))
+        router = await stack.enter_async_context(connect([one.address, other.address, d.address], links=LINKS))
         tasks = [asyncio.ensure_future(ask(router, oracle_of(d.engine.config), number, 100)) for number in range(8)]
         while not d.status().totals.received_blocks:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.002)

@@ -13,12 +13,14 @@ from fdasync import Instance, SamplingParams, connect
 from fdasync.errors import ConfigError, EngineFailed, PluginError, WorkerDied
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.leaks import children, no_leaks
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 PARAMS = SamplingParams(max_tokens=12, n=2, temperature=0.0)
 
 
 def make(listen, role, **options):
-    return Instance(synthetic_config(role=role, host_blocks=32), listen=listen, name=role, **options)
+    config = synthetic_config(role=role, host_blocks=32, leases=LEASES)
+    return Instance(config, listen=listen, name=role, links=LINKS, **options)
 
 
 async def ask(router, config, first):
@@ -38,7 +40,7 @@ async def test_hand_overs_are_exact_by_one_process_for_each_instance(tmp_path, t
                 await stack.enter_async_context(side)
             pids = [side._transports.sources()[0][1].pid for side in sides]
             assert sorted(children()) == sorted(pids)
-            router = await stack.enter_async_context(connect([side.address for side in sides]))
+            router = await stack.enter_async_context(connect([side.address for side in sides], links=LINKS))
             await asyncio.gather(*[ask(router, sides[0].engine.config, number) for number in range(5)])
             assert sides[1].status().totals.received_blocks >= 10
 

@@ -191,4 +191,4 @@ def test_a_process_that_is_called_by_too_many_lives(tmp_path: Path) -> None:
         wait_for(lambda: out.read_text().startswith("listens\nshut\nopen\n"), "listening again")
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(30.0) == 0
+        assert process.wait(300.0) == 0

@@ -16,6 +16,7 @@ from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.testing import until
 from fdasync.testing.harness.leaks import no_leaks
+from fdasync.testing.harness.patience import LINKS
 from tests.pd.link.link_world import Owner, note, send_all
 
 pytestmark = pytest.mark.both_loops
@@ -350,26 +351,26 @@ async def test_links_over_real_sockets_survive_a_restart(address, tmp_path):
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with no_leaks():
         a, b = Owner("a"), Owner("b", address)
-        one, other = Links(ZmqWire(), a), Links(ZmqWire(), b)
+        one, other = Links(ZmqWire(), a, LINKS), Links(ZmqWire(), b, LINKS)
         assert other.listen(address) == address
         peer = one.dial(address)
-        await peer.ready(10.0)
+        await peer.ready(300.0)
         async with asyncio.timeout(300):
             await send_all(peer, range(20_000))
-        await peer.acknowledged(10.0)
+        await peer.acknowledged(300.0)
         assert b.got == list(range(20_000))
         peer.send(note(1), bytes(1 << 20))
-        await peer.acknowledged(10.0)
+        await peer.acknowledged(300.0)
         assert b.payloads[-1] == bytes(1 << 20)
         await other.aclose()
         await until(lambda: a.errors)
         assert isinstance(a.errors[0], PeerUnreachable)
         c = Owner("c", address)
-        third = Links(ZmqWire(), c)
+        third = Links(ZmqWire(), c, LINKS)
         third.listen(address)
-        await peer.ready(10.0)
+        await peer.ready(300.0)
         peer.send(note(5))
-        await peer.acknowledged(10.0)
+        await peer.acknowledged(300.0)
         assert c.got == [5]
         assert a.log == ["up b", "lost b", "up c"]
         await one.aclose()
@@ -384,14 +385,15 @@ _OTHER = """
 import asyncio, sys, threading, uvloop
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
+from fdasync.testing.harness.patience import LINKS
 from tests.pd.link.link_world import Owner
 
 async def main():
     owner = Owner("other")
     owner.then = lambda peer, message: peer.send(message)
-    links = Links(ZmqWire(), owner)
+    links = Links(ZmqWire(), owner, LINKS)
     print(links.listen(sys.argv[1]), flush=True)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not owner.errors:
             await asyncio.sleep(0.01)
     await links.aclose()
@@ -409,11 +411,11 @@ async def test_two_processes(tmp_path):
         sys.executable, "-c", _OTHER, address, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
     )
     owner = Owner("one")
-    links = Links(ZmqWire(), owner)
+    links = Links(ZmqWire(), owner, LINKS)
     async with asyncio.timeout(300):
         assert await process.stdout.readline() == f"{address}\n".encode()
         peer = links.dial(address)
-        await peer.ready(10.0)
+        await peer.ready(300.0)
         await send_all(peer, range(3000))
         await until(lambda: len(owner.got) == 3000, 300)
         await links.aclose()

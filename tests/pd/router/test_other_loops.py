@@ -9,6 +9,7 @@ import pytest
 from fdasync import Instance, SamplingParams, connect
 from fdasync.errors import WrongLoop
 from fdasync.testing import synthetic_config
+from fdasync.testing.harness.patience import LINKS
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
 VERBS = {
@@ -39,9 +40,9 @@ def test_each_verb_is_refused_at_once():
         assert caught.value.what == what
 
     async def start():
-        instance = Instance(synthetic_config(role="mixed"), listen="tcp://127.0.0.1:0")
+        instance = Instance(synthetic_config(role="mixed"), listen="tcp://127.0.0.1:0", links=LINKS)
         await instance.start()
-        router = connect([instance.address])
+        router = connect([instance.address], links=LINKS)
         await router.start()
         return instance, router
 

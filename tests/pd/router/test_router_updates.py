@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +26,7 @@ from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.instances import InstanceHandle
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import run_sim, synthetic_config, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 from tests.support.broadcast_runner import LOW as META
 from tests.support.broadcast_runner import part
 from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, scene, settle
@@ -337,9 +339,12 @@ def weights(tmp_path: Path) -> str:
 
 def instance(tmp_path: Path, role: str, name: str) -> Instance:
     return Instance(
-        synthetic_config({"load_s": 0.1}, role=role, host_blocks=64),
-        listen=f"ipc://{tmp_path}/{name}", name=name, transport="shm",
+        synthetic_config({"load_s": 0.1}, role=role, host_blocks=64, leases=LEASES),
+        listen=f"ipc://{tmp_path}/{name}", name=name, links=LINKS, transport="shm",
     )  # fmt: skip
+
+
+connect = partial(fdasync.connect, links=LINKS)
 
 
 @pytest.mark.ci
@@ -348,7 +353,7 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
     p0, d0, d1 = (
         instance(tmp_path, role, name) for role, name in (("prefill", "p0"), ("decode", "d0"), ("decode", "d1"))
     )
-    async with p0, d0, d1, fdasync.connect(addresses) as one, fdasync.connect(addresses) as two:
+    async with p0, d0, d1, connect(addresses) as one, connect(addresses) as two:
         outcomes = await asyncio.gather(
             one.update_weights(10, weights), two.update_weights(11, weights), return_exceptions=True
         )
@@ -362,7 +367,7 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
             lambda: all({each.namespace for each in router.table.up()} == wanted for router in (one, two)), every_s=0.01
         )
         for router in (one, two):
-            result = await router.complete(list(range(40)), SamplingParams(max_tokens=3), deadline_s=10)
+            result = await router.complete(list(range(40)), SamplingParams(max_tokens=3), deadline_s=300)
             assert [span.version for span in result.samples[0].weight_version] == [version]
             assert router.stats().dropped == ()
             assert not any(each.problem for each in router.stats().instances)
@@ -370,7 +375,7 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
 
 async def test_an_instance_whose_weights_are_not_the_expected_ones_is_not_used(tmp_path: Path, weights: str) -> None:
     address = f"ipc://{tmp_path}/m0"
-    async with instance(tmp_path, "mixed", "m0"), fdasync.connect([address]) as router:
+    async with instance(tmp_path, "mixed", "m0"), connect([address]) as router:
         with pytest.raises(WeightsDiffer) as caught:
             await router.update_weights(1, weights, expected=f"{78:032x}")
         assert (caught.value.expected, caught.value.held) == (f"{78:032x}", f"{77:032x}")
@@ -378,25 +383,25 @@ async def test_an_instance_whose_weights_are_not_the_expected_ones_is_not_used(t
         with pytest.raises(BadInput, match="expected"):
             await router.update_weights(1, weights, expected="77")
         await router.update_weights(1, weights, expected=f"{77:032x}")
-        result = await router.complete(list(range(20)), SamplingParams(max_tokens=3), deadline_s=10)
+        result = await router.complete(list(range(20)), SamplingParams(max_tokens=3), deadline_s=300)
         assert [span.version for span in result.samples[0].weight_version] == ["1"]
 
 
 async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_path: Path, weights: str) -> None:
     address = f"ipc://{tmp_path}/m0"
-    async with instance(tmp_path, "mixed", "m0"), fdasync.connect([address]) as two:
+    async with instance(tmp_path, "mixed", "m0"), connect([address]) as two:
         (member,) = two.table.up()
         words = Command(0, "update_weights", version="5", path=weights)
-        async with fdasync.connect([address]) as one:
+        async with connect([address]) as one:
             await one.commands._claim_all()
             with pytest.raises(UpdateUnderWay, match="m0"):
                 await two.update_weights(1, weights)
             with pytest.raises(UpdateUnderWay):
-                await two.commands.one(member, words, 5.0)
+                await two.commands.one(member, words, 300.0)
             await one.update_weights(1, weights)
             await two.update_weights(2, weights)
             await one.commands._claim_all()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             while True:
                 # it knows in a moment that the other said goodbye
                 with contextlib.suppress(UpdateUnderWay):
@@ -408,7 +413,7 @@ async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_p
 @pytest.mark.ci
 async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp_path: Path, weights: str) -> None:
     addresses = [f"ipc://{tmp_path}/{name}" for name in ("p0", "d0")]
-    async with instance(tmp_path, "prefill", "p0"), fdasync.Router(addresses[:1]) as router:
+    async with instance(tmp_path, "prefill", "p0"), connect(addresses[:1]) as router:
         async with instance(tmp_path, "decode", "d0"):
             await router.add(addresses[1])
             await router.update_weights(7, weights)
@@ -416,7 +421,7 @@ async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp
         async with instance(tmp_path, "decode", "d0") as again:
             await router.add(addresses[1])
             results = [
-                await router.complete([*range(20), number], SamplingParams(max_tokens=3), deadline_s=10)
+                await router.complete([*range(20), number], SamplingParams(max_tokens=3), deadline_s=300)
                 for number in range(4)
             ]
             assert again.engine.stats().scheduler.weight_version == "7"

@@ -10,6 +10,7 @@ import pytest
 import fdasync
 from fdasync import EngineClosed, Instance, SamplingParams
 from fdasync.testing import synthetic_config
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) -> None:
     def instance(role: str, name: str) -> Instance:
-        config = synthetic_config(role=role, host_blocks=64)
-        return Instance(config, listen=f"ipc://{tmp_path}/{name}", name=name, transport="shm")
+        config = synthetic_config(role=role, host_blocks=64, leases=LEASES)
+        return Instance(config, listen=f"ipc://{tmp_path}/{name}", name=name, links=LINKS, transport="shm")
 
-    router = fdasync.connect([f"ipc://{tmp_path}/p0", f"ipc://{tmp_path}/d0"])
+    router = fdasync.connect([f"ipc://{tmp_path}/p0", f"ipc://{tmp_path}/d0"], links=LINKS)
     with pytest.raises(EngineClosed):
         router.stats()
     async with instance("prefill", "p0"), instance("decode", "d0") as decode, router:
@@ -39,7 +40,7 @@ async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) 
         assert second.status is not None
         assert first.status.totals.asked == second.status.totals.leases_granted == 1
         # the clock is one of milliseconds
-        assert 0 <= first.status.totals.asked_s == first.status.totals.asked_most_s < 10
+        assert 0 <= first.status.totals.asked_s == first.status.totals.asked_most_s < 300
         assert second.status.totals.tokens == len(result.token_ids) == 9
         assert second.status.totals.received_blocks == 10
         assert second.status.totals.received_nbytes > 0

@@ -45,7 +45,7 @@ from fdasync.pd.transfer.tcp_wire import (
 from fdasync.pd.transfer.transfers import Transfers
 from fdasync.testing import until
 from fdasync.testing.transports.harness import TransportHooks
-from tests.support.helpers import hold_up
+from tests.support import skips
 
 REPLY = struct.Struct("<QII")
 
@@ -105,7 +105,7 @@ async def greet(sender, data=b""):
     return reader, writer
 
 
-async def hung_up(reader, writer, seconds=2.0) -> bool:
+async def hung_up(reader, writer, seconds=300.0) -> bool:
     """The sender ends the connection; with what it sent before, if anything."""
     try:
         await asyncio.wait_for(reader.read(1 << 20), seconds)
@@ -193,9 +193,8 @@ async def test_a_receiver_that_does_not_read_is_dropped_and_holds_up_no_other():
         assert len(connection._replies) <= MAX_REQUESTS
         assert len(connection._unread) <= KNOCK_NBYTES + MAX_REQUESTS * REQUEST_NBYTES
         for number in range(20):
-            assert await receiver.take(sender.source, [receiver.wanted(sender, number, 10_000)], 2.0) == ["done"]
-        await asyncio.sleep(0.5)
-        assert sender.transport._server.drops["stuck"] == 1
+            assert await receiver.take(sender.source, [receiver.wanted(sender, number, 10_000)], 300.0) == ["done"]
+        await until(lambda: sender.transport._server.drops["stuck"] == 1)
         reader._transport.resume_reading()
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -207,9 +206,8 @@ async def test_so_many_connections_and_no_more(monkeypatch):
     async with Hooks().sides() as (sender, receiver):
         assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100)]) == ["done"]
         idle = [await greet(sender) for _ in range(5)]
-        await asyncio.sleep(0.05)
+        await until(lambda: sender.transport._server.drops["full"] == 3)
         assert len(sender.transport._server) == 3
-        assert sender.transport._server.drops["full"] == 3
         # who was there first goes on
         assert await receiver.take(sender.source, [receiver.wanted(sender, "b", 100)]) == ["done"]
         for _, writer in idle:
@@ -222,8 +220,7 @@ async def test_strangers_take_no_place_from_a_receiver_with_the_token(monkeypatc
     async with Hooks().sides() as (sender, receiver):
         server = sender.transport._server
         strangers = [await dial(sender) for _ in range(tcp_server.MAX_STRANGERS + 6)]
-        await asyncio.sleep(0.05)
-        assert server.drops["stranger"] == 6
+        await until(lambda: server.drops["stranger"] == 6)
         # the oldest made room
         assert all([await hung_up(*stranger) for stranger in strangers[:6]])
         assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100)]) == ["done"]
@@ -334,8 +331,8 @@ async def test_a_sender_that_owes_bytes_is_dropped():
     """Before the deadline of the receive: another one can dial anew."""
     async with Hooks().sides() as (sender, receiver), liar(sender, [b""], hang=True) as source:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + 10.0
-        (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 100_000)], 10.0)
+        deadline = loop.time() + 300.0
+        (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 100_000)], 300.0)
         assert (outcome.status, outcome.transient) == ("failed", True)
         assert "owes bytes" in outcome.problem
         assert loop.time() < deadline
@@ -438,13 +435,14 @@ async def test_right_bytes_and_then_too_many():
             assert not [each for each in receiver.transport._connections.values() if not each.closed]
 
 
+@pytest.mark.skips
 @pytest.mark.both_loops
 @pytest.mark.parametrize("late", ["greeting", "request"])
 async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monkeypatch, late):
     """Neither a stranger's greeting nor the rest of what a receiver owed is late for it."""
-    monkeypatch.setattr(tcp_server, "_GREET_S", 1.0 if late == "greeting" else 30.0)
+    monkeypatch.setattr(tcp_server, "_GREET_S", skips.LIMIT_S if late == "greeting" else 1e6)
     hooks = Hooks()
-    hooks.make = lambda: TcpTransport(stuck_s=30.0 if late == "greeting" else 1.5)
+    hooks.make = lambda: TcpTransport(stuck_s=1e6 if late == "greeting" else skips.LIMIT_S, idle_s=1e6)
     async with hooks.sides(1) as (sender,):
         server = sender.transport._server
         parts, _ = sender.block("a", 1000)
@@ -471,7 +469,7 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
                 # a reader's callback: uvloop looks at its timers next, and reads after that
                 ours.recv(1)
                 sock.send(words[4:])
-                hold_up(2.4)
+                skips.block()
 
             with ours, theirs:
                 ours.setblocking(False)
@@ -488,6 +486,8 @@ async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monke
             # and who comes late is late all the same
             await loop.sock_sendall(sock, request[:4])
             if late == "request":
+                await until(lambda: any(len(each._unread) == 4 for each in server._connections), every_s=0.001)
+                skips.block()
                 async with asyncio.timeout(300):
                     while await loop.sock_recv(sock, 1 << 16):
                         pass

@@ -38,7 +38,7 @@ async def test_an_address_that_is_not_reached_is_told_with_both_views(make, prob
         with contextlib.closing(make()) as sock:
             host, port = sock.getsockname()
             source = msgspec.structs.replace(sender.source, address=f"{host}:{port}")
-            (outcome,) = await receiver.start(source, [copy_spec], 5.0)
+            (outcome,) = await receiver.start(source, [copy_spec], 300.0)
         assert (outcome.status, outcome.transient) == ("failed", True)
         words = (
             f"the sender says that its blocks are at {host}:{port}, and from 127.0.0.1 they cannot be reached there: "
@@ -52,6 +52,6 @@ async def test_another_process_at_that_address_is_told_with_both_views():
     async with Hooks().sides() as (sender, receiver), Hooks().sides() as (other, _):
         copy_spec = receiver.wanted(sender, "a", 100)
         source = msgspec.structs.replace(sender.source, address=other.source.address)
-        (outcome,) = await receiver.start(source, [copy_spec], 5.0)
+        (outcome,) = await receiver.start(source, [copy_spec], 300.0)
         assert outcome.status == "failed"
         assert f"blocks are at {other.source.address}, and from 127.0.0.1" in outcome.problem

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,7 @@ from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.engines import until
 from fdasync.testing.harness.leaks import children, no_leaks
 from fdasync.testing.harness.processes import stop_process
+from tests.support import skips
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
-# of what waits for a rank that is stopped: start, update, step
-DEADLINE_S = 0.5
+# of what waits for a rank that is stopped: start, update, step; its time is skipped
+DEADLINE_S = skips.LIMIT_S
 # no death waits for a deadline
-FAR_S = 600.0
-# for a machine with other work, beside the deadline
+FAR_S = 86_400.0
+# for a machine with other work
 SPARE_S = 120.0
 
 PROMPT = list(range(1, 11))
@@ -55,7 +56,7 @@ def config_of(ranks: int, moment: str, how: str):
         limits[{"start": "start", "serving": "step"}.get(moment, "update") + "_deadline_s"] = DEADLINE_S
     # no load ends before the strike
     own = {"kv_shares": 2, "step_s": 0.002, "load_s": FAR_S}
-    return synthetic_config(own, process="worker", tensor_parallel=ranks, **limits)
+    return synthetic_config(own, process="worker", tensor_parallel=ranks, request_deadline_s=1e9, **limits)
 
 
 def pids_of(engine: Engine) -> tuple[int, ...]:
@@ -118,6 +119,7 @@ def moments(tmp_path: Path) -> dict[str, Moment]:
 
 
 @pytest.mark.ci(after=1)
+@pytest.mark.skips
 @pytest.mark.parametrize(
     ("struck", "how", "moment"),
     [
@@ -129,7 +131,7 @@ async def test_a_struck_rank_is_named_and_nothing_is_left(
     struck: str, how: str, moment: str, moments: dict[str, Moment]
 ) -> None:
     rank, ranks = map(int, struck.split(" of "))
-    loop = asyncio.get_running_loop()
+    loop: Any = asyncio.get_running_loop()
     strikes: list[tuple[int, float]] = []
     with no_leaks():
         engine = Engine(config_of(ranks, moment, how))
@@ -143,9 +145,19 @@ async def test_a_struck_rank_is_named_and_nothing_is_left(
             else:
                 os.kill(pids[rank], signal.SIGKILL)
 
-        error = await moments[moment](engine, strike)
+        def stands() -> bool:
+            if not strikes or how == "SIGKILL":
+                return False
+            if moment == "serving":
+                # what lay unread when the rank was stopped may end a step, and begin another one
+                return engine._failure is None and engine.stats().steps_in_flight > 0
+            return not loop.skipped_s
+
+        failing = asyncio.ensure_future(moments[moment](engine, strike))
+        await skips.go_on(failing.done, stands)
+        error = await failing
         ((pid, at),) = strikes
-        took_s = loop.time() - at
+        took_s = loop.time() - at - loop.skipped_s
         assert children() == []
     name = f"synthetic worker (rank {rank} of {ranks})"
     if how == "SIGKILL":
@@ -158,7 +170,7 @@ async def test_a_struck_rank_is_named_and_nothing_is_left(
         assert "exchanges entered: " in error.what
     assert name in str(error)
     assert engine.state == "failed"
-    assert took_s < SPARE_S + (DEADLINE_S if how == "SIGSTOP" else 0.0)
+    assert took_s < SPARE_S
 
 
 def test_the_fast_part_has_each_rank_and_each_signal_at_each_moment() -> None:

@@ -278,7 +278,7 @@ def slow_runner(tmp_path, monkeypatch):
 
 
 @asynccontextmanager
-async def opened(chunk_nbytes: int = 4096, close_deadline_s: float = 20.0) -> AsyncIterator[WorkerRunner]:
+async def opened(chunk_nbytes: int = 4096, close_deadline_s: float = 600.0) -> AsyncIterator[WorkerRunner]:
     """A worker with that runner; it must be gone at the end, however that comes."""
     limits = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=8, block_tokens=16)
     worker = WorkerRunner(

@@ -36,6 +36,7 @@ from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.leaks import children
 from fdasync.testing.harness.processes import stop_process
+from tests.support import skips
 from tests.support.plugins import install_runners
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ async def test_without_capture_no_arena_is_shared():
         check_sample(result.samples[0], PROMPT, LONG, oracle_of(engine.config))
 
 
-async def _watch_it_fail(engine: Engine, strike, cause: type[Exception]) -> list[EngineFailed]:
-    """Strike in the middle of two streams and two completes; everyone must be told."""
+async def _watch_it_fail(engine: Engine, strike, cause: type[Exception], *, stands: bool = False) -> list[EngineFailed]:
+    """Strike in the middle of two streams and two completes; everyone must be told. `stands`: when time has passed."""
     errors = []
 
     async def read(ready: asyncio.Event) -> None:
@@ -97,13 +98,15 @@ async def _watch_it_fail(engine: Engine, strike, cause: type[Exception]) -> list
         errors.append(caught.value)
 
     ready = [asyncio.Event(), asyncio.Event()]
-    async with asyncio.timeout(300), asyncio.TaskGroup() as group:
+    # time may be skipped
+    async with asyncio.timeout(1e9), asyncio.TaskGroup() as group:
         for event in ready:
             group.create_task(stream(event))
             group.create_task(complete())
         for event in ready:
             await event.wait()
         strike()
+        await skips.go_on(lambda: engine._failure is not None, lambda: stands)
     for error in errors:
         assert isinstance(error.cause, cause)
         for sample in error.partial.samples:
@@ -128,12 +131,13 @@ async def test_a_killed_worker_fails_everyone_with_what_there_is():
 
 
 @pytest.mark.ci
+@pytest.mark.skips
 async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
-    async with Engine(config_of(SLOW, step_deadline_s=2.0)) as engine:
+    async with Engine(config_of(SLOW, step_deadline_s=skips.LIMIT_S, request_deadline_s=1e9)) as engine:
         [pid] = children()
-        errors = await _watch_it_fail(engine, lambda: stop_process(pid), WorkerStuck)
+        errors = await _watch_it_fail(engine, lambda: stop_process(pid), WorkerStuck, stands=True)
         assert errors[0].cause.pid == pid
-        assert errors[0].cause.deadline_s == 2.0
+        assert errors[0].cause.deadline_s == skips.LIMIT_S
     assert children() == []
 
 
@@ -400,8 +404,8 @@ def _end_of_worker(script: str, how: signal.Signals) -> None:
             pidfd = os.pidfd_open(worker)
         finally:
             engine.send_signal(how)
-            engine.wait(10)
-    ended, _, _ = select.select([pidfd], [], [], 10.0)
+            engine.wait(300)
+    ended, _, _ = select.select([pidfd], [], [], 300.0)
     if not ended:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)

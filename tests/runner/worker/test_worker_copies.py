@@ -77,7 +77,7 @@ def plugin(tmp_path, monkeypatch):
 @asynccontextmanager
 async def bound(runner: str = "synthetic", **config) -> AsyncIterator[WorkerRunner]:
     """A worker with four host blocks; it must be gone at the end, however that comes."""
-    worker = WorkerRunner(runner, {"num_moe_layers": 0, **config}, LIMITS, close_deadline_s=20.0)
+    worker = WorkerRunner(runner, {"num_moe_layers": 0, **config}, LIMITS, close_deadline_s=300.0)
     host = None
     try:
         async with asyncio.timeout(300):

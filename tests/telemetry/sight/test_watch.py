@@ -13,6 +13,7 @@ from fdasync import EngineClosed, EngineFailed, Instance, SamplingParams
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.telemetry.sight.latencies import total
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,10 +87,12 @@ async def test_an_engine_shows_the_experts_in_its_rows_by_weights(process: str, 
 
 async def test_prefill_and_decode_together_show_each_pick_once(tmp_path: Path) -> None:
     def instance(role: Any) -> Instance:
-        config = synthetic_config({"pass_stamp": False}, role=role, host_blocks=64)
-        return Instance(config, listen=f"ipc://{tmp_path}/{role}", name=role, transport="shm", transfer_process=False)
+        config = synthetic_config({"pass_stamp": False}, role=role, host_blocks=64, leases=LEASES)
+        return Instance(
+            config, listen=f"ipc://{tmp_path}/{role}", name=role, links=LINKS, transport="shm", transfer_process=False
+        )
 
-    router = fdasync.connect([f"ipc://{tmp_path}/prefill", f"ipc://{tmp_path}/decode"])
+    router = fdasync.connect([f"ipc://{tmp_path}/prefill", f"ipc://{tmp_path}/decode"], links=LINKS)
     with pytest.raises(EngineClosed):
         await router.watch()
     async with instance("prefill"), instance("decode"), router:

@@ -156,7 +156,7 @@ def chat_of(scene_of: Any) -> Callable[..., AbstractAsyncContextManager[Any]]:
         runner = {"vocab_size": VOCAB, **config.pop("runner", {})}
         async with scene_of(kind, tokenizer=tokenizer or ChatLetters(), runner=runner, **config) as scene:
             key = config.get("api_key", "none")
-            settings = {"api_key": key, "max_retries": 0, "timeout": 20.0, **(client or {})}
+            settings = {"api_key": key, "max_retries": 0, "timeout": 300.0, **(client or {})}
             async with AsyncOpenAI(base_url=f"{scene.url}/v1", **settings) as openai:
                 yield scene, openai
 

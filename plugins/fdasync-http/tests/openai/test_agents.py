@@ -79,7 +79,7 @@ async def test_an_agent_of_openai_is_told_that_its_answer_was_cut(chat_of, scrip
 
 @asynccontextmanager
 async def claude_at(scene):
-    async with AsyncAnthropic(base_url=scene.url, api_key="none", max_retries=0, timeout=20.0) as client:
+    async with AsyncAnthropic(base_url=scene.url, api_key="none", max_retries=0, timeout=300.0) as client:
         yield client
 
 

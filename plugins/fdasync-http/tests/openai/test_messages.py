@@ -33,7 +33,7 @@ def claude_of(chat_of):
     @asynccontextmanager
     async def make(kind="engine", client=None, **config):
         async with chat_of(kind, **config) as (scene, _):
-            settings = {"api_key": config.get("api_key", "none"), "max_retries": 0, "timeout": 20.0, **(client or {})}
+            settings = {"api_key": config.get("api_key", "none"), "max_retries": 0, "timeout": 300.0, **(client or {})}
             async with AsyncAnthropic(base_url=scene.url, **settings) as claude:
                 yield scene, claude
 

@@ -17,6 +17,7 @@ import fdasync
 from fdasync import Instance, WeightsDiffer
 from fdasync.telemetry.sight.summary import Summary
 from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine, until
+from fdasync.testing.harness.patience import LEASES, LINKS
 
 PROMPT = [5, 6, 7, 8, 9]
 STATES = ["paused", "updating", "asleep", "waking", "waits_for_weights", "broken"]
@@ -75,13 +76,13 @@ async def stage_of(tmp_path):
             if count:
                 addresses = [f"ipc://{tmp_path}/m{number}" for number in range(count)]
                 for number, address in enumerate(addresses):
-                    config = synthetic_config(runner, role="mixed", host_blocks=64)
+                    config = synthetic_config(runner, role="mixed", host_blocks=64, leases=LEASES)
                     instance = Instance(
                         config, listen=address, name=f"m{number}", tokenizer=LetterTokenizer(), transport="shm",
-                        transfer_process=False,
+                        transfer_process=False, links=LINKS,
                     )  # fmt: skip
                     engines.append((await stack.enter_async_context(instance)).engine)
-                generator = await stack.enter_async_context(fdasync.connect(addresses))
+                generator = await stack.enter_async_context(fdasync.connect(addresses, links=LINKS))
             else:
                 generator = await stack.enter_async_context(synthetic_engine(synthetic_config(runner)))
                 engines.append(generator)
@@ -261,10 +262,12 @@ async def test_trainers_are_told_that_memory_can_be_released(stage_of, count):
 
 
 async def test_and_that_it_cannot_where_it_cannot(stage_of, tmp_path):
-    config = synthetic_config({}, role="mixed", host_blocks=64)
+    config = synthetic_config({}, role="mixed", host_blocks=64, leases=LEASES)
     address = f"ipc://{tmp_path}/d0"
-    mapped = Instance(config, listen=address, tokenizer=LetterTokenizer(), transport="device", transfer_process=False)
-    async with mapped, fdasync.connect([address]) as router:
+    mapped = Instance(
+        config, listen=address, links=LINKS, tokenizer=LetterTokenizer(), transport="device", transfer_process=False
+    )
+    async with mapped, fdasync.connect([address], links=LINKS) as router:
         assert mapped.engine.capacity.no_sleep
         transport = httpx2.ASGITransport(app(router))
         async with httpx2.AsyncClient(transport=transport, base_url="http://front") as client:

@@ -23,6 +23,7 @@ import fdasync
 from fdasync import Engine, Instance, UpdateUnderWay, WeightsGroup
 from fdasync.errors import FdasyncError
 from fdasync.testing import until
+from fdasync.testing.harness.patience import LINKS
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "fdasync-transformers" / "tests" / "support"))
 
@@ -47,9 +48,9 @@ async def client_of(kind: str, tmp_path: Path, **settings: Any) -> AsyncIterator
         else:
             address = f"ipc://{tmp_path}/m0"
             config = engine_config(tmp_path / "old", role="mixed", host_blocks=16)
-            instance = Instance(config, listen=address, name="m0", transport="shm", transfer_process=False)
+            instance = Instance(config, listen=address, name="m0", links=LINKS, transport="shm", transfer_process=False)
             engine = (await stack.enter_async_context(instance)).engine
-            generator = fdasync.connect([address])
+            generator = fdasync.connect([address], links=LINKS)
         await stack.enter_async_context(generator)
         settings = {"weights_root": str(tmp_path), **settings}
         served = await stack.enter_async_context(
@@ -129,14 +130,14 @@ async def test_a_front_that_goes_away_ends_its_join(tmp_path: Path, port: int) -
     async with client_of("router", tmp_path) as (client, engine):
         join = asyncio.ensure_future(client.post(PATHS[0], json=body_of(PATHS[0], port)))
         await until(lambda: engine.weights.groups.joins)
-        async with fdasync.connect([f"ipc://{tmp_path}/m0"]) as other:
+        async with fdasync.connect([f"ipc://{tmp_path}/m0"], links=LINKS) as other:
             # another front's refused join of that group does not end it
             group = WeightsGroup(name="g", address="127.0.0.1", port=port, world_size=2)
             with pytest.raises(UpdateUnderWay, match="joins the group 'g'"):
                 await other.join_weights_group(group)
         assert not join.done()
         assert engine.weights.groups.joins
-        async with fdasync.connect([f"ipc://{tmp_path}/m0"]) as other:
+        async with fdasync.connect([f"ipc://{tmp_path}/m0"], links=LINKS) as other:
             await other.leave_weights_group("g")
             await join
             lonely = asyncio.ensure_future(other.join_weights_group(group))

@@ -22,6 +22,7 @@ from fdasync_transformers.mtp.specs import LAYERS
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import Speculation
 from fdasync.testing import RunTests
+from fdasync.testing.harness.patience import LEASES, LINKS
 from fdasync.testing.runners.bench import GREEDY, noisy, on_bench
 
 if TYPE_CHECKING:
@@ -244,14 +245,15 @@ async def test_instances_on_a_gpu_draft_behind_a_hand_over(tmp_path: Path) -> No
         wanted = await play(engine)
     sides = [
         Instance(
-            config(tmp_path, mtp=True, role=role, host_blocks=32, num_blocks=64),
+            config(tmp_path, mtp=True, role=role, host_blocks=32, num_blocks=64, leases=LEASES),
             listen=f"ipc://{tmp_path}/{role}",
             transport="shm",
             transfer_process=False,
+            links=LINKS,
         )
         for role in ("prefill", "decode")
     ]
-    async with sides[0], sides[1], connect([side.address for side in sides]) as router:
+    async with sides[0], sides[1], connect([side.address for side in sides], links=LINKS) as router:
         results = await play(router)
         decoder = sides[1].engine.stats().scheduler
         assert decoder.received_blocks > 10

@@ -54,7 +54,7 @@ def fingerprint(model: Any) -> Any:
 @asynccontextmanager
 async def sender_of(generator: Any, world_size: int = 2, **options: Any) -> AsyncIterator[WeightsSender]:
     """A trainer whose group the generator has joined."""
-    sender = WeightsSender(world_size=world_size, **{"timeout_s": 10.0, **options})
+    sender = WeightsSender(world_size=world_size, **{"timeout_s": WAIT_S, **options})
     try:
         await asyncio.gather(asyncio.to_thread(sender.join), generator.join_weights_group(sender.group))
         yield sender
@@ -86,7 +86,7 @@ class Trainer:
     def __init__(self, process: asyncio.subprocess.Process, port: int, world_size: int) -> None:
         self.process = process
         self.group = WeightsGroup(
-            name="slime-pp_0", address="127.0.0.1", port=port, world_size=world_size, timeout_s=20.0
+            name="slime-pp_0", address="127.0.0.1", port=port, world_size=world_size, timeout_s=WAIT_S
         )
 
     @classmethod

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=300)
 NAME = "slime-pp_0"
 
 

@@ -116,7 +116,7 @@ class Worker:
 async def work(config):
     region = SharedRegion.create("crash", WORKERS * BATCH * (MOST + CUT))
     if config["own_process"]:
-        store = ProcessStore("file", config["store"], close_deadline_s=5.0)
+        store = ProcessStore("file", config["store"], close_deadline_s=300.0)
     else:
         store = FileStore(FileConfig(**config["store"]))
     await store.open([region])

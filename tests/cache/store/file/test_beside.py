@@ -152,13 +152,13 @@ class TestBeside(InFolder):
 
             def look(_: Item) -> str:
                 looking.set()
-                assert go_on.wait(20)
+                assert go_on.wait(300)
                 return ""
 
             noted.on_get = look
             get = asyncio.ensure_future(on.store.get_into([on.item(key, 5000) for key in keys]))
             try:
-                await asyncio.to_thread(looking.wait, 20)
+                await asyncio.to_thread(looking.wait, 300)
                 get.cancel()
                 await turns(5)
                 assert not get.done()
@@ -308,7 +308,7 @@ class TestSealed(InFolder):
             reading.release()
             # the first four are judged, and the call is cancelled in the midst of the next
             if len(started) >= 4:
-                assert go_on.wait(20)
+                assert go_on.wait(300)
             started.append(offset)
             return true_preadv(fd, views, offset, *flags)
 

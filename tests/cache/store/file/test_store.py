@@ -156,7 +156,7 @@ class TestRoom(InFolder):
 
         def slow(fd, views, offset, *flags):
             reading.set()
-            assert go_on.wait(20)
+            assert go_on.wait(300)
             return true_preadv(fd, views, offset, *flags)
 
         async with self.on_store(self.store(max_nbytes=self.slots(1, 5000))) as on:
@@ -165,7 +165,7 @@ class TestRoom(InFolder):
             self.patch.setattr(os, "preadv", slow)
             item = on.item(key, 5000)
             get = asyncio.ensure_future(on.get([item]))
-            await asyncio.to_thread(reading.wait, 20)
+            await asyncio.to_thread(reading.wait, 300)
             try:
                 outcome = await on.keep(on.key("new"), value("new", 5000))
                 assert outcome.status == "full"
@@ -191,7 +191,7 @@ class TestKeys(InFolder):
         def wait():
             if not holding.is_set():
                 holding.set()
-                assert go_on.wait(20)
+                assert go_on.wait(300)
 
         def pwritev(fd, views, offset):
             if bytes(views[0]) == EMPTY_RECORD:
@@ -205,7 +205,7 @@ class TestKeys(InFolder):
         self.patch.setattr(os, "pwritev", pwritev)
         self.patch.setattr(os, "unlink", unlink)
         task = asyncio.ensure_future(start)
-        await asyncio.to_thread(holding.wait, 20)
+        await asyncio.to_thread(holding.wait, 300)
         return task, go_on
 
     @pytest.mark.parametrize("how", ["evicted", "deleted", "dropped with its segment"])

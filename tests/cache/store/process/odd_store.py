@@ -18,7 +18,8 @@ PART_NBYTES = 10_000
 
 
 def in_process(name: str = "odd", config: dict[str, Any] | None = None, **options: Any) -> ProcessStore:
-    return ProcessStore(name, config or {}, **{"close_deadline_s": 20.0, "respawn_s": 0.0, **options})
+    values = {"close_deadline_s": 300.0, "open_deadline_s": 300.0, "respawn_s": 0.0, **options}
+    return ProcessStore(name, config or {}, **values)
 
 
 class Bench:

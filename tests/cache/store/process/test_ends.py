@@ -15,6 +15,7 @@ from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.testing.harness.leaks import children
 from fdasync.testing.harness.processes import stop_process
 from tests.cache.store.process.odd_store import PART_NBYTES, Bench, in_process, opened
+from tests.support import skips
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -226,11 +227,12 @@ async def test_a_store_that_does_not_open_again_says_why(monkeypatch, variable, 
 
 
 @pytest.mark.ci
+@pytest.mark.skips
 async def test_a_failed_start_is_not_repeated_at_once(monkeypatch):
-    store = in_process(respawn_s=0.2)
+    store = in_process(respawn_s=skips.LIMIT_S)
     async with opened(store) as bench:
         # the first start is long enough ago
-        await asyncio.sleep(0.25)
+        skips.block()
         await store.kill("a test")
         monkeypatch.setenv("ODD_IMPORT", "broken")
         with pytest.raises(StoreRejected):
@@ -240,10 +242,6 @@ async def test_a_failed_start_is_not_repeated_at_once(monkeypatch):
             await store.exists_prefix(["a"])
         assert store.spawned == 2
         monkeypatch.delenv("ODD_IMPORT")
-        async with asyncio.timeout(300):
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    await bench.works()
-                    break
-                await asyncio.sleep(0.02)
+        skips.block()
+        await bench.works()
         assert store.spawned == 3

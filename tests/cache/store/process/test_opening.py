@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from fdasync.cache.store.base import DONE, Item
+from fdasync.cache.store.process import proxy
 from fdasync.cache.store.process.messages import ERRORS, error_of
 from fdasync.errors import BadInput, ConfigError, PluginError, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
@@ -97,8 +98,9 @@ async def test_opening_has_a_deadline(how):
 
 
 @pytest.mark.ci(after=1)
-@pytest.mark.parametrize(("how", "deadline_s"), [("hang", 1.0), ("wait", 40.0)])
-async def test_closing_while_it_opens(how, deadline_s):
+@pytest.mark.parametrize(("how", "deadline_s"), [("hang", 1.0), ("wait", 300.0)])
+async def test_closing_while_it_opens(how, deadline_s, monkeypatch):
+    monkeypatch.setattr(proxy, "_UNOPENED_S", deadline_s)
     bench = Bench(in_process(config={"open": how}, close_deadline_s=deadline_s))
     opening = asyncio.ensure_future(bench.store.open([bench.region]))
     await bench.until(lambda: bench.region.view(bench.region.nbytes - 7)[0] == ord("o"))

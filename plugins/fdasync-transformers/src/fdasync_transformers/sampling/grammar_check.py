@@ -38,7 +38,7 @@ _PLAYED_TOKENS = 48
 # of CPU: the kernel ends a check that takes more, wherever in the library it is
 _CHECK_S = 0.3
 # a fork on a busy machine, where it comes last, gets more time than it may use of a CPU
-_PATIENCE_S = 15.0
+_PATIENCE_S = 60.0
 # the worker's stack is deeper when it compiles than a fork's, and larger by so much
 _STACK_NBYTES = 4 << 20
 _TABLE = ErrorTable(BadInput)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
 NAME = "w"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 # of joins that fail by it
 SHORT_S, TRIES = 0.3, 50
 FEW, MANY = 2, 100
