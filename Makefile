@@ -21,6 +21,8 @@ PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-
 RING_ONE := not ci and not nightly
 # what `make test` cost, for the tests of `make test-ci`
 COSTS := .costs.json
+# what the type checker and the linter said meanwhile
+CHECKS := .checks.log
 # more than cores: tests that wait for processes and deadlines leave theirs to others
 WORKERS ?= 3
 SEEDS ?= 2000
@@ -41,8 +43,8 @@ help:
 	@echo "make test      set up, run the tests of the first ring, the linter and the type checker: 5 minutes"
 	@echo "make test-ci   the tests of the second ring, which are run before a change is merged"
 	@echo "make test-all  the tests of all rings, those on Ray and TRL too, and coverage: every night"
-	@echo "make test-oldest  both first rings on the oldest versions that the pyproject files allow, in .venv-oldest"
-	@echo "make test-newest  both first rings on the newest versions, in .venv-newest, which is made anew"
+	@echo "make test-oldest  the first two rings on the oldest versions that the pyproject files allow, in .venv-oldest"
+	@echo "make test-newest  the first two rings on the newest versions, in .venv-newest, which is made anew"
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
@@ -77,7 +79,7 @@ test-oldest: .venv-oldest.txt
 # one that is there already would keep what it has
 test-newest:
 	rm -rf .venv-newest
-	$(MAKE) --no-print-directory both VENV=.venv-newest CONSTRAINTS=/dev/null
+	$(MAKE) --no-print-directory .venv-newest/.more both VENV=.venv-newest CONSTRAINTS=/dev/null
 
 # not for `make test`: 290 MB, and tests that start clusters for minutes
 $(RAY): $(STAMP)
@@ -96,8 +98,10 @@ demo: $(STAMP)
 
 # at first the type checker has one core while the first import of all tests has another
 test: $(STAMP)
-	@test -f $(WARM) || $(MAKE) --no-print-directory -j 2 $(WARM) types
-	$(MAKE) --no-print-directory -j 3 types lint ring-one
+	@test -f $(WARM) || $(MAKE) --no-print-directory -j 2 $(WARM) types > /dev/null 2>&1 || true  # said below
+	@$(MAKE) --no-print-directory -k types lint > $(CHECKS) 2>&1 & checks=$$!; trap 'kill $$checks' INT TERM; \
+		$(MAKE) --no-print-directory ring-one; tests=$$?; wait $$checks; checked=$$?; \
+		cat $(CHECKS); exit $$((tests || checked))
 
 ring-one: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(RING_ONE)" --costs $(COSTS)
@@ -176,4 +180,4 @@ bench-gpu:
 	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
 
 clean:
-	rm -rf $(COSTS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
+	rm -rf $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

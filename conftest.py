@@ -87,11 +87,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("heavy"):
             if len(mark.args) != 1 or not isinstance(mark.args[0], str):
                 raise pytest.UsageError(f"{item.nodeid}: heavy() takes the reason, one string")
-        for mark in [mark for mark in item.own_markers if mark.name == "ci" and mark.kwargs]:
-            test = item.nodeid.partition("[")[0]
-            cases[test] += 1
-            if cases[test] <= mark.kwargs["after"]:
-                item.own_markers.remove(mark)
+        for mark in list(item.iter_markers("ci")):
+            if not mark.args and not mark.kwargs:
+                continue
+            if mark.args or mark.kwargs.keys() != {"after"} or mark not in item.own_markers:
+                raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test, or nothing")
+            if item.get_closest_marker("nightly") is None:
+                test = item.nodeid.partition("[")[0]
+                cases[test] += 1
+                if cases[test] <= mark.kwargs["after"]:
+                    item.own_markers.remove(mark)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

@@ -15,7 +15,6 @@ import uvloop
 import fdasync
 from fdasync import SamplingParams
 from fdasync.testing import check_sample, oracle_of
-from fdasync.testing.harness.patience import LINKS
 from tests.support.commands import command, config_file, config_of
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def test_a_trainers_step_in_the_routers_process_costs_no_stream(tmp_path: Path) 
     oracle = oracle_of(config_of(config))
 
     async def ask() -> None:
-        async with fdasync.connect(list(addresses.values()), links=LINKS) as router:
+        async with fdasync.connect(list(addresses.values())) as router:
 
             async def read(first: int) -> None:
                 prompt = [first, 2, 3, 4, 5]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _COST, _HEAVY = "cpu_s", "heavy"
 _BEGAN = pytest.StashKey[float]()
 _DEAREST = 5
+# of a run to its end
+_WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
 def cpu_s() -> float:
@@ -31,10 +33,13 @@ def cpu_s() -> float:
 
 
 def core_s() -> float:
-    """CPU seconds that this core takes for a fixed piece of work: how quick it is, and how disturbed."""
-    began = time.process_time()
-    sum(one * one for one in range(400_000))
-    return time.process_time() - began
+    """CPU seconds that this core takes for a fixed piece of work; the least of ten times, since others disturb it."""
+    times = []
+    for _ in range(10):
+        began = time.process_time()
+        sum(one * one for one in range(400_000))
+        times.append(time.process_time() - began)
+    return min(times)
 
 
 class Costs:
@@ -87,7 +92,7 @@ class Costs:
         self._collecting += collecting
         self._cores += cores
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         if not self._tests:
             return
         collecting_s = sum(self._collecting)
@@ -99,6 +104,6 @@ class Costs:
             f"{sum(self._tests.values()) + collecting_s:.0f} CPU-s, {collecting_s:.0f} of them for imports in "
             f"{len(self._collecting)} processes"
         )
-        if (path := self._config.option.costs) is not None:
+        if (path := self._config.option.costs) is not None and exitstatus in _WHOLE:
             record = {"tests": self._tests, "heavy": self._heavy, "collecting": self._collecting, "cores": self._cores}
             Path(path).write_text(json.dumps(record, indent=0))

@@ -289,6 +289,11 @@ class InstanceHandle:
         self.behind = self.changed = self.kept = self.awaits_memory = False
         self.waits = ""
 
+    def came_to(self, namespace: bytes) -> None:
+        """It has got other weights, on its way to those that it must have."""
+        self._forget_blocks()
+        self.namespace = namespace
+
     def learn(self, kv_events: KvEventBatch) -> None:
         """It reports blocks that it gained and lost."""
         if kv_events.reset or kv_events.namespace != self.namespace:

@@ -1,7 +1,6 @@
-"""Times of fleets in real time: of real links and processes, which a busy machine must not make late.
+"""Limits of links and leases for tests with real links and processes: a busy machine must not make an answer late.
 
-For tests of what a fleet does; those of silence and of late answers bring times of their own, or play in virtual time.
-Knows nothing of fleets. Called by tests.
+Tests of silence and of late answers have limits of their own, or play in virtual time. Called by tests.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from fdasync.pd.link.session import LinkConfig
 from fdasync.scheduler.state.config import LeaseRules
 
-# a machine is busy for less
+# no machine keeps an answer for so long
 _PATIENCE_S = 300.0
 
 #: of instances and routers; one that says goodbye, or whose process ends, is lost at once all the same

@@ -17,7 +17,7 @@ from fdasync.errors import StoreTimeout, StoreUnavailable
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")
 
 _DEADLINE_S = 3.0
-_LATE_S = 60.0  # far above what two busy cores make of it, far below the stalls of the client
+_LATE_S = 40.0  # far above what two busy cores make of it, far below the stalls of the client
 
 
 @pytest.fixture

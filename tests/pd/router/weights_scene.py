@@ -73,6 +73,8 @@ class Sleeper:
         elif command.verb == "wake":
             self._released -= set(command.tags or self._released)
             error = self.late
+            if error == "WeightsBroken":
+                self.lacks = "broken"
         elif command.verb == "update_weights":
             error = "Asleep" if "weights" in self._released else self.refuses
             if self.lacks and command.order in self.deltas:

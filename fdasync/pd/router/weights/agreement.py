@@ -14,8 +14,8 @@ process group brought, and those beyond so many deltas, cannot be had again: an 
 the next update.
 
 An instance that sleeps has no memory for weights. It is not dropped: it is brought to the weights that it lacks once
-its memory is back (`woke`), and to all of them where a sleep dropped its own and it could not load them. Where they
-cannot be had again it waits for the next update, which mends it.
+its memory is back (`woke`). One whose own weights a sleep dropped, and that could not load them again, is brought all
+of them. Where they cannot be had again it waits for the next update, which mends it.
 
 Instances with the same weights may have different labels, as one that was started again from the updated folder does.
 Such an instance gets the label that this router gave last.
@@ -163,20 +163,22 @@ class WeightAgreement:
             instance.waits = BEHIND
 
     def keep(self, instance: InstanceHandle, *, awaits_memory: bool) -> None:
-        """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none to which a delta is."""
+        """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none that a delta could be
+        applied to; or a sleep dropped its own."""
         instance.kept, instance.awaits_memory = True, awaits_memory
 
     def woke(self, instance: InstanceHandle, *, lacks_all: bool) -> None:
         """It may have memory for weights again: bring it those that it lacks. `lacks_all`: a sleep dropped its weights,
         and it did not load them again."""
+        if instance in self._tasks:
+            return
+        goes_on = instance.said in ("running", "paused") and instance.namespace == self._table.namespace
         if lacks_all and not instance.behind:
             if self._whole and not self.held:
                 instance.behind = True
                 self.keep(instance, awaits_memory=False)
                 self._spawn(instance, self._whole)
-        elif instance.awaits_memory or (
-            instance.kept and not lacks_all and instance.namespace == self._table.namespace
-        ):
+        elif instance.awaits_memory or (instance.kept and goes_on):
             instance.awaits_memory = False
             self.judge(instance)
 
@@ -354,6 +356,8 @@ class WeightAgreement:
                 if done.namespace == update.namespace and not done.error:
                     if done.namespace == self._table.namespace:
                         instance.has(done.namespace, done.weight_version, done.weight_order)
+                    else:
+                        instance.came_to(done.namespace)
                     return True
                 if done.error == "Asleep":
                     self.keep(instance, awaits_memory=True)
@@ -364,7 +368,7 @@ class WeightAgreement:
                 problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
             if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
-                if done is not None and (instance.kept or (done.error and not self._has_like(instance))):
+                if instance.kept or (done is not None and done.error and not self._has_like(instance)):
                     # a trainer may have deleted the folder; without this instance no later update would help
                     instance.waits = f"{problem}; it gets no requests until it is updated"
                 else:

@@ -90,16 +90,17 @@ class Wakes:
             instance.owes_wake = instance.owes_wake or not instance.peer.is_up
         asked = self._table.up()
         commands = [self._missed() if one.owes_wake else Command(0, "wake", tags=named) for one in asked]
-        outcomes = await asyncio.gather(
-            *[self._tell(one, command, self._limit_s) for one, command in zip(asked, commands, strict=True)],
+        # each reply as it comes: one that is late would tell of a time before the instance was brought its weights
+        results = await asyncio.gather(
+            *[self._wake_one(one, command) for one, command in zip(asked, commands, strict=True)],
             return_exceptions=True,
         )
         failed = []
-        for instance, outcome in zip(asked, outcomes, strict=True):
-            if not isinstance(outcome, (Done, FdasyncError)):
-                raise outcome
-            if (error := self._took(instance, outcome)) is not None:
-                failed.append((instance, error))
+        for instance, result in zip(asked, results, strict=True):
+            if isinstance(result, FdasyncError):
+                failed.append((instance, result))
+            elif result is not None:
+                raise result
         for instance in asked:
             await self._agreement.quiet(self._limit_s, instance)
         # dropped weights that could not be loaded again do not count where this router has brought others
@@ -111,6 +112,13 @@ class Wakes:
         if errors:
             raise errors[0]
         return farthest([instance.doing for instance in asked])
+
+    async def _wake_one(self, instance: InstanceHandle, command: Command) -> FdasyncError | None:
+        try:
+            outcome: Done | FdasyncError = await self._tell(instance, command, self._limit_s)
+        except FdasyncError as error:
+            outcome = error
+        return self._took(instance, outcome)
 
     def _missed(self) -> Command:
         """A wake of all that is to be awake."""
@@ -180,11 +188,7 @@ class Wakes:
         loop."""
         pause_s = _FIRST_AGAIN_S
         while instance.owes_wake and instance.peer.is_up and self._woken:
-            try:
-                outcome: Done | FdasyncError = await self._tell(instance, self._missed(), self._limit_s)
-            except FdasyncError as error:
-                outcome = error
-            self._took(instance, outcome)
+            await self._wake_one(instance, self._missed())
             if instance.owes_wake:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LAST_AGAIN_S)
