@@ -77,7 +77,7 @@ def refuse_model(model: torch.nn.Module) -> str:
 
 
 # the compiler of some versions of torch cannot raise an error of ours
-@torch.compiler.disable(reason="fixed numerics are not of compiled models")  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiled() -> NoReturn:
     raise compiled()
 
