@@ -85,8 +85,9 @@ class SharedStore(FaultyStore):
 
 
 def engine_with(store: FaultyStore) -> Engine:
-    # computing must cost time, or no block is fetched
-    return synthetic_engine(synthetic_config({"step_s": 0.01, "token_s": 0.01}, max_step_tokens=64), store=store)
+    # computing must cost time, or no block is fetched; nor is one behind a failure that may cost minutes
+    config = synthetic_config({"step_s": 0.01, "token_s": 0.01}, max_step_tokens=64, store_deadline_s=5.0)
+    return synthetic_engine(config, store=store)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
