@@ -12,6 +12,7 @@ import json
 import resource
 import time
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,13 +34,13 @@ def cpu_s() -> float:
 
 
 def core_s() -> float:
-    """CPU seconds that this core takes for a fixed piece of work; the least of ten times, since others disturb it."""
+    """CPU seconds that this core takes for a fixed piece of work; the median of ten times."""
     times = []
     for _ in range(10):
         began = time.process_time()
         sum(one * one for one in range(400_000))
         times.append(time.process_time() - began)
-    return min(times)
+    return median(times)
 
 
 class Costs:
@@ -50,13 +51,14 @@ class Costs:
         self._began = time.monotonic()
         self._tests: dict[str, float] = {}
         self._heavy: list[str] = []
-        # of each process that runs tests: CPU until its first test, and of a fixed piece of work
+        # of each process that runs tests: CPU until its first test; of a fixed piece of work before it and at the end
         self._collecting: list[float] = []
         self._cores: list[float] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
             self._collecting.append(cpu_s())
+            self._cores.append(core_s())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
