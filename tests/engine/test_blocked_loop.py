@@ -26,7 +26,7 @@ from tests.support import skips
 from tests.support.plugins import install_plugin
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
-# the clock that is skipped passes these, and no machine is so busy that it does
+# a block of the tests outlasts both
 CALL_S = skips.LIMIT_S
 KILL_S = 2.5 * CALL_S
 

@@ -1,4 +1,4 @@
-"""Loops whose clock a test moves on: a loop that its user blocks for minutes, without the wait.
+"""Event loops whose clock a test can move on, so that a block of minutes costs no minutes.
 
 A test marked `skips` runs on such a loop. `block` stands for a call of the user's that blocks the loop: it blocks it
 for real until what the test waits for has come (an answer that lies unread in a socket), and moves the clock on by as
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fdasync.engine.engine import Engine
     from fdasync.ipc.rpc import RpcClient
 
-#: of a call or a step whose time a block outlasts: no machine is so busy
+#: what a call or a step may take, for tests that skip it: no machine is so busy that one takes it
 LIMIT_S = 600.0
 #: how long a block is for the loop
 BLOCKED_S = 4 * LIMIT_S
@@ -120,6 +120,22 @@ def is_left_or_stuck(engine: Engine, pid: int) -> bool:
     is_asked = child is not None and child.process.pid == pid and bool(child._calls)
     breaker: Any = stack.store
     return is_asked or breaker.inner.state == "open"
+
+
+def blocked_steps(engine: Engine) -> Callable[[], bool]:
+    """Only time ends the engine's oldest step: true once for each, since a block outlasts what a step may take."""
+    skipped: set[int] = set()
+
+    def stands() -> bool:
+        runtime = engine._runtime
+        if engine._failure is not None or runtime is None or not runtime.driver._steps:
+            return False
+        step_id, _ = runtime.driver._steps[0]
+        is_new = step_id not in skipped
+        skipped.add(step_id)
+        return is_new
+
+    return stands
 
 
 def said(child: RpcClient) -> bool:

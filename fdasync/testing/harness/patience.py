@@ -8,7 +8,7 @@ from __future__ import annotations
 from fdasync.pd.link.session import LinkConfig
 from fdasync.scheduler.state.config import LeaseRules
 
-# no machine keeps an answer for so long
+# even on a busy machine an answer takes less
 _PATIENCE_S = 300.0
 
 #: of instances and routers; one that says goodbye, or whose process ends, is lost at once all the same

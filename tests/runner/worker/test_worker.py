@@ -78,8 +78,8 @@ async def test_without_capture_no_arena_is_shared():
         check_sample(result.samples[0], PROMPT, LONG, oracle_of(engine.config))
 
 
-async def _watch_it_fail(engine: Engine, strike, cause: type[Exception], *, stands: bool = False) -> list[EngineFailed]:
-    """Strike in the middle of two streams and two completes; everyone must be told. `stands`: when time has passed."""
+async def _watch_it_fail(engine: Engine, strike, cause: type[Exception], stands=lambda: False) -> list[EngineFailed]:
+    """Strike in the middle of two streams and two completes; everyone must be told. Time is skipped where it stands."""
     errors = []
 
     async def read(ready: asyncio.Event) -> None:
@@ -106,7 +106,7 @@ async def _watch_it_fail(engine: Engine, strike, cause: type[Exception], *, stan
         for event in ready:
             await event.wait()
         strike()
-        await skips.go_on(lambda: engine._failure is not None, lambda: stands)
+        await skips.go_on(lambda: engine._failure is not None, stands)
     for error in errors:
         assert isinstance(error.cause, cause)
         for sample in error.partial.samples:
@@ -135,7 +135,7 @@ async def test_a_killed_worker_fails_everyone_with_what_there_is():
 async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
     async with Engine(config_of(SLOW, step_deadline_s=skips.LIMIT_S, request_deadline_s=1e9)) as engine:
         [pid] = children()
-        errors = await _watch_it_fail(engine, lambda: stop_process(pid), WorkerStuck, stands=True)
+        errors = await _watch_it_fail(engine, lambda: stop_process(pid), WorkerStuck, skips.blocked_steps(engine))
         assert errors[0].cause.pid == pid
         assert errors[0].cause.deadline_s == skips.LIMIT_S
     assert children() == []
