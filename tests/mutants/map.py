@@ -19,8 +19,6 @@ from tests.mutants.trial import file_of, outer_environment
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: what the tests cost, as `tests/support/costs.py` leaves it
-_COSTS = Path(".pytest_cache/d/fdasync/costs.json")
 _CONFIG = Path(__file__).with_name("coverage.ini")
 _PHASED = re.compile(r"(?P<test>.+) \((?P<when>setup|call|teardown)\)", re.DOTALL)
 
@@ -37,22 +35,12 @@ def make_map(out: Path, arguments: list[str]) -> int:
         "COVERAGE_PROCESS_START": str(_CONFIG),
         "FDASYNC_MAP": str(parts / out.name),
     }
-    command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.contexts", *arguments]
-    status = subprocess.run(command, env=environment, check=False).returncode
-    if _COSTS.exists():
-        # the next run of any tests replaces it
-        shutil.copy(_COSTS, costs_of(out))
-    combine = [
-        sys.executable,
-        "-m",
-        "coverage",
-        "combine",
-        "-q",
-        f"--rcfile={_CONFIG}",
-        f"--data-file={out.absolute()}",
-    ]
-    subprocess.run([*combine, str(parts)], check=True)
-    parts.rmdir()
+    command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.contexts", "--costs", str(costs_of(out.absolute()))]
+    status = subprocess.run([*command, *arguments], env=environment, check=False).returncode
+    combine = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={_CONFIG}"]
+    subprocess.run([*combine, f"--data-file={out.absolute()}", str(parts)], check=True)
+    # a process that was killed leaves its part half written
+    shutil.rmtree(parts)
     return status
 
 
