@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from fdasync import ConfigError, Engine, SamplingParams
+from fdasync.cache.snapshots import StateSpec
+from fdasync.engine.config import host_snapshots
 from fdasync.engine.prepare import namespace_of
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, synthetic_engine, until
 
@@ -97,6 +99,15 @@ async def test_what_it_cannot_do_yet_is_refused_by_name(fields, field):
     with pytest.raises(ConfigError, match=f"config.{field}"):
         async with synthetic_engine(config(**fields)):
             pass
+
+
+async def test_by_itself_it_keeps_a_snapshot_for_each_host_block_but_no_more_than_memory_is_for():
+    async with synthetic_engine(config(store="memory", host_blocks=24)) as engine:
+        assert engine.stats().scheduler.num_host_snapshots == 24
+        capacity = engine.capacity
+    # of 256 MiB each
+    large = msgspec.structs.replace(capacity, state_specs=(StateSpec("recurrent", (1 << 26,), "float32", (0,)),))
+    assert host_snapshots(engine.config, large) == 8
 
 
 async def test_blocks_of_models_with_and_without_state_never_match():

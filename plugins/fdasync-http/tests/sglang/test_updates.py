@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fdasync_http.failures import Refused
 from fdasync_http.paths import CONTROL, USE
 from fdasync_http.refused import REASONS
+from fdasync_http.sglang.groups import port_of
 
 from fdasync.testing import until
 
@@ -199,3 +201,14 @@ async def test_keys_of_calls_for_weights_that_change_nothing_are_counted(scene):
         "/weights_checker": {"allow_quant_error": 1, "selector": 1},
         "/init_weight_transfer_engine": {"init_info.packed": 1, "init_info.base_model_path": 1},
     }
+
+
+@pytest.mark.parametrize("value", [29500, "29500"])
+def test_a_port_is_a_number_or_its_digits(value):
+    assert port_of(value) == 29500
+
+
+@pytest.mark.parametrize("value", ["", "-1", "295000", "tcp"])
+def test_what_is_no_port_is_refused(value):
+    with pytest.raises(Refused, match="is no port"):
+        port_of(value)
