@@ -33,7 +33,7 @@ def imports_of(source: str, *, types: bool = False) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING" and not types:
             for child in node.orelse:
                 visit(child)
             return
@@ -46,7 +46,9 @@ def imports_of(source: str, *, types: bool = False) -> dict[str, int]:
                 inner = f"{base}.{alias.name}"
                 found[inner if inner in ALL_MODULES else base] = node.lineno
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            # no expression holds an import
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                visit(child)
 
     visit(ast.parse(source))
     return found
