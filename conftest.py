@@ -8,7 +8,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,27 +80,46 @@ def _quicken_interpreter() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own choice by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` the
-    first N cases are in the first ring. A test marked `heavy` says why."""
-    cases: Counter[object] = Counter()
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` N cases
+    are in the first ring. A test marked `heavy` says why."""
+    lists: defaultdict[str, list[tuple[pytest.Item, pytest.Mark]]] = defaultdict(list)
     for item in items:
         for mark in item.iter_markers("heavy"):
             if len(mark.args) != 1 or not isinstance(mark.args[0], str):
                 raise pytest.UsageError(f"{item.nodeid}: heavy() takes the reason, one string")
-        for mark in list(item.iter_markers("ci")):
+        marks = list(item.iter_markers("ci"))
+        for mark in marks:
             if not mark.args and not mark.kwargs:
                 continue
             if mark.args or mark.kwargs.keys() != {"after"} or mark not in item.own_markers:
                 raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test, or nothing")
-            if item.get_closest_marker("nightly") is None:
-                test = item.nodeid.partition("[")[0]
-                cases[test] += 1
-                if cases[test] <= mark.kwargs["after"]:
-                    item.own_markers.remove(mark)
+            if len(marks) == 1 and item.get_closest_marker("nightly") is None:
+                lists[item.nodeid.partition("[")[0]].append((item, mark))
+    for cases in lists.values():
+        _keep_in_first_ring(cases)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def _keep_in_first_ring(cases: list[tuple[pytest.Item, pytest.Mark]]) -> None:
+    """One after the other the case whose arguments have values that were kept least often: of a list of 3 values and
+    one of 4 all are there with four cases, and one error of each kind before a second one. Of values that are all
+    different the first are kept."""
+    kept: Counter[tuple[str, object]] = Counter()
+    for _ in range(min(cases[0][1].kwargs["after"], len(cases))):
+        case = min(cases, key=lambda one: sum(kept[value] for value in _values(one[0])))
+        cases.remove(case)
+        item, mark = case
+        item.own_markers.remove(mark)
+        kept.update(_values(item))
+
+
+def _values(item: pytest.Item) -> list[tuple[str, object]]:
+    assert isinstance(item, pytest.Function), item
+    plain = (str, bytes, int, float, type)
+    return [(name, one if isinstance(one, plain) else id(one)) for name, one in item.callspec.params.items()]
 
 
 def _has_gpu() -> bool:
