@@ -194,7 +194,7 @@ def test_every_cell_that_cannot_be_has_a_reason() -> None:
     assert {name_of(cell) for cell in played} >= QUICK
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("values", "key"),
     [

@@ -17,7 +17,7 @@ from tests.cache.store.process.odd_store import Bench, in_process, opened
 # -- opening ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("name", "config", "error", "words"),
     [
