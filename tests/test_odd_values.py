@@ -79,7 +79,7 @@ def test_a_grammar_that_its_caller_made_is_named():
         assert caught.value.field == "grammar"
 
 
-@pytest.mark.ci(after=8)
+@pytest.mark.ci(after=6)
 @odd_ones
 def test_configurations(odd):
     for field in EngineConfig.__struct_fields__:

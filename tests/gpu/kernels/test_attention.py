@@ -131,7 +131,7 @@ def expected(
     ])  # fmt: skip
 
 
-@pytest.mark.ci(after=10)
+@pytest.mark.ci(after=9)
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(device: torch.device, shape: Shape, splits: int) -> None:

@@ -58,7 +58,7 @@ ALONE = Step((4,), (5,), ((0, 2, 6),), padding=2, width=1)
 
 
 # as of published models, where a GPU computes them
-LARGE = pytest.param((16, 32, 128, 128), marks=pytest.mark.gpu)
+LARGE = pytest.param((16, 32, 128, 128), marks=[pytest.mark.gpu, pytest.mark.ci])
 
 
 def plain(step: Step, memory: torch.Tensor, forward: object) -> torch.Tensor:

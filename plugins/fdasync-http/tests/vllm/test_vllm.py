@@ -127,7 +127,7 @@ async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.ci(after=5)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [

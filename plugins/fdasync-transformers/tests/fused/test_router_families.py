@@ -70,7 +70,7 @@ def test_every_form_has_a_family() -> None:
     assert {router_kinds._KINDS[name] for name in FORMS.values()} == router_kinds._FORMS.keys() - UNPLAYED
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize(
     "family", by_structure(PLAYED, also=FORMS, ahead=("gpt_oss", "gemma4_text", "granitemoe", "jamba", "deepseek_v3"))
 )
