@@ -79,7 +79,7 @@ def test_a_grammar_that_its_caller_made_is_named():
         assert caught.value.field == "grammar"
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=5)
 @odd_ones
 def test_configurations(odd):
     for field in EngineConfig.__struct_fields__:
@@ -103,7 +103,7 @@ def test_requests_of_a_router(odd):
             check(odd)
 
 
-@pytest.mark.ci(after=16)
+@pytest.mark.ci(after=14)
 @odd_ones
 async def test_calls_of_an_engine(odd):
     config = synthetic_config({"vocab_size": 60, "chosen_top_k": 3}, request_deadline_s=60.0)
