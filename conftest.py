@@ -8,9 +8,9 @@ import gc
 import importlib.util
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -37,14 +37,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # by its path: where pytest runs in a plugin's folder, `tests` are the plugin's
-    path = Path(__file__).parent / "tests/support/costs.py"
-    spec = importlib.util.spec_from_file_location("fdasync_costs", path)
+    config.pluginmanager.register(_support("costs").Costs(config), "costs")
+
+
+def _support(name: str) -> Any:
+    """A module of `tests/support` by its path: where pytest runs in a plugin's folder, `tests` are the plugin's."""
+    path = Path(__file__).parent / f"tests/support/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"fdasync_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config.pluginmanager.register(module.Costs(config), "costs")
+    return module
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,7 +86,7 @@ def _quicken_interpreter() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` N cases
     are in the first ring. A test marked `heavy` says why."""
-    lists: defaultdict[str, list[tuple[pytest.Item, pytest.Mark]]] = defaultdict(list)
+    lists: defaultdict[str, list[tuple[pytest.Function, pytest.Mark]]] = defaultdict(list)
     for item in items:
         for mark in item.iter_markers("heavy"):
             if len(mark.args) != 1 or not isinstance(mark.args[0], str):
@@ -94,32 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if mark.args or mark.kwargs.keys() != {"after"} or mark not in item.own_markers:
                 raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test, or nothing")
             if len(marks) == 1 and item.get_closest_marker("nightly") is None:
+                assert isinstance(item, pytest.Function), item
                 lists[item.nodeid.partition("[")[0]].append((item, mark))
+    kept = _support("rings").kept
     for cases in lists.values():
-        _keep_in_first_ring(cases)
+        for place in kept([item.callspec.params for item, _ in cases], cases[0][1].kwargs["after"]):
+            item, mark = cases[place]
+            item.own_markers.remove(mark)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
-def _keep_in_first_ring(cases: list[tuple[pytest.Item, pytest.Mark]]) -> None:
-    """One after the other the case whose arguments have values that were kept least often: of a list of 3 values and
-    one of 4 all are there with four cases, and one error of each kind before a second one. Of values that are all
-    different the first are kept."""
-    kept: Counter[tuple[str, object]] = Counter()
-    for _ in range(min(cases[0][1].kwargs["after"], len(cases))):
-        case = min(cases, key=lambda one: sum(kept[value] for value in _values(one[0])))
-        cases.remove(case)
-        item, mark = case
-        item.own_markers.remove(mark)
-        kept.update(_values(item))
-
-
-def _values(item: pytest.Item) -> list[tuple[str, object]]:
-    assert isinstance(item, pytest.Function), item
-    plain = (str, bytes, int, float, type)
-    return [(name, one if isinstance(one, plain) else id(one)) for name, one in item.callspec.params.items()]
 
 
 def _has_gpu() -> bool:
