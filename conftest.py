@@ -8,9 +8,9 @@ import gc
 import importlib.util
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -37,14 +37,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # by its path: where pytest runs in a plugin's folder, `tests` are the plugin's
-    path = Path(__file__).parent / "tests/support/costs.py"
-    spec = importlib.util.spec_from_file_location("fdasync_costs", path)
+    config.pluginmanager.register(_support("costs").Costs(config), "costs")
+
+
+def _support(name: str) -> Any:
+    """A module of `tests/support` by its path: where pytest runs in a plugin's folder, `tests` are the plugin's."""
+    path = Path(__file__).parent / f"tests/support/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"fdasync_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config.pluginmanager.register(module.Costs(config), "costs")
+    return module
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,23 +84,27 @@ def _quicken_interpreter() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own choice by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` the
-    first N cases are in the first ring. A test marked `heavy` says why."""
-    cases: Counter[object] = Counter()
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU. Of a test marked `ci(after=N)` N cases
+    are in the first ring. A test marked `heavy` says why."""
+    lists: defaultdict[str, list[tuple[pytest.Function, pytest.Mark]]] = defaultdict(list)
     for item in items:
         for mark in item.iter_markers("heavy"):
             if len(mark.args) != 1 or not isinstance(mark.args[0], str):
                 raise pytest.UsageError(f"{item.nodeid}: heavy() takes the reason, one string")
-        for mark in list(item.iter_markers("ci")):
+        marks = list(item.iter_markers("ci"))
+        for mark in marks:
             if not mark.args and not mark.kwargs:
                 continue
             if mark.args or mark.kwargs.keys() != {"after"} or mark not in item.own_markers:
                 raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test, or nothing")
-            if item.get_closest_marker("nightly") is None:
-                test = item.nodeid.partition("[")[0]
-                cases[test] += 1
-                if cases[test] <= mark.kwargs["after"]:
-                    item.own_markers.remove(mark)
+            if len(marks) == 1 and item.get_closest_marker("nightly") is None:
+                assert isinstance(item, pytest.Function), item
+                lists[item.nodeid.partition("[")[0]].append((item, mark))
+    kept = _support("rings").kept
+    for cases in lists.values():
+        for place in kept([item.callspec.params for item, _ in cases], cases[0][1].kwargs["after"]):
+            item, mark = cases[place]
+            item.own_markers.remove(mark)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

@@ -225,7 +225,7 @@ async def test_a_pause_holds_requests_until_it_is_resumed(face: Generator) -> No
         check(await waiting)
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
 async def test_a_pause_of_every_mode_is_undone_by_resume(face: Generator, mode: PauseMode) -> None:
     async with face:

@@ -40,7 +40,6 @@ class Typed:
         return True
 
 
-@pytest.mark.ci(after=14)
 @odd_ones
 def test_sampling_params(odd):
     for field in SamplingParams.__struct_fields__:
@@ -104,7 +103,7 @@ def test_requests_of_a_router(odd):
             check(odd)
 
 
-@pytest.mark.ci(after=11)
+@pytest.mark.ci(after=14)
 @odd_ones
 async def test_calls_of_an_engine(odd):
     config = synthetic_config({"vocab_size": 60, "chosen_top_k": 3}, request_deadline_s=60.0)

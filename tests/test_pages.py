@@ -168,8 +168,8 @@ def named_in(text: str) -> list[str]:
     return [*re.findall(r"\bdocs/[\w-]+\.md\b", text), *re.findall(r"``?([\w./-]+\.(?:py|md))``?", text)]
 
 
-@pytest.mark.ci(after=2)
-@pytest.mark.parametrize("folder", ["fdasync", "plugins", "tests", "benchmarks", "examples"])
+@pytest.mark.ci(after=4)
+@pytest.mark.parametrize("folder", ["fdasync", "plugins", "examples", "benchmarks", "tests"])
 def test_files_that_docstrings_and_comments_name_exist(folder: str) -> None:
     wrong = []
     for path in FILES:

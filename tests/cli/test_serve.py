@@ -181,7 +181,6 @@ def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
     assert "Traceback" not in running.text
 
 
-@pytest.mark.ci(after=10)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -154,7 +154,7 @@ def test_runs_that_room_cuts_are_no_rejections(depth):
     assert planner.acceptance(0) > 0.99
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_that_come_and_go_keep_their_tokens(seed):
     """The drafter that plays checks every token that it is given."""

@@ -77,7 +77,7 @@ async def play(call: Callable[[Engine], Awaitable[object]], *, store: bool = Fal
         raise AssertionError(f"it has not ended after {turns} turns")
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_cancelled_after_every_number_of_turns(name, store):
@@ -130,12 +130,12 @@ def test_a_deadline_that_passes_in_any_turn_leaves_nothing(name):
 
 CALLS: dict[str, Callable[[Engine], Awaitable[object]]] = {
     "pause": lambda engine: engine.pause(),
+    "reset": lambda engine: engine.reset_cache(),
+    "abort": lambda engine: engine.complete(PROMPT, PLAIN, request_id="other"),
+    "fingerprint": lambda engine: engine.weights_fingerprint(),
     "pause retract": lambda engine: engine.pause("retract"),
     "pause wait": lambda engine: engine.pause("wait"),
     "pause abort": lambda engine: engine.pause("abort"),
-    "reset": lambda engine: engine.reset_cache(),
-    "fingerprint": lambda engine: engine.weights_fingerprint(),
-    "abort": lambda engine: engine.complete(PROMPT, PLAIN, request_id="other"),
 }
 
 

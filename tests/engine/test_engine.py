@@ -57,7 +57,7 @@ async def test_ten_lines():
 
 @pytest.mark.ci(after=1)
 @pytest.mark.both_loops
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, 1])
 async def test_many_at_once_are_the_oracles(depth):
     config = synthetic_config(runner={"num_blocks": 24, "max_context_tokens": 96}, pipeline_depth=depth)
     async with synthetic_engine(config) as engine:
@@ -91,7 +91,6 @@ async def test_prompts_may_be_arrays():
         assert np.array_equal(array, PROMPT)
 
 
-@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [

@@ -134,7 +134,7 @@ async def test_somebody_leaves_between_a_cancel_and_its_arrival():
     assert (limiter.used, limiter.num_waiting) == (1, 0)
 
 
-@pytest.mark.ci(after=26)
+@pytest.mark.ci(after=16)
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("seed", range(30))
 async def test_any_interleaving_keeps_bounds_and_order(seed, in_step):

@@ -42,7 +42,7 @@ async def conversations(engine: Engine, seed: int, count: int = 12) -> None:
     await asyncio.gather(*[one() for _ in range(count)])
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("host_blocks", [0, 40])
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_answers_do_not_depend_on_what_is_cached(depth, host_blocks):

@@ -96,7 +96,6 @@ async def comes_back(engine, told):
 GONE = StoreUnavailable("memory", "nobody is there")
 
 
-@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("script", "started_s", "reason", "opened_at"),
     [

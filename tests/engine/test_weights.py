@@ -30,8 +30,7 @@ def folder(tmp_path):
 # -- updates
 
 
-@pytest.mark.ci(after=1)
-@pytest.mark.parametrize("process", ["inline", "worker"])
+@pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 async def test_new_weights_answer_and_nothing_old_is_matched(process, way, folder):
     async with Engine(synthetic_config(process=process)) as engine:

@@ -34,8 +34,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.ci(after=1)
-@pytest.mark.parametrize("process", ["inline", "worker"])
+@pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 async def test_weights_that_are_expected_are_used_under_their_fingerprint(process, way, folder):
     async with Engine(synthetic_config(process=process)) as engine:
@@ -47,8 +46,7 @@ async def test_weights_that_are_expected_are_used_under_their_fingerprint(proces
     check_idle(engine)
 
 
-@pytest.mark.ci(after=1)
-@pytest.mark.parametrize("process", ["inline", "worker"])
+@pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 async def test_other_weights_stop_the_engine_until_an_update_brings_the_expected_ones(process, way, folder):
     async with Engine(synthetic_config(process=process)) as engine:

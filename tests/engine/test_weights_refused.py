@@ -101,7 +101,7 @@ async def test_an_engine_whose_weights_are_broken_can_be_closed():
     assert (await running).finish_reason == "abort"
 
 
-@pytest.mark.ci(after=9)
+@pytest.mark.ci(after=18)
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [

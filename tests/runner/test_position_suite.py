@@ -76,7 +76,7 @@ def fails(suite, test) -> bool:
     return False
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

@@ -163,16 +163,16 @@ class _BrokenRuns(SyntheticRunner):
         return output, kept
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize(
     ("way", "test"),
     [
-        ("one at a time", "test_runs_are_what_one_token_a_step_gives"),
         ("rows of what does not stand", "test_positions_behind_a_run_have_no_rows"),
         ("no end of room", "test_a_run_ends_where_the_block_table_does"),
         ("the last run first", "test_each_sequence_of_a_step_has_its_run"),
         ("log-probs of the first", "test_log_probs_stand_beside_their_tokens"),
         ("one token at least", "test_a_run_ends_where_the_block_table_does"),
+        ("one at a time", "test_runs_are_what_one_token_a_step_gives"),
         ("a step late", "test_steps_that_overlap_go_on_where_the_run_before_ended"),
         ("a full table stays full", "test_a_step_that_overlaps_yields_nothing_where_the_one_before_filled_the_table"),
     ],
@@ -223,7 +223,7 @@ class _BrokenDrafts(SyntheticRunner):
         return output, kept
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

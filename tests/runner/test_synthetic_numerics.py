@@ -80,7 +80,7 @@ class Suite(RunnerTests):
         return runner
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize(
     ("way", "test"),
     [

@@ -255,7 +255,7 @@ def test_a_first_token_is_no_run():
 # -- the calendar
 
 
-@pytest.mark.ci(after=31)
+@pytest.mark.ci(after=20)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prompt_len", range(1, 9))
 @pytest.mark.parametrize("max_tokens", range(1, 10))

@@ -79,7 +79,6 @@ async def test_what_is_no_request_is_told_so_as_every_error(scene_of, sent):
         line.close()
 
 
-@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     "head",
     [
@@ -111,7 +110,7 @@ async def test_a_host_may_be_empty_and_old_clients_name_none(scene_of, request_l
         line.close()
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=7)
 @pytest.mark.parametrize(
     ("version", "head"),
     [

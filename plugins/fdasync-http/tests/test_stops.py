@@ -139,7 +139,7 @@ async def test_a_dialect_tells_which_stop_ended_a_sample(tagged, dialect):
     assert (count, stop) == (ids.index(ids[2]) + 1, ids[2])
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("dialect", [one for one in DIALECTS if one != "inference"])
 async def test_a_special_token_stops_by_its_text(tagged, dialect):
     sampling = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {str(END): 100}, "stop": ["zz", TAG]}

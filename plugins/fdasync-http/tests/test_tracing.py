@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(("headers", "trace"), [
     ({}, ""),
     ({"traceparent": CALLER}, CALLER),

@@ -301,7 +301,7 @@ async def test_sampling_does_not_depend_on_the_batch(saved: tuple[Path, Any]) ->
     assert results[0] == results[1]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 async def test_every_experts_implementation_gives_the_same(saved: tuple[Path, Any], experts: str) -> None:
     driver = await Driver.open(saved[0], config={"experts": experts})

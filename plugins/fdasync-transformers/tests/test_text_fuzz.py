@@ -123,16 +123,16 @@ def word_ends() -> Kind:
 
 KINDS = {
     "byte-level": byte_level,
-    "byte-fallback, a space dropped": lambda: byte_fallback(True),
     "byte-fallback": lambda: byte_fallback(False),
+    "metaspace": lambda: metaspace("always"),
+    "word pieces": word_pieces,
+    "ends of words": word_ends,
+    "byte-fallback, a space dropped": lambda: byte_fallback(True),
     "byte-fallback, never spelled": lambda: unspoken_bytes(range(256)),
     "some bytes, never spelled": lambda: unspoken_bytes(range(0x80, 0xF0)),
     "byte-fallback, unigram": unigram_fallback,
-    "metaspace": lambda: metaspace("always"),
     "metaspace, first": lambda: metaspace("first"),
     "metaspace, never": lambda: metaspace("never"),
-    "word pieces": word_pieces,
-    "ends of words": word_ends,
 }
 
 
@@ -268,7 +268,7 @@ def fuzz(name: str, count: int, seed: int) -> set[str]:
     return ends
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("name", KINDS)
 def test_text_in_parts_is_the_whole_text(name: str) -> None:
     ends = fuzz(name, 400, 1)

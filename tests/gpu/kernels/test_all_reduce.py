@@ -62,7 +62,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @needs_interpreter
 @pytest.mark.parametrize(("ranks", "count", "dtype", "way"), SUMS)
 def test_every_rank_has_the_sum_as_a_tree_of_neighbours(

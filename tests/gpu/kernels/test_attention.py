@@ -37,21 +37,21 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "one head a group": Shape(heads=2, kv_heads=2),
-    "four heads a group": Shape(heads=8, kv_heads=2, key_dim=32, value_dim=32),
     "eight heads a group, two parts": Shape(heads=8, key_dim=24, value_dim=16),
-    "three heads a group, small dims": Shape(heads=6, kv_heads=2, key_dim=8, value_dim=12),
-    "two heads a share": Shape(heads=12, kv_heads=6, key_dim=24, value_dim=12, shares=3),
-    "all heads in one share": Shape(heads=6, kv_heads=3, value_dim=8, shares=1),
     "window": Shape(reach=("window", 6)),
-    "window of one": Shape(reach=("window", 1)),
     "chunk": Shape(reach=("chunk", 8)),
-    "from": Shape(heads=2, reach=("from", 3)),
-    "from, latent": Shape(heads=20, key_dim=24, value_dim=16, latent=True, reach=("from", 1)),
     "sinks": Shape(heads=4, kv_heads=2, sinks=True),
-    "window and sinks": Shape(heads=3, reach=("window", 5), sinks=True),
     "latent": Shape(heads=20, key_dim=24, value_dim=16, latent=True),
-    "latent, value not a part": Shape(heads=4, key_dim=24, value_dim=20, latent=True),
     "bf16": Shape(heads=4, kv_heads=2, key_dim=32, value_dim=32, dtype=torch.bfloat16),
+    "from": Shape(heads=2, reach=("from", 3)),
+    "latent, value not a part": Shape(heads=4, key_dim=24, value_dim=20, latent=True),
+    "two heads a share": Shape(heads=12, kv_heads=6, key_dim=24, value_dim=12, shares=3),
+    "four heads a group": Shape(heads=8, kv_heads=2, key_dim=32, value_dim=32),
+    "three heads a group, small dims": Shape(heads=6, kv_heads=2, key_dim=8, value_dim=12),
+    "all heads in one share": Shape(heads=6, kv_heads=3, value_dim=8, shares=1),
+    "window of one": Shape(reach=("window", 1)),
+    "from, latent": Shape(heads=20, key_dim=24, value_dim=16, latent=True, reach=("from", 1)),
+    "window and sinks": Shape(heads=3, reach=("window", 5), sinks=True),
     "fp16, sinks": Shape(heads=4, kv_heads=2, key_dim=24, value_dim=24, dtype=torch.float16, sinks=True),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -131,7 +131,7 @@ def expected(
     ])  # fmt: skip
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=9)
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(device: torch.device, shape: Shape, splits: int) -> None:
@@ -194,7 +194,7 @@ def test_padding_rows_become_zeros(device: torch.device, splits: int) -> None:
     assert not out[2:].any()
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=6)
 @shapes
 def test_prefill(device: torch.device, shape: Shape) -> None:
     """Ragged, after cached prefixes, one token, a whole prompt; between them rows of no sequence."""

@@ -70,7 +70,7 @@ def test_tiles_are_runs_of_rows(device: torch.device) -> None:
     assert [tile_rows(run) for run in (1, 2, 3, 4, 5, 65)] == [1, 2, 4, 4, 8, 16]
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=5)
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows(device: torch.device, shape: Shape, splits: int) -> None:

@@ -50,7 +50,7 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("tokens", ROWS)
@@ -112,7 +112,7 @@ def test_the_sum_of_slots_is_rounded_once(device, tokens):
     assert torch.equal(found, torch.full((tokens, H), 258.0, dtype=torch.bfloat16))
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("tiles", [SINGLE, PAIRED, SWAPPED, APART], ids=["single", "paired", "swap", "apart"])
 @pytest.mark.parametrize("first", [True, False], ids=["gate and up", "down"])
 def test_products_walk_their_inner_dimension_in_order(device, tiles, first):

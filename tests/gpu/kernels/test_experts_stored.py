@@ -72,7 +72,7 @@ def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
         assert float((got == wanted).float().mean()) > 0.9
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("tokens", [1, 3, 30])
@@ -81,17 +81,17 @@ def test_results_are_those_of_the_dequantised_weights(device, form, widths, toke
     compare(run(kept), run(dequantised))
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "more",
     [
         {"interleaved": True, "biased": True, "activation": Activation("silu", "swiglu_oai", 1.7, 7.0)},
         {"gated": False, "activation": Activation("relu2")},
-        {"biased": True},
         {"parts": True},
+        {"biased": True},
     ],
-    ids=["interleaved", "no gate", "biased", "parts"],
+    ids=["interleaved", "no gate", "parts", "biased"],
 )
 def test_every_kind_of_experts(device, form, more):
     kept, dequantised = case(device, form, 14, *WIDTHS["uneven"], **more)

@@ -37,7 +37,7 @@ def test_every_kind_is_tried():
     assert set(IN_TORCH) == set(KINDS)
 
 
-@pytest.mark.ci(after=25)
+@pytest.mark.ci(after=18)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", IN_TORCH)

@@ -50,7 +50,7 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torc
     assert bool(((y.double() - exact).abs() <= reach).all())
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (130, 144), (48, 1024), (256, 1296)])
 @pytest.mark.parametrize("count", [1, 3, 9, MOST_ROWS, MOST_ROWS + 1])
 def test_it_is_the_product_of_the_dequantised_weight(device, outputs, inputs, count):

@@ -57,7 +57,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, float("nan"), **kind))
 
 
-@pytest.mark.ci(after=30)
+@pytest.mark.ci(after=18)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", [*WEIGHTED, "none", "scale"])

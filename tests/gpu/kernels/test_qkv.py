@@ -78,7 +78,7 @@ class Case:
         return prepared(qkv, cos, sin, self.form, *(cast(weight) for weight in self.weights))
 
 
-@pytest.mark.ci(after=8)
+@pytest.mark.ci(after=7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_it_has_the_bits_of_separate_operations(device, dtype, name):
@@ -93,7 +93,7 @@ def test_it_has_the_bits_of_separate_operations(device, dtype, name):
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_it_is_right(device, dtype, name):

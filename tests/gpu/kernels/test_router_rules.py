@@ -67,7 +67,7 @@ RULES = [
 ]
 
 
-@pytest.mark.ci(after=27)
+@pytest.mark.ci(after=18)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 32, 4), (19, 160, 6), (3, 384, 8), (2, 12, 3)])

@@ -123,7 +123,7 @@ def test_a_router_that_comes_has_one_page_before_it_at_a_time():
     run_sim(main())
 
 
-@pytest.mark.ci(after=9)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_between_all_routers_know_all_blocks_at_the_end(seed, monkeypatch):
     monkeypatch.setattr(room, "_PAGE_KEYS", 8)

@@ -144,7 +144,6 @@ def _greeting(mechanism):
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
-@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     "data",
     [

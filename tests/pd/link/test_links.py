@@ -15,18 +15,18 @@ from fdasync.testing.sim.network import NetworkConditions
 from tests.pd.link.link_world import ADDRESS, Owner, World, note, send_all, settle
 
 STORMS = {
-    "calm": NetworkConditions(),
     "1 % lost": NetworkConditions(drop=0.01),
-    "20 % lost": NetworkConditions(drop=0.2),
     "twice": NetworkConditions(duplicate=0.5),
     "out of order": NetworkConditions(reorder=0.5, delay_s=(0.0, 0.1)),
-    "slow": NetworkConditions(delay_s=(0.3, 0.4)),
     "narrow": NetworkConditions(room=5),
+    "calm": NetworkConditions(),
+    "20 % lost": NetworkConditions(drop=0.2),
+    "slow": NetworkConditions(delay_s=(0.3, 0.4)),
     "all of it": NetworkConditions(drop=0.15, duplicate=0.3, reorder=0.4, delay_s=(0.0, 0.15), room=50),
 }
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("storm", STORMS)
 def test_everything_arrives_once_and_in_order_both_ways(storm):
     async def main():

@@ -103,7 +103,7 @@ def random_stage(rng):
     return stage, names
 
 
-@pytest.mark.ci(after=20)
+@pytest.mark.ci(after=12)
 @pytest.mark.parametrize("seed", range(60))
 def test_columns_choose_as_one_who_looks_at_every_instance(seed):
     rng = Random(seed)
@@ -122,7 +122,7 @@ def test_columns_choose_as_one_who_looks_at_every_instance(seed):
             assert chosen.missing == plain.missing(first)
 
 
-@pytest.mark.ci(after=8)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_choice_remembers_of_loads_is_never_above_them(seed):
     rng = Random(seed)

@@ -104,14 +104,14 @@ async def partly_handed_over(handoff_s: float = 0.1, **options: Any) -> AsyncIte
 
 ENDS = {
     "update": lambda scene, folder, _stream: scene.router.update_weights(1, folder, "abort"),
-    "another router's update": lambda scene, folder, _stream: scene.other.update_weights(1, folder, "abort"),
     "pause": lambda scene, _folder, _stream: scene.router.pause("abort"),
-    "another router's pause": lambda scene, _folder, _stream: scene.other.pause("abort"),
-    "sleep": lambda scene, _folder, _stream: scene.other.sleep(1, "abort"),
-    "pause of the prefill side": lambda scene, _folder, _stream: scene.prefill.engine.pause("abort"),
-    "pause of the decode side": lambda scene, _folder, _stream: scene.decode.engine.pause("abort"),
     "abort": lambda _scene, _folder, stream: aborted(stream),
     "close": lambda scene, _folder, _stream: scene.router.aclose(),
+    "sleep": lambda scene, _folder, _stream: scene.other.sleep(1, "abort"),
+    "pause of the decode side": lambda scene, _folder, _stream: scene.decode.engine.pause("abort"),
+    "another router's update": lambda scene, folder, _stream: scene.other.update_weights(1, folder, "abort"),
+    "another router's pause": lambda scene, _folder, _stream: scene.other.pause("abort"),
+    "pause of the prefill side": lambda scene, _folder, _stream: scene.prefill.engine.pause("abort"),
 }
 
 
@@ -119,7 +119,7 @@ async def aborted(stream: RoutedStream) -> None:
     stream.abort()
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("later_s", [0.0, 0.3])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_group_that_is_handed_over_in_part_ends_as_others_do(end: str, later_s: float, folders: Path) -> None:

@@ -284,7 +284,7 @@ async def test_rows_come_in_the_form_of_the_field_that_asks(scene_of):
         assert told["id"] == "mine"
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("prompt", [[], [[]], "", [1, "a"], ["a", [1], 2], [[1], []]])
 async def test_prompts_that_are_none_are_refused(chat_of, prompt):
     async with chat_of() as (scene, _):

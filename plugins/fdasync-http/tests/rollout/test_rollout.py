@@ -133,7 +133,6 @@ async def test_a_failure_between_samples_breaks_the_body_off(scene_of):
                 await anext(files)
 
 
-@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -95,7 +95,6 @@ async def stage_of(tmp_path):
         yield make
 
 
-@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("state", STATES)
 async def test_an_engine_is_not_ready_and_says_what_it_does(stage_of, state):
     stage, tasks = await stage_of(sleep_s=0.1 if state == "waking" else 0.0), []

@@ -163,13 +163,13 @@ async def test_the_checker_tells_whether_an_update_brought_the_weights_of_before
     "body",
     [
         {"json": {"weight_dir": "/elsewhere"}},
-        {"json": {"update_info": {"weight_dir": "/elsewhere"}}},
         {"json": {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]], "group_name": "g"}}},
-        {"json": {"update_info": {"names": ["w"], "colour": "red"}}},
         {"json": {"colour": "red"}},
         {"content": b"{"},
+        {"json": {"update_info": {"weight_dir": "/elsewhere"}}},
+        {"json": {"update_info": {"names": ["w"], "colour": "red"}}},
     ],
-    ids=["folder", "folder inside", "group", "key inside", "key", "no json"],
+    ids=["folder", "group", "key", "no json", "folder inside", "key inside"],
 )
 async def test_an_update_that_was_refused_is_not_finished(scene, body):
     """TRL reads no status of these calls: its requests tell it."""

@@ -42,7 +42,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(("path", "body", "unknown", "known"), UNKNOWN)
 async def test_an_unknown_key_is_refused_by_name_and_nothing_happens(scene_of, path, body, unknown, known):
     async with scene_of() as scene:
@@ -109,7 +109,7 @@ async def test_a_transfer_of_vllms_own_is_refused_for_what_it_is(scene_of):
             assert "pickle" in answer.json()["error"]["message"]
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("path", "body", "param", "known"),
     [
@@ -140,7 +140,7 @@ async def test_a_word_that_is_none_of_the_good_ones_is_told_them(scene_of, path,
         assert scene.generator.load().doing == "running"
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize("kind", ["engine", "fleet"])
 @pytest.mark.parametrize(
     ("changes", "words"),

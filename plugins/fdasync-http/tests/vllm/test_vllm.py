@@ -127,7 +127,7 @@ async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.ci(after=3)
+@pytest.mark.ci(after=4)
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
@@ -244,7 +244,7 @@ async def test_the_model_s_name_is_as_it_was_asked_for(scene_of):
             assert json.loads(stream.text.partition("\n\n")[0].removeprefix("data: "))["model"] == told
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_a_reset_that_pauses_ends_no_pause_of_another_client(scene_of, mode):
     body = {"token_ids": PROMPT, "sampling_params": {**SAMPLING, "max_tokens": 200, "ignore_eos": True}}

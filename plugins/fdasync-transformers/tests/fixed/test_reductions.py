@@ -42,7 +42,7 @@ def layouts(x):
         yield x.permute(order).contiguous().permute(back)
 
 
-@pytest.mark.ci(after=10)
+@pytest.mark.ci(after=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_layouts_and_batches_change_nothing(name, dtype):

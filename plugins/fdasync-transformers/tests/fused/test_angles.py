@@ -32,7 +32,7 @@ def ask(module: Any, dtype: torch.dtype, positions: torch.Tensor) -> Any:
 
 
 @pytest.mark.ci(after=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["default", "yarn", "llama3", "linear"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_position_has_the_librarys_bits(kind: str, dtype: torch.dtype) -> None:
     model = build(kind, dtype)

@@ -172,15 +172,15 @@ def break_rotary(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rotary embedding of Qwen3MoeAttention is the library's own: apply_rotary_pos_emb rotates in no style"
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("breaks", "part"),
     [
         (break_norm, "norms"),
-        (break_epsilon, "norms"),
-        (break_gate, "dense"),
         (break_gate_input, "dense"),
         (break_rotary, "rotary"),
+        (break_epsilon, "norms"),
+        (break_gate, "dense"),
     ],
 )
 def test_a_library_that_computes_otherwise_is_left_as_it_is(breaks, part, monkeypatch):

@@ -214,7 +214,7 @@ async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci(after=3)
-@pytest.mark.parametrize("family", ["qwen3_moe_swa", "qwen2_moe_swa", "mixtral", "gpt_oss", "phimoe", "llama4_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe_swa", "gpt_oss", "llama4_text", "qwen2_moe_swa", "mixtral", "phimoe"])
 async def test_self_check_refuses_a_model_whose_window_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -12,6 +12,7 @@ from fdasync_transformers.replay.force import find_routers, forced_routing
 from fdasync_transformers.replay.packing import refuse_mixing
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import (
+    AHEAD,
     FAMILIES,
     LENGTHS,
     UNEVEN,
@@ -53,8 +54,8 @@ def batch_of(model: Any, layout: str) -> tuple[dict[str, Any], Any, list[tuple[i
 UNPACKED = ("gpt_oss", "qwen3_next", "jamba")
 
 
-@pytest.mark.ci(after=4)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.ci(after=5)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_padded_packed_and_alone_are_equal(family: str) -> None:
     model = make_tiny_model(family)
     routing = [random_routing(model, 8, 1), None, random_routing(model, 9, 2, start=3)]
@@ -94,7 +95,7 @@ LENGTHS_OF_FLASH: dict[str, Any] = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BO
 ALL_OF_FLASH = LENGTHS_OF_FLASH | {"max_length_q": 13, "max_length_k": 13}
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_every_packed_form_that_is_accepted_equals_alone(family: str, attention: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # plain routers, groups and biases, renamed and fused experts, dense layers between, state beside attention
-SOME = ("qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "mixtral", "jamba")
+SOME = ("qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "ernie4_5_moe", "mixtral")
 
 
 def saved(model: Any) -> None:

@@ -12,6 +12,7 @@ from fdasync_transformers import replay_routing
 from fdasync_transformers.replay.force import find_routers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import (
+    AHEAD,
     FAMILIES,
     UNEVEN,
     backward,
@@ -30,8 +31,8 @@ from replay_helpers import (
 from structures import by_structure
 
 
-@pytest.mark.ci(after=5)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.ci(after=6)
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_replaying_the_live_choice_changes_nothing(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     rows = {layer: live.flip(-1)[:13] for layer, live in observe(model, input_ids=ids).items()}
@@ -69,7 +70,7 @@ def expected_weights(family: str, config: Any, logits: torch.Tensor, rows: torch
 
 
 @pytest.mark.ci(after=4)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     routing = random_routing(model, 13)
@@ -105,7 +106,7 @@ def test_random_rows_get_live_weights_and_true_gradients(family: str) -> None:
 
 
 @pytest.mark.ci(after=3)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_checkpointing_is_bit_equal_even_after_the_context(family: str) -> None:
     model, ids = make_tiny_model(family).train(), ids_of(14)
     routing = random_routing(model, 11, start=2)
@@ -125,7 +126,7 @@ def test_checkpointing_is_bit_equal_even_after_the_context(family: str) -> None:
     assert nothing_left(model)
 
 
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_rows_and_live_choices_mix_in_one_router_call(family: str) -> None:
     model, ids = make_tiny_model(family), ids_of(14)
     live = observe(model, input_ids=ids)
@@ -141,7 +142,7 @@ def test_rows_and_live_choices_mix_in_one_router_call(family: str) -> None:
 
 
 @pytest.mark.ci(after=3)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN))
+@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
 def test_bfloat16(family: str) -> None:
     model, ids = make_tiny_model(family).to(torch.bfloat16).train(), ids_of(14)
     routing = random_routing(model, 13)

@@ -178,7 +178,7 @@ def test_rows_with_holes_in_every_dtype(on: Any, dtype: torch.dtype) -> None:
     check(on, drawn(TILE + 100, "holes")[::2].to(dtype), asked()[::2])
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("width", [11, TILE + 1])
 def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:

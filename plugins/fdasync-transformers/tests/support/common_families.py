@@ -28,3 +28,5 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa")
 COMMON = (*SERVED, "qwen3_next", "jamba", *INDEXED)
 #: names on disk of their own: tied embeddings, renamed experts, fused ones
 STORED = ("ernie4_5_moe", "mixtral", "granitemoe")
+#: unlike each other in the names and shapes of their tensors
+AHEAD = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe", "llama4_text", "qwen3_next")

@@ -31,6 +31,8 @@ FAMILIES = [
 ]
 # another top-k in each layer
 UNEVEN = ("hunyuan_v1_moe",)
+# unlike each other in how they score, group and weigh experts, and in what is beside them
+AHEAD = ("qwen3_moe", "gpt_oss", "deepseek_v3", "longcat_flash", "qwen3_next", "jamba")
 LENGTHS = (9, 4, 13)
 
 

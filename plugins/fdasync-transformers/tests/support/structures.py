@@ -64,10 +64,13 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def by_structure(names: Iterable[str], *, also: Collection[str] = ()) -> list[ParameterSet]:
+def by_structure(
+    names: Iterable[str], *, also: Collection[str] = (), ahead: Collection[str] = ()
+) -> list[ParameterSet]:
     """Parameters of a property of the families `names`: of each class that occurs in them the first stays in
-    `make test`, and so do those of `also`, which the property is about."""
-    families = tuple(names)
+    `make test`, and so do those of `also`, which the property is about. Those of `ahead` come first: of a test that
+    keeps but some in `make test` these are kept."""
+    families = (*ahead, *(name for name in names if name not in ahead))
     first = {next((one for one in members if one in families), "") for members in CLASSES.values()}
     return in_turn(families, first.union(also))
 

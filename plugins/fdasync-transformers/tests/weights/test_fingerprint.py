@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # per-expert tensors, tied embeddings, float32 parts, fused and transposed, latent, recurrent
-SOME = ("qwen3_moe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "jamba")
+SOME = ("qwen3_moe", "gpt_oss", "jamba", "deepseek_v3", "ernie4_5_moe", "glm4_moe")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 

@@ -185,7 +185,7 @@ def test_a_folder_of_another_form_is_quantised_anew(tmp_path: Path) -> None:
     same(live.state(), wanted)
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("piece", [640, 1 << 20])
 @pytest.mark.parametrize("wide", [False, True])
 def test_plain_tensors_are_quantised_by_the_recipe(tmp_path: Path, kind: str, wide: bool, piece: int) -> None:
@@ -209,7 +209,7 @@ def as_stored(folder: Path) -> list[tuple[str, str, tuple[int, ...], Any]]:
     return named_tensors(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("piece", [4, 640, 1 << 20])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_quantised_tensors_come_as_a_checkpoint_has_them(

@@ -95,7 +95,7 @@ def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, how: str) -> None:
     assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize(
     ("how", "ends"),
     [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # matrices with scales: the attention's 4, and 3 of 8 experts or of the dense layer, in 4 layers
 FP8_TENSORS = {"qwen3_moe": 4 * 4 + 3 * 8 * 3 + 3}
-KINDS = ("qwen3_moe", "deepseek_v3", "minimax_m2", "mxfp4")
+KINDS = ("qwen3_moe", "mxfp4", "deepseek_v3", "minimax_m2")
 Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERTS = "model.layers.2.mlp.experts.down_proj"
 
@@ -58,7 +58,7 @@ def by_library(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Any
     return auto.from_pretrained(folder, dtype=getattr(torch, dtype), quantization_config=config)
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_equal_those_of_the_library(
@@ -82,7 +82,7 @@ def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str, monkeypat
     assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_ids_and_facts_equal_those_of_the_plain_form(tmp_path: Path, kind: str) -> None:
     quantised, plain = make(tmp_path, kind)
@@ -145,8 +145,8 @@ def test_values_and_scales_may_lie_in_different_shards(tmp_path: Path, kind: str
 # -- other forms of scales --------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=1)
-@pytest.mark.parametrize("band", [1 << 20, 32 * 4, 5 * 32 * 4])
+@pytest.mark.ci(after=2)
+@pytest.mark.parametrize("band", [1 << 20, 5 * 32 * 4, 32 * 4])
 def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSeek-V3's `kv_a_proj_with_mqa`: 576 rows in blocks of 128. The library refuses such a grid, or takes
     blocks of another size."""
@@ -156,7 +156,7 @@ def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: 
 
 
 @pytest.mark.ci(after=4)
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "exponents", "e8m0", "per matrix", "scalar", "e5m2"])
+@pytest.mark.parametrize("form", ["float32", "e8m0", "scalar", "e5m2", "bfloat16", "exponents", "per matrix"])
 def test_forms_of_scales(tmp_path: Path, form: str) -> None:
     quantised, plain = make(tmp_path, "qwen3_moe")
     values, scales = fp8_of(torch.randn(64, 32, generator=torch.Generator().manual_seed(5)), (4, 8))
@@ -324,7 +324,7 @@ def test_bad_block_sizes_are_refused(tmp_path: Path, block: object) -> None:
         load(quantised)
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=9)
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -94,7 +94,7 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
 # -- at the start -----------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=8)
+@pytest.mark.ci(after=9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_load_ties_what_the_library_ties(folder: Any, kind: str, dtype: str) -> None:
@@ -133,7 +133,7 @@ def test_the_id_of_weights_covers_a_head_of_its_own(folder: Any) -> None:
 # -- from a folder ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=4)
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("before", ["equal", "another head"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

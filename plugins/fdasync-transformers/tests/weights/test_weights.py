@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from common_families import COMMON, STORED
+from common_families import AHEAD, COMMON, STORED
 from fdasync_transformers import named_tensors
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import identity
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # per-expert tensors, tied embeddings, float32 parts, renamed, fused and transposed, latent
-SOME = ("qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3")
+SOME = ("qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
 
 @pytest.mark.ci(after=1)
-@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
+@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED, ahead=AHEAD))
 def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
     old, new = pair(family)
     live, first, fresh = Live(old), Live(old).state(), Live(new)
@@ -108,7 +108,7 @@ _Q = "model.layers.0.self_attn.q_proj.weight"
 _EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
-@pytest.mark.ci(after=7)
+@pytest.mark.ci(after=10)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -185,7 +185,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
 
 
 @pytest.mark.ci(after=4)
-@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED))
+@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED, ahead=AHEAD))
 @pytest.mark.parametrize("names", ["checkpoint", "state"])
 def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names: str) -> None:
     old, new = pair(family)
@@ -258,13 +258,13 @@ def test_what_the_library_leaves_out_is_left_out(pair: Any) -> None:
     assert_equal(live.state(), Live(new).state())
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=5)
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
         ([("nobody.has.this", "float32", (3,))], "has no place for 1 of the tensors: nobody.has.this"),
         ([(_Q, "float32", (64, 31))], rf"{_Q} has shape \(64, 31\)"),
-        ([(_Q, "float32", (32, 64))], rf"{_Q} has shape \(32, 64\)"),
+        pytest.param([(_Q, "float32", (32, 64))], rf"{_Q} has shape \(32, 64\)", marks=pytest.mark.ci),
         ([(_EXPERT, "float32", (32, 32))], f"{_EXPERT} has shape"),
         ([(_EXPERT.replace(".3.", ".8."), "float32", (16, 32))], "is expert 8, the config has 8"),
         ([(_Q, "int32", (64, 32))], f"{_Q} is of another kind"),

@@ -258,7 +258,7 @@ class Recorder:
 SMALL_KEYS = [key for key in ALL_KEYS if writer.size_of(key) <= 20_000]
 
 
-@pytest.mark.ci(after=1)
+@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("cap", list(CAPS))
 @pytest.mark.parametrize("sync", ["none", "data"])
 def test_loss_of_power_anywhere(tmp_path, monkeypatch, sync, cap):

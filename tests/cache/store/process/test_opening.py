@@ -17,15 +17,20 @@ from tests.cache.store.process.odd_store import Bench, in_process, opened
 # -- opening ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci(after=1)
+CI = pytest.mark.ci
+
+
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("name", "config", "error", "words"),
     [
         ("nobody", {}, PluginError, "plugin 'nobody' of fdasync.stores: not installed"),
-        ("missing", {}, PluginError, "AttributeError"),
-        ("none", {}, PluginError, "not a Store class"),
-        ("odd", {"max_bytes": 1}, ConfigError, "store_config.max_bytes: is not a key that exists"),
-        ("odd", {"max_nbytes": "much"}, ConfigError, "store_config.max_nbytes: Expected `int`"),
+        pytest.param("missing", {}, PluginError, "AttributeError", marks=CI),
+        pytest.param("none", {}, PluginError, "not a Store class", marks=CI),
+        pytest.param(
+            "odd", {"max_bytes": 1}, ConfigError, "store_config.max_bytes: is not a key that exists", marks=CI
+        ),
+        pytest.param("odd", {"max_nbytes": "much"}, ConfigError, "store_config.max_nbytes: Expected `int`", marks=CI),
         ("odd", {"max_nbytes": object()}, ConfigError, "store_config: cannot be sent"),
         ("odd", {"open": "reject"}, StoreRejected, "store odd: wrong place; another"),
         ("odd", {"open": "unavailable"}, StoreUnavailable, "store odd: not now"),

@@ -69,15 +69,15 @@ async def test_calls_are_performed_at_the_same_time():
         assert bench.store.spawned == 1
 
 
-@pytest.mark.ci(after=2)
+@pytest.mark.ci(after=3)
 @pytest.mark.parametrize(
     ("key", "error", "words"),
     [
         ("odd/raise", StoreUnavailable, "store odd: ZeroDivisionError: by zero"),
-        ("odd/unavailable", StoreUnavailable, "store own: not now"),
         ("odd/reject", StoreRejected, "store own: not ever; leave it"),
         ("odd/cancelled", StoreUnavailable, "store odd: it cancelled its own call"),
         ("odd/junk", StoreUnavailable, "store odd: .*object"),
+        ("odd/unavailable", StoreUnavailable, "store own: not now"),
     ],
 )
 async def test_what_a_verb_raises_comes_typed(key, error, words):

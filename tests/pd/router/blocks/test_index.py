@@ -39,7 +39,7 @@ def check(index, plain, rng):
     assert [depth for depth, _ in found] == sorted({depth for depth, _ in found})
 
 
-@pytest.mark.ci(after=10)
+@pytest.mark.ci(after=6)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_index_knows_what_sets_know(seed, monkeypatch):
     monkeypatch.setattr(room, "_STALE", 20)

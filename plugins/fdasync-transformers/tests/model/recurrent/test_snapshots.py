@@ -31,8 +31,8 @@ def rest(player: Player, key: int) -> torch.Tensor:
     return torch.cat([*out, *(player.step() for _ in range(BLOCK))])
 
 
-@pytest.mark.ci(after=2)
-@pytest.mark.parametrize("family", by_structure(SERVED, also=("zaya",)))
+@pytest.mark.ci(after=3)
+@pytest.mark.parametrize("family", by_structure(SERVED, also=("zaya",), ahead=("lfm2_moe", "nemotron_h", "qwen3_next")))
 def test_a_snapshot_continues_bit_by_bit(family: str) -> None:
     model = make_tiny_model(family)
     tokens, other = tokens_of(1), tokens_of(2)
