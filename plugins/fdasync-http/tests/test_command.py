@@ -287,7 +287,7 @@ async def test_an_instance_that_cannot_load_the_update_again_takes_the_next_one(
         assert b"did not come to" not in err
 
 
-@pytest.mark.ci
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize("value", ['"ipc:///nowhere"', '["ipc:///nowhere"]'])
 async def test_keys_of_the_table_are_named_as_the_options(value, tmp_path):
     config = tmp_path / "front.toml"

@@ -188,7 +188,6 @@ async def test_a_wake_loads_a_checkpoint_and_its_deltas(tmp_path: Path, way: str
         engine.check()
 
 
-@pytest.mark.ci
 async def test_the_memory_of_a_cpu_is_freed_and_buffers_stay(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     async with Engine(config(tmp_path, "host")) as engine:

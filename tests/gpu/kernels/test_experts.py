@@ -119,7 +119,7 @@ def check(case: Case, tiles: Tiles | None) -> None:
     assert float((got - wanted.sum(1)).norm() / wanted.sum(1).norm()) < TOLERANCE[case.hidden.dtype]
 
 
-@pytest.mark.ci(after=6)
+@pytest.mark.ci(after=8)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("tokens", [1, 7, pytest.param(40, marks=pytest.mark.ci)])
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.ci
 @settings(max_examples=30, deadline=None)
 @given(drawn=sequences(), each=st.integers(1, MOST))
 def test_drafts_from_their_rows_to_the_step_that_verifies_them(drawn: list[tuple[int, int, int]], each: int) -> None:

@@ -42,7 +42,6 @@ def steps(draw: st.DrawFn) -> list[list[tuple[int, int, int, int]]]:
     return made
 
 
-@pytest.mark.ci
 @settings(max_examples=15, deadline=None)
 @given(played=steps(), seed=st.integers(0, 99))
 def test_a_state_goes_on_from_the_last_row_that_stands(

@@ -59,7 +59,7 @@ def entries(runs: Any, chunks: Any, flat: bool) -> tuple[list[list[int]], list[t
     return made, rows, stands
 
 
-@pytest.mark.ci
+@pytest.mark.heavy("no other test of the first ring runs this kernel")
 @settings(max_examples=30, deadline=None)
 @given(step=steps())
 # a layer has nothing of the first position

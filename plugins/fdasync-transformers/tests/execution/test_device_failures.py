@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import ConfigError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.events.actions import Chunk
+from fdasync.gpu import kernels
 from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.ports.fake import FakePort
 from fdasync.runner.base import RunnerLimits
@@ -59,6 +62,9 @@ async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> N
 @pytest.mark.skipif(ON_GPU, reason="what is refused where there is no GPU")
 async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
+    # kernels that were imported without it would be compiled in every later test
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
         await Driver.open(tmp_path, config=DEVICE)
@@ -128,7 +134,6 @@ class PinsOnly:
         del self.pages[address]
 
 
-@pytest.mark.ci
 async def test_pages_of_blocks_are_not_pinned_any_more_where_those_of_snapshots_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.ci(after=7)
+@pytest.mark.ci(after=10)
 @pytest.mark.parametrize("family", WRONG)
 def test_a_wrong_rule_does_not_pass(family):
     module, kind, k = router_of(family)

@@ -71,7 +71,6 @@ def test_kernels_take_over_when_they_were_proven(bias: bool) -> None:
         assert torch.equal(first(rows), 2 * before)
 
 
-@pytest.mark.ci
 def test_a_layer_that_differs_leaves_all_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     honest = linears.kept_product

@@ -202,7 +202,7 @@ LISTS = ((VOCAB, 4), (500, 8), (500, 512))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.ci
+@pytest.mark.ci(after=1)
 @pytest.mark.parametrize(
     ("width", "listed", "dtype"),
     [
@@ -248,7 +248,6 @@ def read(results: dict[str, Any]) -> SampleOutput:
     return read_samples(plan, arrays)
 
 
-@pytest.mark.ci
 def test_penalties_bias_stops_and_grammars_over_several_tiles() -> None:
     width = TILE + 77
     random = np.random.default_rng(3)

@@ -79,7 +79,6 @@ async def test_an_update_lies_between_two_steps_of_requests_that_go_on(tmp_path:
         engine.check()
 
 
-@pytest.mark.ci
 async def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
@@ -164,7 +163,6 @@ def wait_briefly(engine: Engine, sender: Any, seconds: float) -> None:
     joined.spec = msgspec.structs.replace(joined.spec, timeout_s=seconds)
 
 
-@pytest.mark.ci
 async def test_waits_end_and_a_wrong_checksum_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(tmp_path / "old", 0)
     new = checkpoint(tmp_path / "new", 1)
