@@ -77,6 +77,7 @@ def test_a_trainers_step_in_the_routers_process_costs_no_stream(tmp_path: Path) 
         uvloop.run(ask())
 
 
+@pytest.mark.ci
 def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"step_s": 2.0})
     address = f"ipc://{tmp_path}/m0"

@@ -46,6 +46,7 @@ class TestSynthetic(RunnerTests):
         return [("weights", "uint64", (1,), np.array([WEIGHTS[weights]], np.uint64))]
 
 
+@pytest.mark.ci
 class TestSyntheticThatChooses(TestSynthetic):
     config = {**TestSynthetic.config, "chosen_top_k": 5}  # noqa: RUF012
 
@@ -96,10 +97,12 @@ class TestDense(TestSynthetic):
     config = {"num_moe_layers": 0}  # noqa: RUF012
 
 
+@pytest.mark.ci
 class TestDenseWithRows(TestSynthetic):
     config = {**TestSynthetic.config, "num_moe_layers": 0}  # noqa: RUF012
 
 
+@pytest.mark.ci
 class TestBehindEdges(TestSynthetic):
     def make(self, limits):
         return FaultRunner(super().make(limits), Random(1), max_delay_s=0.002)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from fdasync.testing.pytest_plugin import SimSeeds
 
+_FEW_SEEDS = 8
 
-@pytest.mark.heavy("whole engines under faults in orders that nobody wrote down")
+
+@pytest.mark.ci
 def test_simulation(sim_seeds: SimSeeds):
     outcomes: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -41,6 +43,14 @@ def test_simulation(sim_seeds: SimSeeds):
         assert not missing
         work = ("preemptions", "evictions", "hit_tokens", "dropped_tokens", "rows", "long_runs", "accepted_tokens")
         assert all(totals[name] for name in work)
+
+
+@pytest.mark.heavy("whole engines under faults in orders that nobody wrote down")
+def test_simulation_of_a_few_seeds():
+    outcomes: Counter[str] = Counter()
+    for seed in range(_FEW_SEEDS):
+        outcomes.update(simulate(seed).outcomes)
+    assert {"stop", "length"} <= outcomes.keys()
 
 
 #: on which what real timers, threads and files do is in play

@@ -101,6 +101,7 @@ class TestOnAGpu(_OnACheckpoint, RunnerTests):
         return TransformersRunner(TransformersConfig(**own, graph_sizes=(1, 4)), limits)
 
 
+@pytest.mark.ci
 class TestInHalfPrecision(_OnACheckpoint, TailTests):
     """Not all of the suite: in this dtype the last bit, which depends on the batch, often decides between two tokens.
     The same shapes give the same bits."""

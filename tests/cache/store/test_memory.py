@@ -80,6 +80,7 @@ class TestMemory(StoreTests):
                 await on.store.usage()
 
 
+@pytest.mark.ci
 class TestMemoryInVirtualTime(TestMemory):
     def new_loop(self):
         return SimLoop()

@@ -22,6 +22,7 @@ class TestFile(InFolder, StoreTests):
     pass
 
 
+@pytest.mark.ci
 class TestFileSynced(InFolder, StoreTests):
     sync = "data"
     examples = 5

@@ -47,26 +47,31 @@ class TestPlain(WrappedSuite):
         return Wrapper(store)
 
 
+@pytest.mark.ci
 class TestTimeout(WrappedSuite):
     def wrap(self, store):
         return Timeout(store, call_s=1.0, gib_s=1.0)
 
 
+@pytest.mark.ci
 class TestLimits(WrappedSuite):
     def wrap(self, store):
         return Limits(store, max_calls=3, max_nbytes=1 << 18, max_wait_s=10.0)
 
 
+@pytest.mark.ci
 class TestBreaker(WrappedSuite):
     def wrap(self, store):
         return Breaker(store)
 
 
+@pytest.mark.ci
 class TestTrace(WrappedSuite):
     def wrap(self, store):
         return Trace(store, ignore)
 
 
+@pytest.mark.ci
 class TestLatency(WrappedSuite):
     def wrap(self, store):
         return Latency(store, call_s=0.001, gib_s=1.0, jitter=0.5, random=Random(1))
@@ -78,6 +83,7 @@ class TestFaultsOfRateZero(WrappedSuite):
         return FaultyStore(store, StoreFaults(delay_s=1.0))
 
 
+@pytest.mark.ci
 class TestFaultsThatOnlyDelay(WrappedSuite):
     def wrap(self, store):
         return FaultyStore(store, StoreFaults(delay=0.5, delay_s=0.01))
@@ -89,6 +95,7 @@ class TestAllOfThem(WrappedSuite):
         return Trace(Breaker(Timeout(limited, call_s=5.0)), ignore)
 
 
+@pytest.mark.ci
 class TestAllOfThemInRealTime(TestAllOfThem):
     examples = 5
 
