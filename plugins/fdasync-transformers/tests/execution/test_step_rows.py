@@ -192,8 +192,7 @@ class Play:
             one.known = length
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_rows_stand_where_the_device_was(own: bool) -> None:
     longest = none = behind = owned = 0
     for seed in range(60):
