@@ -415,7 +415,8 @@ class _Broken(SyntheticRunner):
         ("scores nothing", "test_prompts_are_scored_where_a_sequence_wants_it"),
         ("scores one too far", "test_what_scores_a_token_is_what_samples_one"),
         ("scores from each chunk's start", "test_chunks_and_cached_blocks_score_what_is_left"),
-        ("aclose leaves futures", "test_aclose_at_any_time"),
+        # its end is waited for in real time
+        pytest.param("aclose leaves futures", "test_aclose_at_any_time", marks=pytest.mark.ci),
         ("copies move rows", "test_swapped_out_and_in_elsewhere_blocks_answer_as_before"),
         ("copies nothing", "test_swapped_out_and_in_elsewhere_blocks_answer_as_before"),
         ("copies nothing", "test_a_host_block_is_what_was_written_last"),

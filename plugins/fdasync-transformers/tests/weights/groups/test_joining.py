@@ -55,7 +55,7 @@ def refused(group: WeightsGroup) -> str:
     return caught.value.problem
 
 
-@pytest.mark.heavy("a process that dies is a process")
+@pytest.mark.ci
 async def test_a_rank_that_dies_when_it_has_told_its_address() -> None:
     sender = WeightsSender(world_size=3, name="w", timeout_s=_LIMIT_S)
     keys: Any = sender.store
