@@ -95,8 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in marks:
             if not mark.args and not mark.kwargs:
                 continue
-            if mark.args or mark.kwargs.keys() != {"after"} or mark not in item.own_markers:
-                raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test, or nothing")
+            if (
+                mark.args
+                or mark.kwargs.keys() != {"after"}
+                or mark not in item.own_markers
+                or not hasattr(item, "callspec")
+            ):
+                raise pytest.UsageError(f"{item.nodeid}: ci() takes after=N, on a test of several cases, or nothing")
             if len(marks) == 1 and item.get_closest_marker("nightly") is None:
                 assert isinstance(item, pytest.Function), item
                 lists[item.nodeid.partition("[")[0]].append((item, mark))

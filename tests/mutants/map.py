@@ -29,6 +29,7 @@ def make_map(out: Path, arguments: list[str]) -> int:
     parts = out.absolute().with_name(f"{out.name}.parts")
     shutil.rmtree(parts, ignore_errors=True)  # of a run that was stopped
     parts.mkdir(parents=True)
+    costs_of(out).unlink(missing_ok=True)
     # `combine` looks for files that are named as what it makes
     environment = {
         **outer_environment(),

@@ -69,8 +69,8 @@ class Ledger:
             rows.append(row.tokens)
 
     def finish(self, end: FinishRequest) -> None:
-        """It has the tokens, the rows and the reason that it should have; of reasons that are not in every play, such
-        as of hand-overs, the machine asks itself."""
+        """It has the tokens and rows that it should have, and a reason that they bear out. A machine looks by itself at
+        the reasons that only its own play has, such as a hand-over."""
         key = end.key
         assert key not in self.finished, "a sample ended twice"
         self.finished[key] = end

@@ -47,16 +47,18 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m tests.support.busy COUNT -- COMMAND ...", file=sys.stderr)
         return 2
     # the end of this program by a signal ends them too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with busy(int(arguments[0])):
-        try:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with busy(int(arguments[0])):
             status = subprocess.call(arguments[2:])
-        except KeyboardInterrupt:
-            # the terminal told the command too, and it was waited for
-            return 128 + signal.SIGINT
-        except OSError as error:
-            print(error, file=sys.stderr)
-            return 127
+    except KeyboardInterrupt:
+        # the terminal told the command too, and it was waited for
+        return 128 + signal.SIGINT
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 127
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return status if status >= 0 else 128 - status
 
 

@@ -49,6 +49,7 @@ class Costs:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._began = time.monotonic()
+        self._began_at = time.time()
         self._tests: dict[str, float] = {}
         self._heavy: list[str] = []
         # of each process that runs tests: CPU until its first test; of a fixed piece of work before it and at the end
@@ -107,5 +108,8 @@ class Costs:
             f"{len(self._collecting)} processes"
         )
         if (path := self._config.option.costs) is not None and exitstatus in _WHOLE:
-            record = {"tests": self._tests, "heavy": self._heavy, "collecting": self._collecting, "cores": self._cores}
+            record = {
+                "tests": self._tests, "heavy": self._heavy, "began": self._began_at, "collecting": self._collecting,
+                "cores": self._cores,
+            }  # fmt: skip
             Path(path).write_text(json.dumps(record, indent=0))

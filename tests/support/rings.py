@@ -26,6 +26,6 @@ def kept(cases: Sequence[Mapping[str, object]], count: int) -> list[int]:
 
 
 def _values(case: Mapping[str, object]) -> list[tuple[str, object]]:
-    # others need not be hashable, and are the same in all cases of their list
+    # others need not be hashable, and are the same in all cases of their list; 0 and False are two values
     plain = (str, bytes, int, float, type)
-    return [(name, one if isinstance(one, plain) else id(one)) for name, one in case.items()]
+    return [(name, (type(one), one) if isinstance(one, plain) else id(one)) for name, one in case.items()]

@@ -50,7 +50,7 @@ def test_simulation_of_a_few_seeds():
     outcomes: Counter[str] = Counter()
     for seed in range(_FEW_SEEDS):
         outcomes.update(simulate(seed).outcomes)
-    assert {"stop", "length"} <= outcomes.keys()
+    assert {"stop", "length", "abort", "deadline", "cancelled", "closed"} <= outcomes.keys()
 
 
 #: on which what real timers, threads and files do is in play

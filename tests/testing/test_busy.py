@@ -14,6 +14,7 @@ import pytest
 
 from fdasync.testing.harness.leaks import children
 from tests.support.busy import busy, main
+from tests.support.commands import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,11 +64,15 @@ def test_they_end_where_it_is_killed(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     code = f"import os, time, pathlib; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
     words = [sys.executable, "-m", "tests.support.busy", "1", "--", sys.executable, "-c", code]
+    named = 0
     with subprocess.Popen(words, cwd=ROOT) as process:
-        wait(lambda: told.exists() and bool(told.read_text()))
-        named = int(told.read_text())
-        ours = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (spins,) = {int(pid) for pid in ours} - {named}
-        process.kill()
-    os.kill(named, signal.SIGKILL)
-    wait(lambda: not Path(f"/proc/{spins}").exists())
+        try:
+            wait(lambda: told.exists() and bool(told.read_text()))
+            named = int(told.read_text())
+            ours = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            (spins,) = {int(pid) for pid in ours} - {named}
+        finally:
+            process.kill()
+            if named:
+                os.kill(named, signal.SIGKILL)
+    wait(lambda: not is_running(spins))

@@ -35,7 +35,7 @@ def config_of(runner=None, ranks=2, **values):
 async def fails(config, strike, stands=lambda _: False):
     """Strike in the middle of two requests; both must be told, within seconds. Returns the cause.
 
-    `stands(runner)`: only time will end this, so the loop skips some.
+    `stands(runner)` says that only time will end this: the clock is moved on.
     """
     with no_leaks():
         async with Engine(config) as engine:

@@ -90,7 +90,6 @@ def check_pieces(scene, whole, events, last, usage):
             assert joined == (pytest.approx(told[name]) if name == "token_logprobs" else told[name])
 
 
-@pytest.mark.ci(after=3)
 @pytest.mark.parametrize("ask", ["chat", "text", "ids"])
 async def test_every_event_tells_the_usage_so_far(chat, ask):
     """As `guidellm` asks for it."""

@@ -49,7 +49,6 @@ async def test_a_training_step_pauses_updates_flushes_and_goes_on(scene):
     assert (await scene.client.post("/flush_cache?timeout=5")).status_code == 200
 
 
-@pytest.mark.ci(after=2)
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/update_weights"])
 async def test_weights_that_are_not_the_expected_ones_are_told_and_not_used(scene, path):
     new = scene.new_weights("step-1", 77)

@@ -75,7 +75,6 @@ def test_whole_attention_shares_blocks(family: str) -> None:
     assert cut(family, 2)[1].shares_blocks
 
 
-@pytest.mark.ci(after=6)
 @pytest.mark.parametrize(
     ("family", "ranks", "options", "words"),
     [
