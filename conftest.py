@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -60,6 +61,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         _quicken_interpreter()
+        _find_constants()
         gc.freeze()
         # libraries look for leaks when the interpreter ends
         atexit.register(gc.unfreeze)
@@ -73,6 +75,13 @@ def forked_children(monkeypatch: pytest.MonkeyPatch, blocking_calls: BlockBuster
     from tests.support.forks import fork_children
 
     fork_children(monkeypatch, blocking_calls.deactivate)
+
+
+@settings(max_examples=200, database=None)
+@given(st.integers())
+def _find_constants(_drawn: int) -> None:
+    """Hypothesis parses all our modules for constants as it first draws one of them. Inside of a test that is a dear
+    moment, and Python 3.11 cannot parse while a collected object's warning is parsed, too (CPython issue 106905)."""
 
 
 def _quicken_interpreter() -> None:
