@@ -13,13 +13,18 @@ from tests.pd.router.weights_scene import dropped, problems
 from tests.support.router_scene import in_scene, settle
 
 
+async def sleep(scene, *told):
+    """Drop the weights of all, and forget what these were told until then."""
+    await scene.router.sleep(2)
+    for each in told:
+        each.told.clear()
+
+
 @in_scene("m0", "m1")
 async def test_those_that_cannot_load_what_a_sleep_dropped_are_brought_the_last_update(scene):
     one, two = sleepers(scene)
     await scene.router.update_weights(1, "/w")
-    await scene.router.sleep(2)
-    for each in (one, two):
-        each.told.clear()
+    await sleep(scene, one, two)
     assert await scene.router.wake() == "running"
     assert one.told == two.told == [("wake", ()), ("update_weights", "1")]
     assert await asks(scene) == {"m0": 2, "m1": 2}
@@ -31,9 +36,7 @@ async def test_those_that_lost_a_checkpoint_and_a_delta_to_it_are_brought_both(s
     one, two = sleepers(scene, 2)
     await scene.router.update_weights(1, "/w")
     await scene.router.update_weights(2, "/d2")
-    await scene.router.sleep(2)
-    for each in (one, two):
-        each.told.clear()
+    await sleep(scene, one, two)
     assert await scene.router.wake() == "running"
     assert one.told == two.told == [("wake", ()), ("update_weights", "1"), ("update_weights", "2")]
     assert (one.version, two.version) == (2, 2)
@@ -43,9 +46,7 @@ async def test_those_that_lost_a_checkpoint_and_a_delta_to_it_are_brought_both(s
 async def test_one_that_was_brought_its_weights_while_another_one_woke_is_brought_them_once(scene):
     one, two = sleepers(scene)
     await scene.router.update_weights(1, "/w")
-    await scene.router.sleep(2)
-    for each in (one, two):
-        each.told.clear()
+    await sleep(scene, one, two)
     obeys = scene.m1.obeys
     held = []
     scene.m1.obeys = lambda command: held.append(command) if command.verb == "wake" else obeys(command)
