@@ -30,3 +30,10 @@ def test_of_values_that_come_again_each_stays_once_first():
     cases = [{"given": number, "error": error} for number, error in enumerate(errors)]
     assert kept(cases, 3) == [0, 2, 4]
     assert sorted(kept(cases, 5)) == [0, 1, 2, 3, 4]
+
+
+def test_lists_of_one_length_do_not_walk_in_step():
+    cases = of([0, 1], [2, 3], [4, 5, 6])
+    six = [cases[place] for place in kept(cases, 6)]
+    assert {(case["0"], case["1"]) for case in six} == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert len({(case["1"], case["2"]) for case in six}) == 6
