@@ -20,6 +20,7 @@ class Record(msgspec.Struct):
     """What `tests/support/costs.py` writes."""
 
     tests: dict[str, float]
+    real: dict[str, float]
     heavy: list[str]
     began: float
     collecting: list[float]
@@ -40,6 +41,7 @@ class Budget(msgspec.Struct, forbid_unknown_fields=True):
     all_s: float
     imports_s: float
     test_s: float
+    real_s: float
     first_s: float
     folders: dict[str, float]
 
@@ -108,3 +110,11 @@ def test_a_test_over_its_limit_says_why(record: Record, slower: float) -> None:
     most = (BUDGET.test_s + BUDGET.first_s) * slower
     dear = {name: cost for name, cost in record.tests.items() if cost > most and name not in record.heavy}
     assert dear == {}, WAY_OUT
+
+
+@pytest.mark.ci
+def test_no_test_waits_in_real_time(record: Record) -> None:
+    # on busy cores all tests take longer, those that compute and those that wait for processes
+    stretch = max(1.0, sum(record.real.values()) / sum(record.tests.values()))
+    slow = {name: real for name, real in record.real.items() if real > BUDGET.real_s * stretch}
+    assert slow == {}, "let it wait in virtual time, or mark it `ci` or `nightly`"

@@ -1,4 +1,4 @@
-"""What each test costs in CPU time, and what a run of them costs: a plugin of pytest.
+"""What each test costs in CPU time and in real time, and what a run of them costs: a plugin of pytest.
 
 A test's CPU time is that of the process that runs it and of the children that ended meanwhile, from its first fixture
 to the end of its last one. A run ends with a line: tests, seconds, the dearest. `--costs FILE` keeps all of it;
@@ -20,8 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-_COST, _HEAVY = "cpu_s", "heavy"
-_BEGAN = pytest.StashKey[float]()
+_COST, _REAL, _HEAVY = "cpu_s", "real_s", "heavy"
+_BEGAN = pytest.StashKey[tuple[float, float]]()
 _DEAREST = 5
 # of a run to its end
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -51,6 +51,7 @@ class Costs:
         self._began = time.monotonic()
         self._began_at = time.time()
         self._tests: dict[str, float] = {}
+        self._real: dict[str, float] = {}
         self._heavy: list[str] = []
         # of each process that runs tests: CPU until its first test; of a fixed piece of work before it and at the end
         self._collecting: list[float] = []
@@ -63,7 +64,7 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        item.stash[_BEGAN] = cpu_s()
+        item.stash[_BEGAN] = cpu_s(), time.monotonic()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -72,7 +73,9 @@ class Costs:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
-            report.user_properties.append((_COST, cpu_s() - item.stash[_BEGAN]))
+            began_cpu_s, began_s = item.stash[_BEGAN]
+            report.user_properties.append((_COST, cpu_s() - began_cpu_s))
+            report.user_properties.append((_REAL, time.monotonic() - began_s))
             report.user_properties.append((_HEAVY, item.get_closest_marker("heavy") is not None))
         return report
 
@@ -80,6 +83,7 @@ class Costs:
         found = dict(report.user_properties)
         if isinstance(cost := found.get(_COST), float):
             self._tests[report.nodeid] = cost
+            self._real[report.nodeid] = found[_REAL]
             if found[_HEAVY]:
                 self._heavy.append(report.nodeid)
 
@@ -109,7 +113,7 @@ class Costs:
         )
         if (path := self._config.option.costs) is not None and exitstatus in _WHOLE:
             record = {
-                "tests": self._tests, "heavy": self._heavy, "began": self._began_at, "collecting": self._collecting,
-                "cores": self._cores,
+                "tests": self._tests, "real": self._real, "heavy": self._heavy, "began": self._began_at,
+                "collecting": self._collecting, "cores": self._cores,
             }  # fmt: skip
             Path(path).write_text(json.dumps(record, indent=0))

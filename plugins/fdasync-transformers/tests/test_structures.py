@@ -49,6 +49,12 @@ def test_the_first_of_each_class_that_occurs_stays() -> None:
     assert len(stays(by_structure(FAMILIES))) == len(CLASSES)
 
 
+def test_a_family_ahead_is_one_of_the_families() -> None:
+    assert stays(by_structure(["mixtral", "qwen3_moe"], ahead=["qwen3_moe"])) == ["qwen3_moe"]
+    with pytest.raises(AssertionError, match=r"not among the families: \['olmoe'\]"):
+        by_structure(["mixtral"], ahead=["olmoe"])
+
+
 def routers(model: Any) -> Iterator[tuple[str, ...]]:
     for module in model.modules():
         kind = kind_of(module)

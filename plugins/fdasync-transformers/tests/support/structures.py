@@ -70,6 +70,8 @@ def by_structure(
     """Parameters of a property of the families `names`: of each class that occurs in them the first stays in
     `make test`, and so do those of `also`, which the property is about. Those of `ahead` come first: of a test that
     keeps but some in `make test` these are kept."""
+    names = tuple(names)
+    assert {*ahead} <= {*names}, f"not among the families: {sorted({*ahead}.difference(names))}"
     families = (*ahead, *(name for name in names if name not in ahead))
     first = {next((one for one in members if one in families), "") for members in CLASSES.values()}
     return in_turn(families, first.union(also))
