@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-from fdasync.gpu.kernels.attention.decode import decode_workspace
-from fdasync.gpu.kernels.attention.latent import attend_latents
+from fdasync_kernels.attention.decode import decode_workspace
+from fdasync_kernels.attention.latent import attend_latents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

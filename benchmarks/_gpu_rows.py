@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
-from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
-from fdasync.gpu.kernels.attention.decode_rows import attend_rows, row_tiles
+from fdasync_kernels.attention.decode import attend_decode, decode_workspace
+from fdasync_kernels.attention.decode_rows import attend_rows, row_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

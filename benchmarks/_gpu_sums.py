@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from fdasync_kernels.collectives.all_reduce import all_reduce
+from fdasync_kernels.collectives.gather import gather
+from fdasync_kernels.collectives.peer_memory import Group, PeerMemory
 
-from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
-from fdasync.gpu.kernels.collectives.gather import gather
-from fdasync.gpu.peers import OpenedPeers
+from fdasync.gpu.peers import OpenedPeers, fewest_multiprocessors
 from fdasync.ipc.exchange import Exchange, Meeting
 
 if TYPE_CHECKING:
@@ -60,13 +61,15 @@ def be_rank(rank: int, ranks: int, hidden: int, sizes: list[int], out: str, fds:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     exchange = Exchange(rank, ranks, fds, deadline_s=_LIMIT_S)
-    opened = OpenedPeers(exchange, device)
+    group = Group(ranks, fewest_multiprocessors(exchange, device))
+    opened = OpenedPeers(exchange, device, group.nbytes())
+    memory = PeerMemory(rank, opened.addresses, device, group)
     found: dict[str, float] = {}
     for size in sizes:
         x = torch.zeros((size, hidden), dtype=torch.bfloat16, device=device)
-        found[f"sum_us_{size}"] = graph_us(lambda x=x: all_reduce(x, opened.memory, out=x), exchange)
+        found[f"sum_us_{size}"] = graph_us(lambda x=x: all_reduce(x, memory, out=x), exchange)
     message = torch.zeros(_MESSAGE_ELEMENTS, dtype=torch.int32, device=device)
-    found["sum_message_us"] = graph_us(lambda: gather(message, opened.memory), exchange)
+    found["sum_message_us"] = graph_us(lambda: gather(message, memory), exchange)
     if not rank:
         Path(out).write_text(json.dumps(found))
     exchange.gather(b"", "all have ended")

@@ -20,6 +20,7 @@ import time
 
 import torch
 import uvloop
+from fdasync_kernels.block_sums import run_sums
 
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.mapped_memory import MappedMemory
@@ -65,7 +66,7 @@ async def measure(shown: int, blocks: int, block_nbytes: int) -> dict[str, list[
     wanted = block_sums(tensor.view(blocks, block_nbytes).cpu().numpy()).tolist()
     driver, port = Driver(), AdaptivePort()
     pinned = PinnedPool(1 << 26, pinned=True)
-    pool = DevicePool(memory, tensor, driver, Streams(device), EventPool(torch.cuda.Event), pinned, port)
+    pool = DevicePool(memory, tensor, driver, Streams(device), EventPool(torch.cuda.Event), pinned, port, run_sums)
     own = PoolExport("cuda", len(tensor), blocks, 0, block_nbytes, block_nbytes, 0, block_nbytes, 0, block_nbytes, True)
     peers = PeerRows(pool, own)
     await peers.open(_SOURCE, [own], [shown])

@@ -1,4 +1,4 @@
-"""Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts/tiles.py`.
+"""Times tiles of the fused experts on a GPU, to make the table of `fdasync_kernels/experts/tiles.py`.
 
     python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--stored fp8|mxfp4] [--table]
                                       [--json FILE]
@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from fdasync_kernels.experts.chain import experts
+from fdasync_kernels.experts.stored import StoredWeights
+from fdasync_kernels.experts.tiles import Tile, Tiles
 
 from benchmarks._gpu_decode import copy_bytes_per_s
 from benchmarks._gpu_experts import EXPERTS
-from fdasync.gpu.kernels.experts.chain import experts
-from fdasync.gpu.kernels.experts.stored import StoredWeights
-from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

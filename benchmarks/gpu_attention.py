@@ -39,6 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fdasync_kernels.attention.decode import attend_decode, decode_workspace
+from fdasync_kernels.attention.prefill import attend_prefill, prefill_tiles
+from fdasync_kernels.attention.tile import Launch
+from fdasync_kernels.store import store_kv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,10 +51,6 @@ from benchmarks._gpu_latents import measure_latents
 from benchmarks._gpu_rows import measure_rows
 from benchmarks._gpu_strides import measure_strides
 from benchmarks._report import Report
-from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
-from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_tiles
-from fdasync.gpu.kernels.attention.tile import Launch
-from fdasync.gpu.kernels.store import store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

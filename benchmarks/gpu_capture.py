@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.router.route import route, write_ids
 from torch.nn import functional
 
 from benchmarks._report import Report
@@ -45,15 +46,12 @@ class Step:
         self.weights = weights
         self.linear = linear
         self.logits = torch.stack([functional.linear(self.hidden, weight) for weight in weights])
-        self.captures = {way: CaptureBuffer(tokens, SPEC, self.device) for way in WAYS}
+        self.captures = {way: CaptureBuffer(tokens, SPEC, self.device, copy=write_ids) for way in WAYS}
         self.kept: dict[str, Any] = {}
         self.graphs = {way: self._graph(way) for way in WAYS}
         self.replays = {way: max(3, min(500, int(SPAN_US / self.time_us(way, 20)))) for way in WAYS}
 
     def _layer(self, way: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # imported where there is a GPU only
-        from fdasync.gpu.kernels.router.route import route
-
         logits = functional.linear(self.hidden, self.weights[row]) if self.linear else self.logits[row]
         capture = self.captures[way]
         if way.startswith("router"):
@@ -140,7 +138,7 @@ def measure_routing(report: Report, rounds: int, device: torch.device) -> None:
 
 
 def measure_copy_out(report: Report, rounds: int, device: torch.device) -> None:
-    buffer = CaptureBuffer(max(SIZES), SPEC, device)
+    buffer = CaptureBuffer(max(SIZES), SPEC, device, copy=write_ids)
     host = torch.empty(buffer.buffer.shape, dtype=torch.uint8, pin_memory=True)
     for tokens in SIZES:
         staged = buffer.stage(tokens)

@@ -5,7 +5,7 @@
 
 Shapes: qwen3-30b-a3b (128 experts, 8 of a token, width 2,048, inner 768), glm-4.5-air (128, 8, 4,096, 1,408),
 deepseek-v2-lite (64, 6, 2,048, 1,408); mixtral-8x7b (8, 2, 4,096, 14,336) where it is named. The modules are the
-library's own, in bfloat16, drawn on the device, four layers of each. "ours" is `fdasync.gpu.kernels.experts.chain`,
+library's own, in bfloat16, drawn on the device, four layers of each. "ours" is `fdasync_kernels.experts.chain`,
 "library" `grouped_mm_experts_forward` of transformers on the same module; both begin with hidden states, ids and
 weights and end with the sum. 1 to 8,192 tokens; ids drawn from normal logits, and skewed: with a bias by expert, as
 wide as `--skew` times their spread.
@@ -64,7 +64,7 @@ def chain_of(name: str) -> Chain:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward  # type: ignore[no-any-return]
-    from fdasync.gpu.kernels.experts.chain import experts
+    from fdasync_kernels.experts.chain import experts
 
     def ours(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = experts(hidden, ids, weights, module.gate_up_proj, module.down_proj)

@@ -53,7 +53,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         # the names of a store's verbs are words of the events
         "fdasync.cache.store.wrappers": ("fdasync.cache.store.base", "fdasync.events.catalog", "fdasync.ipc.*"),
         "fdasync.drafting": ("fdasync.events.actions", "fdasync.registry.*"),
-        "fdasync.gpu.kernels": (),
+        "fdasync_kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.deadlines", "fdasync.ipc.exchange",
             "fdasync.ipc.peer_blocks", "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request",
@@ -68,16 +68,16 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     # kernels that go on from a sum over devices make it themselves
-    {"fdasync.gpu.kernels.collectives": ("fdasync.gpu.kernels.*",)},
+    {"fdasync_kernels.collectives": ("fdasync_kernels.*",)},
     {
-        "fdasync.gpu.kernels.attention": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.experts": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.layer": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.router": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.sampling": ("fdasync.gpu.kernels.*",),
+        "fdasync_kernels.attention": ("fdasync_kernels.*",),
+        "fdasync_kernels.experts": ("fdasync_kernels.*",),
+        "fdasync_kernels.layer": ("fdasync_kernels.*",),
+        "fdasync_kernels.router": ("fdasync_kernels.*",),
+        "fdasync_kernels.sampling": ("fdasync_kernels.*",),
     },
     {
-        "fdasync.gpu": ("fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.gpu.kernels.*", "fdasync.ipc.*"),
+        "fdasync.gpu": ("fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.ipc.*"),
         "fdasync.runner.worker": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request", "fdasync.runner.base",
             "fdasync.runner.chosen", "fdasync.runner.plugins",
@@ -163,14 +163,14 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
         ),
         "fdasync_transformers.model.kept": (
-            "fdasync.gpu.kernels.experts.stored", "fdasync.gpu.kernels.linear.stored",
+            "fdasync_kernels.experts.stored", "fdasync_kernels.linear.stored",
         ),
         "fdasync_transformers.model": (
             *_RUNNER, "fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.cache.snapshots",
             "fdasync.runner.shares",
         ),
         "fdasync_transformers.sampling": (
-            "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
+            "fdasync_kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
             "fdasync.runner.prompt_scores",
         ),
     },
@@ -180,31 +180,31 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.parallel": (
-            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.kernels.linear.*",
             "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange", "fdasync.runner.shares",
+            "fdasync_kernels.collectives.*", "fdasync_kernels.linear.*",
             "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
         "fdasync_transformers.fused": (
-            "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
+            "fdasync.gpu.capture", "fdasync_kernels.*", "fdasync_transformers.model.*",
             "fdasync_transformers.parallel.sums",
         ),
     },
     {
         "fdasync_transformers.capture": (
-            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
-            "fdasync_transformers.model.*",
+            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_kernels.router.route",
+            "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.weights": (
-            "fdasync.gpu.kernels.experts.stored", "fdasync.request", "fdasync.runner.base",
+            "fdasync_kernels.experts.stored", "fdasync.request", "fdasync.runner.base",
             "fdasync_transformers.model.kept.*", "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*",
         ),
     },
     {
         "fdasync_transformers.fixed": (
-            "fdasync.gpu.kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.parallel.*", "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
             "fdasync_transformers.weights.*",
         ),
@@ -218,14 +218,14 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
             "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
-            "fdasync.runner.drafts", "fdasync_transformers.capture.*",
+            "fdasync.runner.drafts", "fdasync_kernels.*", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
     },
     {
         "fdasync_transformers.start": (
-            *_RUNNER, "fdasync.gpu.kernels.experts.stored", "fdasync.request", "fdasync.runner.report",
+            *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.request", "fdasync.runner.report",
             "fdasync_transformers.capture.*", "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*",
             "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.mtp.*",
             "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",

@@ -17,7 +17,11 @@ import torch
 from fdasync.errors import BadInput, RunnerError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fdasync.cache.aux import AuxSpec
+
+    Copy = Callable[[torch.Tensor, torch.Tensor], None]
 
 # torch has no arithmetic on wide unsigned integers: signed ones hold their bits
 _BITS_OF = {"uint16": torch.int16, "uint32": torch.int32}
@@ -133,6 +137,11 @@ class StepRows:
         return self.buffer[:count].clone()
 
 
+def copy_ids(ids: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy ids [T, k] into a place [T, k] of the buffer by torch's own kernel."""
+    place.copy_(ids)
+
+
 class CaptureBuffer(StepRows):
     """Expert ids: rows (L, K) of uint8 or uint16. Layers call `put` in the place of `write`.
 
@@ -140,8 +149,13 @@ class CaptureBuffer(StepRows):
         debug: digits of positions are written instead of ids (`routing_debug`, see `fdasync.cache.debug_rows`).
     """
 
-    def __init__(self, max_step_tokens: int, spec: AuxSpec, device: torch.device, *, debug: bool = False) -> None:
+    def __init__(
+        self, max_step_tokens: int, spec: AuxSpec, device: torch.device, *, debug: bool = False, copy: Copy = copy_ids
+    ) -> None:
         """As `StepRows`.
+
+        Args:
+            copy: copies a layer's ids into their place on the device, in one kernel that a CUDA graph can capture.
 
         Raises BadInput: `spec` is not uint8 or uint16 (L, K), or a number is below 1.
         """
@@ -149,7 +163,7 @@ class CaptureBuffer(StepRows):
             raise BadInput("spec", f"{spec.dtype} {spec.shape} where uint8 or uint16 (layers, k) was expected")
         super().__init__(max_step_tokens, spec, device)
         self.debug = debug
-        self._kernel = device.type == "cuda"
+        self._copy = copy
         self._bits, digits = (8, 4) if spec.dtype == "uint8" else (16, 2)
         layers, slots = spec.shape
         cell = torch.arange(layers * slots, dtype=torch.int64).view(layers, slots)
@@ -178,13 +192,7 @@ class CaptureBuffer(StepRows):
             self._put_digits(len(ids), row, k, positions)
             return
         place = self.claim(row, len(ids), k)
-        if self._kernel:
-            # imported here: a machine without CUDA may have no triton either
-            from fdasync.gpu.kernels.router.route import write_ids
-
-            write_ids(ids, place)
-        else:
-            place.copy_(ids)
+        self._copy(ids, place)
 
     def _put_digits(self, count: int, row: int, k: int, positions: torch.Tensor | None) -> None:
         if positions is None or positions.dim() != 1 or len(positions) != count:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from fdasync.errors import DeviceFailed, RunnerError
-from fdasync.gpu.kernels.block_sums import run_sums
 from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.packed_copy import fetch, send
 from fdasync.ipc.block_sums import WORD_NBYTES, added
@@ -50,12 +49,22 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
+class RunSums(Protocol):
+    """int64 [runs, chunks] of memory [words], places [runs], bytes of each run and where it begins in its block."""
+
+    def __call__(
+        self, memory: torch.Tensor, places: torch.Tensor, nbytes: int, first_nbytes: int, /
+    ) -> torch.Tensor: ...
+
+
 class DevicePool(PeerPool[Memory]):
     """See the module. Used from the loop of `port`.
 
     Args:
         memory: the pool's, the caller's, and open until `aclose` has returned. A whole number of words long.
         tensor: uint8 [nbytes], the same memory.
+        run_sums: the checksums of runs of words, as chunks that add up to them; see
+            `fdasync_kernels.block_sums.run_sums`.
         opener: maps a peer's memory of so many bytes, by its descriptor.
     """
 
@@ -70,6 +79,7 @@ class DevicePool(PeerPool[Memory]):
         events: EventPool[Any],
         pinned: PinnedPool,
         port: CompletionPort,
+        run_sums: RunSums,
         opener: Callable[[int, int], Memory] | None = None,
     ) -> None:
         super().__init__(memory.nbytes)
@@ -82,6 +92,7 @@ class DevicePool(PeerPool[Memory]):
         self._port = port
         self._opener = opener or partial(MappedMemory.open, driver, tensor.device)
         # compiled here, at start-up: later it would make the process deaf for seconds
+        self._run_sums = run_sums
         run_sums(self._words, torch.zeros(1, dtype=torch.int64, device=tensor.device), WORD_NBYTES, 0)
         # the pool's first contents were written on another stream
         streams.follow()
@@ -152,7 +163,7 @@ class DevicePool(PeerPool[Memory]):
         places, sent = send(given, self._pinned, self._words.device)
         holds.append(sent)
         chunks = {
-            name: run_sums(self._words, places[name], wanted.nbytes, wanted.first_nbytes)
+            name: self._run_sums(self._words, places[name], wanted.nbytes, wanted.first_nbytes)
             for name, wanted in zip(names, sums, strict=True)
         }
         found, fetched = fetch(chunks, self._pinned)

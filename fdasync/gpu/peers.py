@@ -4,7 +4,7 @@ Each process allocates on its own device, tells the others a handle by an `Excha
 kernels read and write the peers' memory by address, over NVLink or PCIe. Handles are of the driver's legacy
 interprocess kind, which needs no descriptors; the memory of a process goes with it, and a peer that writes to it then
 has a device error, so a group lives and dies together. Knows no kernels and no models. Made by runners that are ranks
-of a group; `kernels/collectives/` uses it.
+of a group, and given to the collectives of `fdasync_kernels` as addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from fdasync.errors import RunnerError
 from fdasync.gpu.cudart import HANDLE_NBYTES, Driver
-from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
@@ -25,24 +24,27 @@ class OutOfReach(RunnerError):
     """A rank cannot open the memory of another's device. Raised by all ranks alike."""
 
 
+def fewest_multiprocessors(exchange: Exchange, device: torch.device) -> int:
+    """Of the group's devices, of which `device` is this rank's: multiprocessors of the one with the fewest."""
+    own = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(int(bytes(part)) for part in exchange.gather(str(own).encode(), "numbers of multiprocessors"))
+
+
 class OpenedPeers:
-    """The memory behind a `PeerMemory`, allocated and opened.
+    """Memory of every rank's device, allocated and opened, each byte 0xFF at first.
 
     Args:
         device: a CUDA device, which is current.
-        row_nbytes: see `Group`.
+        nbytes: of each rank.
 
     Attributes:
-        memory: what sums and messages take.
+        addresses: where each rank's memory begins, as this process sees it.
 
     Raises RunnerError where a device has no memory, OutOfReach where one does not reach a peer's: on every rank, and
     nothing is left open.
     """
 
-    def __init__(self, exchange: Exchange, device: torch.device, row_nbytes: int = 0) -> None:
-        own = torch.cuda.get_device_properties(device).multi_processor_count
-        counts = [int(bytes(part)) for part in exchange.gather(str(own).encode(), "numbers of multiprocessors")]
-        group = Group(exchange.ranks, min(counts), row_nbytes)
+    def __init__(self, exchange: Exchange, device: torch.device, nbytes: int) -> None:
         self._driver = Driver()
         self._opened: list[int] = []
         # the driver works in the context that torch made current
@@ -51,22 +53,21 @@ class OpenedPeers:
         try:
             handle, problem = b"", ""
             try:
-                self._own = self._driver.allocate(group.nbytes(), filled=0xFF)
+                self._own = self._driver.allocate(nbytes, filled=0xFF)
                 torch.cuda.synchronize(device)  # blocking: at start-up
                 handle = self._driver.share(self._own)
             except RunnerError as error:
                 problem = error.problem
             _agree(exchange, problem, "device memory is there", RunnerError)
             handles = [bytes(part) for part in exchange.gather(handle, "handles of device memory")]
-            addresses: list[int] = []
+            self.addresses: list[int] = []
             try:
                 for rank, other in enumerate(handles):
-                    addresses.append(self._own if rank == exchange.rank else self._open(rank, other))
+                    self.addresses.append(self._own if rank == exchange.rank else self._open(rank, other))
             except RunnerError as error:
                 problem = error.problem
             # no rank launches before all have opened
             _agree(exchange, problem, "device memory is open", OutOfReach)
-            self.memory = PeerMemory(exchange.rank, addresses, device, group)
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,7 @@ The checksum of a run is the sum, modulo 2^64, of a mix of each 64-bit word with
 So the checksum of a block is the sum over its runs, however many processes hold a run each, and however a device cuts
 the work. A word that differs always changes its own mix; words that moved change the sum. This guards against memory
 that was used again too early, and against a copy that is not whole; it is no signature. A Triton kernel computes the
-same numbers on a device (`fdasync/gpu/kernels/block_sums.py`). Called by pools in host memory, and by tests.
+same numbers on a device (`fdasync_kernels/block_sums.py`). Called by pools in host memory, and by tests.
 """
 
 from __future__ import annotations

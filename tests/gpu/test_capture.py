@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fdasync_kernels.router.route import route
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, RunnerError
 from fdasync.gpu.capture import CaptureBuffer
-from fdasync.gpu.kernels.router.route import route
 
 SPEC = AuxSpec("routing", (3, 4), "uint8")
 WIDE = AuxSpec("routing", (3, 4), "uint16")

@@ -18,14 +18,13 @@ import torch
 from fdasync.errors import RunnerError
 from fdasync.gpu import peers
 from fdasync.gpu.cudart import HANDLE_NBYTES, Driver
-from fdasync.gpu.kernels.collectives.peer_memory import Group
-from fdasync.gpu.peers import OpenedPeers, OutOfReach
+from fdasync.gpu.peers import OpenedPeers, OutOfReach, fewest_multiprocessors
 from fdasync.ipc.exchange import Exchange, Meeting
 
 CPU = torch.device("cpu")
 # of each rank's device
 PROCESSORS = (6, 4)
-ROW_NBYTES = 512
+NBYTES = 4096
 _SIGNATURES = {
     "cuMemAlloc_v2": (ctypes.c_void_p, ctypes.c_size_t),
     "cuMemsetD8_v2": (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t),
@@ -109,7 +108,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, libraries: list[FakeDriver]) -> list
         of_thread[threading.get_ident()] = rank
         exchange = Exchange(rank, ranks, [os.dup(fd) for fd in meeting.fds(rank)], deadline_s=10.0)
         try:
-            return OpenedPeers(exchange, CPU, ROW_NBYTES)
+            # of unlike devices the least
+            assert fewest_multiprocessors(exchange, CPU) == min(PROCESSORS)
+            return OpenedPeers(exchange, CPU, NBYTES)
         except RunnerError as error:
             return error
         finally:
@@ -127,23 +128,16 @@ def opened(monkeypatch: pytest.MonkeyPatch, libraries: list[FakeDriver]) -> list
 def test_each_rank_maps_the_memory_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = [FakeDriver(0), FakeDriver(1)]
     both = opened(monkeypatch, libraries)
-    # of unlike devices the least
-    nbytes = Group(2, min(PROCESSORS), ROW_NBYTES).nbytes()
     for rank, (library, held) in enumerate(zip(libraries, both, strict=True)):
         own, other = 0x1000 * (rank + 1), 1 - rank
         assert library.calls == [
-            ("cuMemAlloc_v2", nbytes),
-            ("cuMemsetD8_v2", own, 0xFF, nbytes),
+            ("cuMemAlloc_v2", NBYTES),
+            ("cuMemsetD8_v2", own, 0xFF, NBYTES),
             ("cuIpcGetMemHandle", own),
             # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
             ("cuIpcOpenMemHandle_v2", other, 1),
         ]
-        assert (held.memory.rank, held.memory.ranks) == (rank, 2)
-        addresses = [0x1000, 0xA000 * 2] if rank == 0 else [0xA000, 0x1000 * 2]
-        first = held.memory.areas["one_shot"]
-        assert first.addresses.tolist() == addresses
-        assert first.way.programs == min(PROCESSORS)
-        assert held.memory.areas["rows"].way.tile_nbytes == ROW_NBYTES
+        assert held.addresses == ([0x1000, 0xA000 * 2] if rank == 0 else [0xA000, 0x1000 * 2])
         library.calls.clear()
         held.close()
         held.close()

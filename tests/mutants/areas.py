@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PLUGIN = "plugins/fdasync-transformers/src/fdasync_transformers"
+_KERNELS = "plugins/fdasync-kernels/src/fdasync_kernels"
 _WEIGHTS = f"{_PLUGIN}/weights"
 #: of the plugin's folder of weights: what replaces weights in use; the rest of it loads checkpoints
 _UPDATES = [
@@ -30,7 +31,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [*_UPDATES, f"{_WEIGHTS}/random_checkpoints.py"],
     ),
     # kernels written for Hopper alone are not run by an interpreter, so no test without such a GPU could tell
-    "kernels": (["fdasync/gpu/kernels/**/*.py"], ["fdasync/gpu/kernels/**/*hopper*.py"]),
+    "kernels": (
+        [f"{_KERNELS}/**/*.py"],
+        [f"{_KERNELS}/**/*hopper*.py"],
+    ),
     "executors": ([f"{_PLUGIN}/execution/**/*.py"], []),
     "router": (["fdasync/pd/router/**/*.py", "fdasync/pd/instance/**/*.py"], []),
     "http": (["plugins/fdasync-http/src/**/*.py"], []),

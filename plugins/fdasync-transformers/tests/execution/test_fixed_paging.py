@@ -9,12 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from fdasync_kernels.attention import decode, prefill
+from fdasync_kernels.attention.fixed import Grain
+from fdasync_kernels.attention.prefill import prefill_tiles
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
 from fdasync_transformers.model.kv import Reach
-
-from fdasync.gpu.kernels.attention import decode, prefill
-from fdasync.gpu.kernels.attention.fixed import Grain
-from fdasync.gpu.kernels.attention.prefill import prefill_tiles
 
 LENGTH, BLOCK_TOKENS = 70, 4
 

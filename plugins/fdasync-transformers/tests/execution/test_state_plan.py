@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from fdasync_kernels.recurrence.spans import Spans
 from fdasync_transformers.execution.states.plan import Spanned, plan_size, plan_states
 from fdasync_transformers.model.recurrent.pieces import Take
 from fdasync_transformers.model.recurrent.states import versions_of
-
-from fdasync.gpu.kernels.recurrence.spans import Spans
 
 
 def spanned(lanes: list[int], starts: list[int], counts: list[int], decodes: int) -> Spanned:

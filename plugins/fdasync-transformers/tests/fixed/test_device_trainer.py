@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_rollout import device_rollout_logits
+from fdasync_kernels.experts.activation import Activation
 from fdasync_transformers import fixed_numerics
 from fdasync_transformers.fixed.device_experts import trainer_experts
 from fdasync_transformers.fixed.device_forms import NormForward, RouterForward
@@ -30,7 +31,6 @@ from rollout_bits import batch_of, drawn, served_in
 from torch.nn.functional import cosine_similarity
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.experts.activation import Activation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

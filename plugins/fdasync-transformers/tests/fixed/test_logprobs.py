@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from fdasync_kernels.sampling.gradients import logit_gradients
+from fdasync_kernels.sampling.log_masses import LogMasses
 from fdasync_transformers.fixed.logprob_functions import Rows, gradients_of_logits
 from fdasync_transformers.fixed.logprobs import logprobs, logprobs_of_logits
 from fdasync_transformers.fixed.mode import FixedNumerics
@@ -24,8 +26,6 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.sampling.gradients import logit_gradients
-from fdasync.gpu.kernels.sampling.log_masses import LogMasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

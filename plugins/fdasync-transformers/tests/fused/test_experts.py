@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from fdasync_kernels import chip
+from fdasync_kernels.experts import chain
+from fdasync_kernels.experts.activation import Activation
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.experts_interface import NAME, Description, fused_experts
 from fdasync_transformers.fused.live_rows import LiveRows
@@ -15,9 +18,6 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from triton.runtime.errors import OutOfResources
 
 from fdasync.errors import RunnerError
-from fdasync.gpu.kernels import chip
-from fdasync.gpu.kernels.experts import chain
-from fdasync.gpu.kernels.experts.activation import Activation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

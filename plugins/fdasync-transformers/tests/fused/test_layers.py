@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
+from fdasync_kernels.layer import finish, qkv
 from fdasync_transformers import TransformersRunner
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.layers import proof as layer_proof
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from written import write_tiny_checkpoint
 
 from fdasync.errors import RunnerError
-from fdasync.gpu.kernels.layer import finish, qkv
 
 if TYPE_CHECKING:
     from pathlib import Path

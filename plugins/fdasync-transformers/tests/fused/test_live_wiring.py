@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from device_path import DEVICE, ON_GPU
+from fdasync_kernels.experts import chain, tiles
+from fdasync_kernels.layer import finish
 from fdasync_transformers.fused.layers import proof
 from fdasync_transformers.fused.layers.layer import Carry
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
-
-from fdasync.gpu.kernels.experts import chain, tiles
-from fdasync.gpu.kernels.layer import finish
 
 if TYPE_CHECKING:
     from pathlib import Path

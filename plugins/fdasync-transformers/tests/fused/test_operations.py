@@ -220,7 +220,7 @@ def test_a_forward_on_the_instance_stays():
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync.gpu.kernels import chip
+    from fdasync_kernels import chip
 
     model = build("qwen3_moe")
     monkeypatch.setattr(chip, "runs_on", lambda _: False)

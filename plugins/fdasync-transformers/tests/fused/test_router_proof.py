@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fdasync_kernels.router.product import router_logits
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of
 from fdasync_transformers.fused.router_proof import Differs, prove
 from fdasync_transformers.fused.routers import choose
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
-
-from fdasync.gpu.kernels.router.product import router_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -290,7 +290,7 @@ def test_debug_records_positions():
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync.gpu.kernels import chip
+    from fdasync_kernels import chip
 
     model, layers, _ = build("qwen3_moe")
     monkeypatch.setattr(chip, "runs_on", lambda _: False)

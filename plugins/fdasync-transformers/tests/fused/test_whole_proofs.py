@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fdasync_kernels.experts import chain
 from fdasync_transformers.fused.dense import fuse_dense
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
-
-from fdasync.gpu.kernels.experts import chain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -1,6 +1,6 @@
 """Sums of ranks on GPUs, but for the GPUs: what is summed.
 
-The kernels stand in `tests/gpu/kernels`; here a group of one rank sums in the memory of the CPU.
+The kernels are tested by `plugins/fdasync-kernels`; here a group of one rank sums in the memory of the CPU.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import triton
+from fdasync_kernels.collectives import all_reduce as sums
 from fdasync_transformers.parallel.device_collectives import DeviceCollectives
 from ranks import as_ranks, returned
 
 from fdasync.errors import InvariantBroken
 from fdasync.gpu import peers
-from fdasync.gpu.kernels.collectives import all_reduce as sums
-from fdasync.gpu.kernels.collectives.peer_memory import Group, PeerMemory
 
 if TYPE_CHECKING:
     from fdasync.ipc.exchange import Exchange
@@ -27,15 +26,15 @@ CPU = torch.device("cpu")
 class InHostMemory:
     """Stands for `OpenedPeers`, of one rank."""
 
-    def __init__(self, _exchange: Exchange, _device: torch.device, _row_nbytes: int) -> None:
-        group = Group(1, 2)
-        self._held = torch.full((group.nbytes(),), 0xFF, dtype=torch.uint8)
-        self.memory = PeerMemory(0, [self._held.data_ptr()], CPU, group)
+    def __init__(self, _exchange: Exchange, _device: torch.device, nbytes: int) -> None:
+        self._held = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        self.addresses = [self._held.data_ptr()]
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
 def test_sums_are_of_whole_vectors_and_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "OpenedPeers", InHostMemory)
+    monkeypatch.setattr(peers, "fewest_multiprocessors", lambda _exchange, _device: 2)
     seen: list[int] = []
     plain: Any = sums.all_reduce
     monkeypatch.setattr(sums, "all_reduce", lambda x, *args, **kw: seen.append(x.numel()) or plain(x, *args, **kw))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_path import make_small_checkpoint
+from fdasync_kernels.collectives.digest import PARTS
 from fdasync_transformers import make_random_checkpoint
 from fdasync_transformers.fused.recurrent import flat
 from fdasync_transformers.parallel.collectives import HostCollectives
@@ -20,7 +21,6 @@ from step_driver import Driver
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import RunnerError
 from fdasync.events.actions import Chunk, SwapIn, SwapOut
-from fdasync.gpu.kernels.collectives.digest import PARTS
 from fdasync.request import Grammar
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from fdasync_kernels.sampling import sample
 from fdasync_transformers.sampling.plan import MASKS, plan_samples, uniform
 from fdasync_transformers.sampling.sampler import read_samples, sample_on_device, sample_on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_cases import VOCAB, make, rows, spec
-
-from fdasync.gpu.kernels.sampling import sample
 
 if TYPE_CHECKING:
     from fdasync_transformers.sampling.sampler import SampleOutput
@@ -51,8 +50,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a small block as for a large one."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._SPAN", TILE)
-        monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._MASSES_BLOCK", TILE // 2)
+        monkeypatch.setattr("fdasync_kernels.sampling.sample._SPAN", TILE)
+        monkeypatch.setattr("fdasync_kernels.sampling.sample._MASSES_BLOCK", TILE // 2)
 
 
 def run(
@@ -166,8 +165,8 @@ def test_they_follow_float64_with_a_sort(on: Any, kind: str, width: int) -> None
 
 @pytest.mark.ci
 def test_they_do_in_the_blocks_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._SPAN", SPAN)
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._MASSES_BLOCK", MASSES_BLOCK)
+    monkeypatch.setattr("fdasync_kernels.sampling.sample._SPAN", SPAN)
+    monkeypatch.setattr("fdasync_kernels.sampling.sample._MASSES_BLOCK", MASSES_BLOCK)
     check(sample_on_device, drawn(TILE + 600, "flat"), asked())
 
 
@@ -214,8 +213,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def test_a_list_of_several_blocks_and_one_that_overflows(
     width: int, listed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._LISTED", listed)
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._BLOCK", 128)
+    monkeypatch.setattr("fdasync_kernels.sampling.sample._LISTED", listed)
+    monkeypatch.setattr("fdasync_kernels.sampling.sample._BLOCK", 128)
     random = np.random.default_rng(width)
     logits = torch.from_numpy(random.integers(-3, 4, (len(FILTERS), width)) * 0.25).to(dtype)
     check(sample_on_device, logits, asked())

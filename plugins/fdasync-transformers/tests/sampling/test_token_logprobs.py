@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from fdasync_kernels.sampling import tile
 from fdasync_transformers.sampling.math import sample_on_host
 from fdasync_transformers.sampling.plan import plan_samples
 from fdasync_transformers.sampling.sampler import sample, sample_on_device
@@ -26,7 +27,6 @@ from fdasync_transformers.sampling.token_logprobs import (
 from logprob_cases import CUDA, DEVICE, DTYPES, bits
 from sampler_cases import spec
 
-from fdasync.gpu.kernels.sampling import tile
 from fdasync.runner.prompt_scores import ScoredRun
 from fdasync.testing.runners.scores import parts
 
@@ -91,7 +91,7 @@ def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes as long for a small block as for a large one."""
     if not CUDA:
         for name in ("sample._SPAN", "sample._MASSES_BLOCK", "log_masses._BLOCK"):
-            monkeypatch.setattr(f"fdasync.gpu.kernels.sampling.{name}", tile.TILE)
+            monkeypatch.setattr(f"fdasync_kernels.sampling.{name}", tile.TILE)
 
 
 HOST = [(sample_on_host, width, dtype) for width in (11, 1009, 9001) for dtype in DTYPES]

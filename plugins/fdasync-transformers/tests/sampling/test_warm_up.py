@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from fdasync_kernels import sampling
+from fdasync_kernels.sampling.passes import draw_kernel
 from fdasync_transformers.sampling.plan import plan_samples
 from fdasync_transformers.sampling.warm_up import USUAL, warm_up
 from sampling_keys import LANES, MAX_TOKENS, other_steps, sample_step
-
-from fdasync.gpu.kernels import sampling
-from fdasync.gpu.kernels.sampling.passes import draw_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEYS = Path(__file__).parent.parent / "support" / "sampling_keys.py"

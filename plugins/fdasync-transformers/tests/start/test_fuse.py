@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 from device_path import DEVICE, ON_GPU
+from fdasync_kernels import chip
+from fdasync_kernels.experts import chain
+from fdasync_kernels.layer import finish
+from fdasync_kernels.router import product
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.fused import angles, dense, norms, rotary, routers
 from fdasync_transformers.fused.experts_interface import NAME
@@ -21,10 +25,6 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tin
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
-from fdasync.gpu.kernels import chip
-from fdasync.gpu.kernels.experts import chain
-from fdasync.gpu.kernels.layer import finish
-from fdasync.gpu.kernels.router import product
 from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:

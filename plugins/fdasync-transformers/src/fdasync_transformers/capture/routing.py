@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.router.route import write_ids
 
 from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import RunnerError
-from fdasync.gpu.capture import CaptureBuffer
+from fdasync.gpu.capture import CaptureBuffer, copy_ids
 from fdasync_transformers.capture.aux_producer import AuxProducer
 from fdasync_transformers.model.moe_layers import router_of_dense_experts
 
@@ -45,7 +46,8 @@ class RoutingCapture(AuxProducer):
         routers: FusedRouters | None = None,
     ) -> None:
         """`debug`: record positions, not ids; `routers`: of the model's layers, where they are fused."""
-        self._ids = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug)
+        copy = write_ids if model.device.type == "cuda" else copy_ids
+        self._ids = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug, copy=copy)
         super().__init__(self._ids)
         self.layers = layers
         self._positions: torch.Tensor | None = None

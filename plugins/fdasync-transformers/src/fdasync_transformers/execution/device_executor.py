@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from fdasync_kernels.layout import scatter_updates
 
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.gpu import packed_copy as packed
 from fdasync.gpu.block_copies import BlockCopies
-from fdasync.gpu.kernels.layout import scatter_updates
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.begun_step import (

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
+from fdasync_kernels.attention.decode_rows import row_tiles, tile_rows
+from fdasync_kernels.attention.prefill import prefill_tiles
+from fdasync_kernels.layout import step_layout
+from fdasync_kernels.recurrence.spans import PlanSize, Spans
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.attention.decode_rows import row_tiles, tile_rows
-from fdasync.gpu.kernels.attention.prefill import prefill_tiles
-from fdasync.gpu.kernels.layout import step_layout
-from fdasync.gpu.kernels.recurrence.spans import PlanSize, Spans
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.drafts.mtp_passes import DeviceMtp
 from fdasync_transformers.execution.states.plan import Spanned, plan_states

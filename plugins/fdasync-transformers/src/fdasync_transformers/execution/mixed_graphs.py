@@ -12,8 +12,8 @@ import bisect
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.attention.prefill import PREFILL_TILE
 
-from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE
 from fdasync_transformers.execution.device_step import Passed
 from fdasync_transformers.execution.graphs import MOST_ERROR
 from fdasync_transformers.execution.states.plan_buffer import PlanBuffer

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.block_sums import run_sums
 
 from fdasync.errors import InvariantBroken
 from fdasync.gpu.cudart import Driver
@@ -67,7 +68,14 @@ class ShownPool:
             assert services is not None
             assert self._driver is not None
             pool = DevicePool(
-                memory, tensor, self._driver, services.streams, services.events, services.pinned, services.port
+                memory,
+                tensor,
+                self._driver,
+                services.streams,
+                services.events,
+                services.pinned,
+                services.port,
+                run_sums,
             )
         part = bound.part or bound.pool.part
         row = blocks.shape[1] * blocks.element_size()

@@ -11,18 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.attention.decode import attend_decode, decode_workspace
+from fdasync_kernels.attention.decode_rows import WIDEST_KEY, attend_rows
+from fdasync_kernels.attention.latent import attend_latents
+from fdasync_kernels.attention.prefill import attend_prefill
+from fdasync_kernels.store import store_kv
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
-from fdasync.gpu.kernels.attention.decode_rows import WIDEST_KEY, attend_rows
-from fdasync.gpu.kernels.attention.latent import attend_latents
-from fdasync.gpu.kernels.attention.prefill import attend_prefill
-from fdasync.gpu.kernels.store import store_kv
 from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.attention.decode import Workspace
-    from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_kernels.attention.decode import Workspace
+    from fdasync_kernels.recurrence.spans import Spans
+
     from fdasync_transformers.model.kv import KVPool, LayerSpec
 
 

@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.chip import runs_on
+from fdasync_kernels.limits import FLOATS
 
 from fdasync.errors import UnsupportedModel
-from fdasync.gpu.kernels.chip import runs_on
-from fdasync.gpu.kernels.limits import FLOATS
 from fdasync_transformers.fixed.device_experts import NAME, register
 from fdasync_transformers.fixed.gradients.norms import norm_gradient
 from fdasync_transformers.fixed.gradients.recomputed import recomputed, with_parameters

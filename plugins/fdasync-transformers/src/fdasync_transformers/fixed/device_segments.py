@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from fdasync_kernels.attention.packed import PackedLayout, attend_packed
 
-from fdasync.gpu.kernels.attention.packed import PackedLayout, attend_packed
 from fdasync_transformers.fixed.segments import Segments
 from fdasync_transformers.fused.replaced import past_modes
 

@@ -135,8 +135,8 @@ def gradients_of_logits(logits: torch.Tensor, rows: Rows, into: torch.Tensor) ->
     """Write the gradient with respect to logits [n, V] into a table of any float dtype, which may be the logits."""
     targets, sums, weights, entropy_weights = rows
     if logits.is_cuda:
-        from fdasync.gpu.kernels.sampling.gradients import logit_gradients
-        from fdasync.gpu.kernels.sampling.log_masses import LogMasses
+        from fdasync_kernels.sampling.gradients import logit_gradients
+        from fdasync_kernels.sampling.log_masses import LogMasses
 
         masses = LogMasses(sums.best, sums.log_mass, sums.entropy)
         logit_gradients(logits, targets, sums.scale, masses, weights, entropy_weights, into)

@@ -227,7 +227,7 @@ def _mean(
 ) -> torch.Tensor:
     if not _of_rows(x, dim):
         return _mean_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
-    from fdasync.gpu.kernels.layer.sums import row_mean
+    from fdasync_kernels.layer.sums import row_mean
 
     return row_mean(x, keepdim=keepdim, dtype=dtype)
 
@@ -237,7 +237,7 @@ def _sum(
 ) -> torch.Tensor:
     if not _of_rows(x, dim):
         return _sum_on_a_cpu(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
-    from fdasync.gpu.kernels.layer.sums import row_sum
+    from fdasync_kernels.layer.sums import row_sum
 
     return row_sum(x, keepdim=keepdim, dtype=dtype)
 

@@ -7,7 +7,7 @@ on some processors MKL cuts sums of 896 numbers and more among them. So products
 depend on the number of columns: where a model is cut, `parallel/slices.py` keeps that number. Where processors have no
 products in float16, torch's own loops choose the order by the layout of both sides: there each column of the right side
 is contiguous too.
-On a GPU the kernels of `fdasync.gpu.kernels.linear` walk K in order. The self-check looks at every start whether this
+On a GPU the kernels of `fdasync_kernels.linear` walk K in order. The self-check looks at every start whether this
 holds. Knows no modules and no autograd. Called by `mode.py`.
 """
 
@@ -28,7 +28,7 @@ ROWS = 16
 def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Rows [R, K] by [K, N], plus a bias [N] before the rounding: [R, N] of the rows' dtype."""
     if rows.is_cuda:
-        from fdasync.gpu.kernels.linear.product import linear
+        from fdasync_kernels.linear.product import linear
 
         return linear(rows, _walkable(right).t(), bias)
     count, columns = rows.shape[0], right.shape[1]
@@ -72,7 +72,7 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # no sum
         return left * right
     if left.is_cuda:
-        from fdasync.gpu.kernels.linear.product import batched
+        from fdasync_kernels.linear.product import batched
 
         return batched(left if left.stride(2) == 1 else left.contiguous(), _walkable(right))
     if left.dtype != torch.float32:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.layer.angles import angles_at
 
-from fdasync.gpu.kernels.layer.angles import angles_at
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import Replaced, text_modules
 

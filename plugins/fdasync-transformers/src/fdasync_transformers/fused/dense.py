@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from fdasync_kernels.layer.gate import KINDS, gated_unchecked
 
-from fdasync.gpu.kernels.layer.gate import KINDS, gated_unchecked
 from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.fused.replaced import (
     Noise,

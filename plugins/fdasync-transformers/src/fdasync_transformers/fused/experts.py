@@ -60,7 +60,7 @@ def fuse_experts(
         further: experts of layers behind the model's own, which are as these are.
     """
     try:
-        from fdasync.gpu.kernels.chip import runs_on
+        from fdasync_kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedExperts(False, (f"experts are the library's own: no module {error.name}",))
     if not runs_on(model.device):

@@ -17,9 +17,10 @@ from fdasync_transformers.fused.replaced import refuse_gradient
 from fdasync_transformers.model.kept.kept import Kept
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.experts.activation import Activation
-    from fdasync.gpu.kernels.experts.stored import StoredWeights
-    from fdasync.gpu.kernels.experts.tiles import Tiles
+    from fdasync_kernels.experts.activation import Activation
+    from fdasync_kernels.experts.stored import StoredWeights
+    from fdasync_kernels.experts.tiles import Tiles
+
     from fdasync_transformers.fused.live_rows import LiveRows
 
 NAME = "fdasync"
@@ -55,7 +56,7 @@ def fused_experts(
     """The experts of one layer, for the library's interface: [T, H], or with `parts` the weighted results [T, k, H].
     With `slices` [T, H] in float32, not rounded.
 
-    See `fdasync.gpu.kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
+    See `fdasync_kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
     gradient is asked for.
     """
     if getattr(module, "fd_experts", None) is None:
@@ -76,7 +77,7 @@ def run_experts(
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """As `fused_experts`, for a module that was described; `tiles`: None chooses them."""
-    from fdasync.gpu.kernels.experts.chain import experts
+    from fdasync_kernels.experts.chain import experts
 
     described: Description = module.fd_experts
     return experts(

@@ -11,16 +11,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.limits import MOST_EXPERTS
 
-from fdasync.gpu.kernels.limits import MOST_EXPERTS
 from fdasync_transformers.fused.experts_interface import Description, fused_experts, run_experts
 from fdasync_transformers.model.kept.kept import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fdasync.gpu.kernels.experts.activation import Activation
-    from fdasync.gpu.kernels.experts.tiles import Tiles
+    from fdasync_kernels.experts.activation import Activation
+    from fdasync_kernels.experts.tiles import Tiles
+
     from fdasync_transformers.fused.live_rows import LiveRows
 
 # rows of the comparisons: few, of which no pair is grouped, and many
@@ -67,7 +68,7 @@ def _describe(module: Any, live: LiveRows) -> str:
 
 
 def _candidates(module: Any, gated: bool) -> list[Activation]:
-    from fdasync.gpu.kernels.experts.activation import KINDS, Activation
+    from fdasync_kernels.experts.activation import KINDS, Activation
 
     plain = [Activation(kind) for kind in KINDS]
     if not gated:
@@ -84,7 +85,7 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
 @torch.inference_mode()
 def _activation_of(module: Any, gated: bool, weight: torch.Tensor | Kept) -> Activation | None:
     """The kernels' activation that equals the module's own on rows of all sizes; None if there is none."""
-    from fdasync.gpu.kernels.experts.activation import activation_of
+    from fdasync_kernels.experts.activation import activation_of
 
     make = torch.Generator().manual_seed(0)
     width = _ACTIVATION_WIDTH * (2 if gated else 1)
@@ -143,9 +144,9 @@ def _regimes(module: Any, k: int) -> tuple[str, bool]:
 
 
 def _tiles_of(module: Any) -> tuple[Tiles, ...]:
-    from fdasync.gpu.kernels.chip import chip_of
-    from fdasync.gpu.kernels.experts.chain import fits_bulk
-    from fdasync.gpu.kernels.experts.tiles import all_stored_tiles, all_tiles
+    from fdasync_kernels.chip import chip_of
+    from fdasync_kernels.experts.chain import fits_bulk
+    from fdasync_kernels.experts.tiles import all_stored_tiles, all_tiles
 
     described: Description = module.fd_experts
     up, down = module.gate_up_proj if described.gated else module.up_proj, module.down_proj

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from fdasync_kernels.layer.norm import KINDS, check, norm_unchecked
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.layer.norm import KINDS, check, norm_unchecked
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import (
     Noise,
@@ -31,7 +31,7 @@ from fdasync_transformers.fused.replaced import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from fdasync.gpu.kernels.layer.norm import Rounding
+    from fdasync_kernels.layer.norm import Rounding
 
 _NAME = re.compile(r"RMSNorm")
 _EPSILONS = ("variance_epsilon", "eps")

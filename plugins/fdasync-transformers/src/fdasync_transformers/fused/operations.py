@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fdasync.gpu.kernels.limits import FLOATS
+from fdasync_kernels.limits import FLOATS
+
 from fdasync_transformers.fused.proofs import alone
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def fuse_operations(model: PreTrainedModel, agree: Agree = alone) -> FusedOperat
         not run, nothing is replaced.
     """
     try:
-        from fdasync.gpu.kernels.chip import runs_on
+        from fdasync_kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedOperations(
             notes=(f"norms, rotary embeddings and gates are the library's own: no module {error.name}",)

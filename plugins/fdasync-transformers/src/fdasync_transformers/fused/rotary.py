@@ -15,9 +15,9 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.layer.rotary import rotate_unchecked
 
 from fdasync.errors import UnsupportedModel
-from fdasync.gpu.kernels.layer.rotary import rotate_unchecked
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import Replaced, refuse_gradient, text_modules
 from fdasync_transformers.fused.rotary_styles import Call, Proof, call_of, form_of, prove, tensors_of

@@ -11,8 +11,8 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from fdasync_kernels.layer.rotary import CONTRACTIONS, Style, rotate_unchecked
 
-from fdasync.gpu.kernels.layer.rotary import CONTRACTIONS, Style, rotate_unchecked
 from fdasync_transformers.fused.replaced import Noise
 
 if TYPE_CHECKING:

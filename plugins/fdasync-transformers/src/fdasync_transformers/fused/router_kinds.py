@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fdasync.gpu.kernels.router.rule import RouterRule
+from fdasync_kernels.router.rule import RouterRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.limits import FLOATS, MOST_EXPERTS
 
 from fdasync.errors import BadInput, InvariantBroken
-from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import past_modes, refuse_gradient
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
@@ -91,7 +91,7 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
         The fused layer rows, and notes of the others.
     """
     try:
-        from fdasync.gpu.kernels.chip import runs_on
+        from fdasync_kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedRouters(notes=(f"routers are the library's own: no module {error.name}",))
     if not runs_on(model.device):
@@ -137,7 +137,7 @@ def _fused_or_reason(*args: Any) -> Forward | str:
 
 def _fused(module: Any, k: int, dtype: torch.dtype, record: Record, row: int) -> Forward:
     """The forward that replaces a router's; raises Differs where there is none."""
-    from fdasync.gpu.kernels.router.product import router_logits
+    from fdasync_kernels.router.product import router_logits
 
     kind = kind_of(module)
     if isinstance(kind, str):
@@ -161,8 +161,8 @@ def choose(
     capture: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids by a kind, in one launch."""
-    from fdasync.gpu.kernels.router.in_turn import route_in_turn
-    from fdasync.gpu.kernels.router.route import route
+    from fdasync_kernels.router.in_turn import route_in_turn
+    from fdasync_kernels.router.route import route
 
     if kind.near is not None:
         return route_in_turn(logits, k, kind.near, capture)
@@ -173,7 +173,7 @@ def choose(
 
 def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record: Record, row: int) -> Forward:
     """A router's forward by kernels, unproven, which records in its layer row."""
-    from fdasync.gpu.kernels.router.product import router_logits
+    from fdasync_kernels.router.product import router_logits
 
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         weight = part_of(module, kind.weight)

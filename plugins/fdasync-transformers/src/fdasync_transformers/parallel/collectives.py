@@ -21,7 +21,8 @@ from fdasync.errors import InvariantBroken
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+    from fdasync_kernels.collectives.peer_memory import PeerMemory
+
     from fdasync.ipc.exchange import Exchange
 
 _NARROW = (torch.bfloat16, torch.float16)

@@ -16,7 +16,8 @@ from fdasync.errors import InvariantBroken
 from fdasync_transformers.parallel.collectives import HostCollectives
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
+    from fdasync_kernels.collectives.peer_memory import PeerMemory
+
     from fdasync.ipc.exchange import Exchange
 
 
@@ -32,27 +33,30 @@ class DeviceCollectives(HostCollectives):
 
     def __init__(self, exchange: Exchange, device: torch.device, *, row: torch.Tensor | None = None) -> None:
         """Raises RunnerError where there is no memory, or a GPU has no access to another's."""
-        from fdasync.gpu.kernels.collectives.all_reduce import VECTOR, all_reduce
-        from fdasync.gpu.kernels.collectives.gather import gather
-        from fdasync.gpu.kernels.collectives.peer_memory import row_width
-        from fdasync.gpu.peers import OpenedPeers
+        from fdasync_kernels.collectives.all_reduce import VECTOR, all_reduce
+        from fdasync_kernels.collectives.gather import gather
+        from fdasync_kernels.collectives.peer_memory import Group, PeerMemory, row_width
+
+        from fdasync.gpu.peers import OpenedPeers, fewest_multiprocessors
 
         super().__init__(exchange)
         self._width = row_width
         self._vector = VECTOR
         row_nbytes = 0 if row is None else row_width(row.shape[-1]) * row.element_size()
-        self._opened = OpenedPeers(exchange, device, row_nbytes)
+        group = Group(exchange.ranks, fewest_multiprocessors(exchange, device), row_nbytes)
+        self._opened = OpenedPeers(exchange, device, group.nbytes())
+        self._memory = PeerMemory(exchange.rank, self._opened.addresses, device, group)
         self._device = device
         self._all_reduce, self._share = all_reduce, gather
 
     def peers(self, rows: torch.Tensor) -> PeerMemory | None:
-        memory = self._opened.memory
+        memory = self._memory
         takes = memory.takes_rows(len(rows), self._width(rows.shape[-1]) * rows.element_size())
         return memory if takes and not self._apart else None
 
     def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
         del label
-        return self._share(message, self._opened.memory)
+        return self._share(message, self._memory)
 
     def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         if tensor.device != self._device:
@@ -61,7 +65,7 @@ class DeviceCollectives(HostCollectives):
         flat = total.view(-1)
         if len(flat) % self._vector:
             padded = torch.nn.functional.pad(flat, (0, -len(flat) % self._vector))
-            flat.copy_(self._all_reduce(padded, self._opened.memory, out=padded)[: len(flat)])
+            flat.copy_(self._all_reduce(padded, self._memory, out=padded)[: len(flat)])
         else:
-            self._all_reduce(flat, self._opened.memory, out=flat)
+            self._all_reduce(flat, self._memory, out=flat)
         return total

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from fdasync_kernels.collectives.digest import PARTS, digest_rows
 
 from fdasync.errors import RunnerError
-from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

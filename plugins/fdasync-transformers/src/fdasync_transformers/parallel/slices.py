@@ -69,7 +69,7 @@ class Slices:
         Args:
             model: whole, or one rank's parts of it.
             collectives: of the ranks, whose number divides S; None: one process.
-            kernels: whether products are those of `fdasync.gpu.kernels`.
+            kernels: whether products are those of `fdasync_kernels`.
 
         Raises UnsupportedModel for a model whose modules are not the library's own there (adapters).
         """
@@ -152,7 +152,7 @@ class _Rows(NotCopied):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._kernels and self._held > 1 and not torch.is_grad_enabled():
-            from fdasync.gpu.kernels.linear.slices import linear_slices
+            from fdasync_kernels.linear.slices import linear_slices
 
             rows = linear_slices(hidden.reshape(-1, hidden.shape[-1]), self._module.weight, self._held)
             part = rows.view(*hidden.shape[:-1], rows.shape[-1])

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from fdasync_kernels.collectives.peer_memory import PeerMemory
 
-    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
     from fdasync_transformers.parallel.collectives import Collectives
 
 

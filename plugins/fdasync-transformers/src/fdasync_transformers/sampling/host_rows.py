@@ -1,7 +1,7 @@
 """One row of logits on the host: its order, its distribution, the draw and the best ids; numpy only.
 
 A probability is a whole number, its *mass*: exp of a float64 log times 2^b, rounded. Sums of masses are exact in any
-order; the kernels of `fdasync.gpu.kernels.sampling` do the same arithmetic. Top-k and top-p keep the first ids of one
+order; the kernels of `fdasync_kernels.sampling` do the same arithmetic. Top-k and top-p keep the first ids of one
 order (the larger logit first, then the lower id), and only the few ids that may stand at a cut are sorted. No table is
 larger than a row, which a CPU's caches hold. Knows no requests and no steps. Called by `math.py`; pure, no state.
 """
@@ -12,8 +12,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from fdasync.gpu.kernels.sampling.mass import unit_of
+from fdasync_kernels.sampling.mass import unit_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -4,7 +4,7 @@
 it. `read_samples` makes lists of the results on the host, after they have arrived. `sample` does the three in a row,
 for callers that may wait.
 
-GPUs sample by the kernels of `fdasync.gpu.kernels.sampling`, CPUs by `math.py`: the same arithmetic, of whole numbers.
+GPUs sample by the kernels of `fdasync_kernels.sampling`, CPUs by `math.py`: the same arithmetic, of whole numbers.
 Every row is sampled on its own: the result for a row depends on its logits, its `SamplerSpec`, its position
 and (for penalties) its history, never on the rows beside it. Noise is a function of (seed, sample index,
 position) alone, so recomputing a position gives the same token. Knows nothing of models, sequences or
@@ -165,8 +165,8 @@ def sample_on_device(
 ) -> dict[str, torch.Tensor]:
     """By the kernels."""
     # not above: machines without a GPU need no Triton
-    from fdasync.gpu.kernels.sampling.largest import largest_of_rows
-    from fdasync.gpu.kernels.sampling.sample import sample_rows
+    from fdasync_kernels.sampling.largest import largest_of_rows
+    from fdasync_kernels.sampling.sample import sample_rows
 
     if plan.plain:
         picks, finite = largest_of_rows(logits)

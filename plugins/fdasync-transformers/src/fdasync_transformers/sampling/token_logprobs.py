@@ -1,7 +1,7 @@
 """The log-prob of a token given a row of logits: one definition for samplers, scores of prompts and trainers.
 
 It is (logit - largest) / temperature - log(sum), in float64 and in this order, rounded to float32 at the end. The sum
-is of whole-number masses (`host_rows.py`, and on GPUs `fdasync.gpu.kernels.sampling`), so its bits depend on the row
+is of whole-number masses (`host_rows.py`, and on GPUs `fdasync_kernels.sampling`), so its bits depend on the row
 alone: not on other rows, not on filters, not on the kernel that made it. What stands here besides the sum are single
 operations of torch, each of which rounds once on every device. Knows no requests and no models. Called by `scoring.py`
 and by `fixed/logprobs.py`; pure, no state.
@@ -18,7 +18,7 @@ from fdasync_transformers.sampling.math import numbers_of
 from fdasync_transformers.sampling.plan import scale_of
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.sampling.log_masses import LogMasses
+    from fdasync_kernels.sampling.log_masses import LogMasses
 
 
 class Normalisers(NamedTuple):
@@ -71,7 +71,7 @@ def normalisers(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool
 def normalisers_on_device(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Normalisers:
     """By the kernels."""
     # not above: machines without a GPU need no Triton
-    from fdasync.gpu.kernels.sampling.log_masses import log_masses
+    from fdasync_kernels.sampling.log_masses import log_masses
 
     scale = scale_of(temperature or 1.0)
     found: LogMasses = log_masses(logits, scale, entropy=entropy)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_kernels.experts.stored import BLOCK
 
 from fdasync.errors import ConfigError
-from fdasync.gpu.kernels.experts.stored import BLOCK
 from fdasync_transformers.model.kept.forms import FORMS, FP8
 from fdasync_transformers.model.kept.keep import has_experts, keep_experts
 from fdasync_transformers.model.kept.kept import kept_forms

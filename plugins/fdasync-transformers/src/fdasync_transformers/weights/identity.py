@@ -41,7 +41,7 @@ _STAGED_NBYTES = 64 << 20
 DRAWN_ID = "0" * 32
 #: the version of this package's own arithmetic under fixed numerics. Raise it with each change after which some model
 #: may have other bits on some device: another tile, another place where parts are cut or joined, another rounding,
-#: another operation that is computed in its own way, in `fixed` or in `fdasync.gpu.kernels`
+#: another operation that is computed in its own way, in `fixed` or in `fdasync_kernels`
 ORDER_OF_SUMS = 3
 
 

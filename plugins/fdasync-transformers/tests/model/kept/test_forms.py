@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from fdasync_kernels.experts.stored import StoredWeights
 from fdasync_transformers.model.kept.forms import FP8, MXFP4
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.tiny.quantised import FP4, fp8_of, plain_of_fp8, plain_of_mxfp4
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.experts.stored import StoredWeights
 
 if TYPE_CHECKING:
     from fdasync_transformers.model.kept.forms import Form

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from fdasync_kernels.drafts import RUN_COLUMNS, accept_drafts, place_drafts
 
-from fdasync.gpu.kernels.drafts import RUN_COLUMNS, accept_drafts, place_drafts
 from fdasync_transformers.execution.drafts.step_rows import RowPlanner
 
 if TYPE_CHECKING:

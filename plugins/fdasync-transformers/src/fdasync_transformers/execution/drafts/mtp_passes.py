@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from fdasync_kernels.states import keep_states, shift_states
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.states import keep_states, shift_states
 from fdasync_transformers.model.attention import NAME
 from fdasync_transformers.mtp.specs import LAYERS, carry_of
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
+from fdasync_kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.own_drafts import draft_noise, draft_room, draft_rows, take_drafts
 from fdasync_transformers.execution.drafts.draft_graphs import DraftGraphs
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples

@@ -18,9 +18,9 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from fdasync_kernels.drafts import RUN_COLUMNS
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.drafts import RUN_COLUMNS
 from fdasync.runner.drafts import Path, own_drafts_of, read_paths
 from fdasync.runner.input_batch import Batch
 from fdasync_transformers.sampling.plan import takes_drafts, uniforms

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from fdasync_kernels.recurrence.drafts import accept_states, keep_states, place_states
+from fdasync_kernels.recurrence.spans import Spans, plan_spans
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import SwapOut
 from fdasync.gpu.block_copies import BlockCopies
-from fdasync.gpu.kernels.recurrence.drafts import accept_states, keep_states, place_states
-from fdasync.gpu.kernels.recurrence.spans import Spans, plan_spans
 from fdasync_transformers.execution.states.plan import Spanned, plan_states
 from fdasync_transformers.model.recurrent.pieces import Take
 
 if TYPE_CHECKING:
     import asyncio
 
+    from fdasync_kernels.recurrence.spans import PlanSize
     from numpy.typing import NDArray
 
     from fdasync.events.actions import RunStep, SwapIn
-    from fdasync.gpu.kernels.recurrence.spans import PlanSize
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.drafts.step_rows import StepRows
     from fdasync_transformers.execution.executor import Bound

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from fdasync_kernels.recurrence.spans import FRESH, PlanSize, plan_spans
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.recurrence.spans import FRESH, PlanSize, plan_spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def plan_states(
     """The arrays that are sent to the device for a step, by name.
 
     Where lanes have several versions, those that decode are planned as if the first one were current; the device puts
-    that right (`fdasync.gpu.kernels.recurrence.drafts`).
+    that right (`fdasync_kernels.recurrence.drafts`).
 
     Args:
         begun: lanes whose sequences start in this step behind cached tokens: the place of the snapshot.

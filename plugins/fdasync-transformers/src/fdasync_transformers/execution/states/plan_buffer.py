@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-from fdasync.gpu.kernels.recurrence.spans import FRESH, Spans, plan_spans
+from fdasync_kernels.recurrence.spans import FRESH, Spans, plan_spans
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.recurrence.spans import PlanSize
+    from fdasync_kernels.recurrence.spans import PlanSize
+
     from fdasync_transformers.execution.device_step import DeviceStepModel
 
 

@@ -19,8 +19,8 @@ from fdasync_transformers.model.kept.linears import kept_product
 
 if TYPE_CHECKING:
     import torch
+    from fdasync_kernels.layer.qkv import QkvForm
 
-    from fdasync.gpu.kernels.layer.qkv import QkvForm
     from fdasync_transformers.fused.layers.merged import Merged
     from fdasync_transformers.fused.replaced import RowsLinear
     from fdasync_transformers.model.attention import Paging, Places
@@ -58,7 +58,7 @@ class FusedAttention:
     """
 
     def __init__(self, module: Any, form: QkvForm, merged: Merged) -> None:
-        from fdasync.gpu.kernels.layer.qkv import prepare_qkv
+        from fdasync_kernels.layer.qkv import prepare_qkv
 
         self.module = module
         self.form = form
@@ -111,7 +111,7 @@ def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAtten
 
     `columns`: of the cosines and sines that it is handed.
     """
-    from fdasync.gpu.kernels.layer.qkv import QkvForm
+    from fdasync_kernels.layer.qkv import QkvForm
 
     projections = [module.q_proj, module.k_proj, module.v_proj]
     dim = int(module.head_dim)

@@ -21,8 +21,9 @@ from fdasync_transformers.model.moe_layers import experts_taking
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.gpu.kernels.collectives.peer_memory import PeerMemory
-    from fdasync.gpu.kernels.layer.finish import Norm
+    from fdasync_kernels.collectives.peer_memory import PeerMemory
+    from fdasync_kernels.layer.finish import Norm
+
     from fdasync_transformers.parallel.sums import Sums
 
     #: normed input [T, H], residual stream [T, H], norm of the next block, live rows -> stream and its norm
@@ -50,7 +51,7 @@ class DenseBlock:
     """A dense MLP."""
 
     def __init__(self, module: Any) -> None:
-        from fdasync.gpu.kernels.layer.finish import add_norm
+        from fdasync_kernels.layer.finish import add_norm
 
         self.module = module
         self._add_norm = add_norm
@@ -79,7 +80,7 @@ class ExpertsBlock:
     """
 
     def __init__(self, module: Any, kind: BlockKind, *, exact: bool = False, sums: Sums | None = None) -> None:
-        from fdasync.gpu.kernels.layer.finish import add_norm, finish_experts
+        from fdasync_kernels.layer.finish import add_norm, finish_experts
 
         self._add_norm = add_norm
         self._finish = finish_experts

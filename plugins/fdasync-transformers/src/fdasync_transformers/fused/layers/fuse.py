@@ -64,7 +64,7 @@ _KNOWN = {
     "Qwen3MoeDecoderLayer": LayerKind(),
 }
 
-# sizes of rows at which norms within layers have the bits of norms by themselves (`kernels/layer/norm.py`)
+# sizes of rows at which norms within layers have the bits of norms by themselves (`fdasync_kernels/layer/norm.py`)
 _EXACT_COLUMNS = 16
 
 
@@ -110,7 +110,7 @@ def fuse_layers(
         What was fused, and notes on the rest.
     """
     try:
-        from fdasync.gpu.kernels.chip import runs_on
+        from fdasync_kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedLayers(notes=(f"decoder layers are the library's own: no module {error.name}",))
     decoder: Any = decoder_of(model)
@@ -211,7 +211,7 @@ def _inexact(fused: FusedLayer, follower: Any) -> str:
 
 def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool, sums: Sums | None) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
-    from fdasync.gpu.kernels.layer.finish import Norm
+    from fdasync_kernels.layer.finish import Norm
 
     kind = _KNOWN[type(layer).__name__]
     attention = fuse_attention(layer.self_attn, kind.attention, columns)

@@ -39,7 +39,7 @@ class HybridLayer:
     """
 
     def __init__(self, layer: Any, live: LiveRows) -> None:
-        from fdasync.gpu.kernels.layer.norm import add_rms_norm
+        from fdasync_kernels.layer.norm import add_rms_norm
 
         self.layer = layer
         self.block = make_block(layer.mlp, _BLOCK)

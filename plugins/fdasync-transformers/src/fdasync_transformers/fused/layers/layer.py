@@ -17,7 +17,8 @@ from fdasync_transformers.fused.replaced import linear_of_mode, past_modes, refu
 from fdasync_transformers.model.attention import StepContext
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.layer.finish import Norm
+    from fdasync_kernels.layer.finish import Norm
+
     from fdasync_transformers.fused.layers.attention import FusedAttention
     from fdasync_transformers.fused.layers.feed_forward import DenseBlock, ExpertsBlock
     from fdasync_transformers.parallel.sums import Sums
@@ -66,7 +67,7 @@ class FusedLayer:
         carry: Carry,
         sums: Sums | None = None,
     ) -> None:
-        from fdasync.gpu.kernels.layer.finish import add_norm, norm_rows
+        from fdasync_kernels.layer.finish import add_norm, norm_rows
 
         self.layer = layer
         self.attention = attention

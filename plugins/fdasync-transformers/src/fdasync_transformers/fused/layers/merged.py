@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from fdasync_kernels.experts.stored import BLOCK
 
-from fdasync.gpu.kernels.experts.stored import BLOCK
 from fdasync_transformers.model.kept.forms import FP8
 from fdasync_transformers.model.kept.kept import Kept
 from fdasync_transformers.model.kept.linears import KeptLinear

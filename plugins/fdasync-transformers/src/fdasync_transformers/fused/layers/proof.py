@@ -109,7 +109,7 @@ def difference(
 
 
 def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> str:
-    from fdasync.gpu.kernels.layer.finish import add_norm, norm_rows
+    from fdasync_kernels.layer.finish import add_norm, norm_rows
 
     hidden = hidden_of(model, _ROWS)
     positions = torch.arange(_ROWS, device=hidden.device)[None]

@@ -2,7 +2,7 @@
 
 The library's code of a mixer is projections, a short convolution, a recurrence, and what follows. Every family calls
 convolution and recurrence by the same names; here the forward is the library's code with kernels of ours under these
-names (`fdasync.gpu.kernels.recurrence`), which know the sequences of the step and where their states lie. All else
+names (`fdasync_kernels.recurrence`), which know the sequences of the step and where their states lie. All else
 takes rows as they come. So a step has no loop over sequences, and a graph can replay it. Knows no attention and no KV.
 Called by `execution/device_step.py`; `find_missing` by `start/recurrent.py`.
 """
@@ -28,8 +28,9 @@ from fdasync_transformers.model.recurrent.states import StateLayout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fdasync.gpu.kernels.recurrence.recur import Norm
-    from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_kernels.recurrence.recur import Norm
+    from fdasync_kernels.recurrence.spans import Spans
+
     from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.fused.recurrent.gated_delta import Computes
     from fdasync_transformers.model.recurrent.mixers import Mixer
@@ -146,7 +147,7 @@ class _FlatForward:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """As the kernel, of [1, T, ...]."""
-        from fdasync.gpu.kernels.recurrence.recur import recur
+        from fdasync_kernels.recurrence.recur import recur
 
         states, spans = self._states_of("recurrent", 0)
         rates = None if beta is None else beta[0]
@@ -163,7 +164,7 @@ class _FlatForward:
         **_: Any,
     ) -> torch.Tensor:
         """In the place of the library's: [1, C, T] to the same."""
-        from fdasync.gpu.kernels.recurrence.conv import convolve
+        from fdasync_kernels.recurrence.conv import convolve
 
         if activation is not None and activation not in _SILU:
             raise UnsupportedModel(

@@ -16,7 +16,8 @@ from fdasync_transformers.model.recurrent.states import States
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.gpu.kernels.recurrence.spans import Spans
+    from fdasync_kernels.recurrence.spans import Spans
+
     from fdasync_transformers.model.recurrent.mixers import Mixer
     from fdasync_transformers.model.recurrent.states import Part, StateLayout
 
@@ -67,9 +68,9 @@ class GatedDelta:
         return torch.cat(parts).to(torch.int32).to(self._module.conv1d.weight.device)
 
     def __call__(self, spans: Spans, states: States, hidden: torch.Tensor, _: dict[str, Any]) -> torch.Tensor:
-        from fdasync.gpu.kernels.recurrence.conv import convolve
-        from fdasync.gpu.kernels.recurrence.norm import norm_gated
-        from fdasync.gpu.kernels.recurrence.recur import Gates, recur
+        from fdasync_kernels.recurrence.conv import convolve
+        from fdasync_kernels.recurrence.norm import norm_gated
+        from fdasync_kernels.recurrence.recur import Gates, recur
 
         module, rows = self._module, hidden.shape[1]
         share = self._heads // self._groups
@@ -109,8 +110,7 @@ def difference(ours: GatedDelta, library: Computes, layout: StateLayout) -> str:
     Waits for the device.
     """
     import numpy as np
-
-    from fdasync.gpu.kernels.recurrence.spans import FRESH, PlanSize, Spans, plan_spans
+    from fdasync_kernels.recurrence.spans import FRESH, PlanSize, Spans, plan_spans
 
     module = ours._module
     device, dtype = module.out_proj.weight.device, module.out_proj.weight.dtype

@@ -17,8 +17,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-
-from fdasync.gpu.kernels.experts.stored import BLOCK, GROUP, StoredWeights
+from fdasync_kernels.experts.stored import BLOCK, GROUP, StoredWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

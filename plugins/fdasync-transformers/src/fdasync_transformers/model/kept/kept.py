@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from fdasync.gpu.kernels.experts.stored import StoredWeights
+from fdasync_kernels.experts.stored import StoredWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -58,7 +58,7 @@ def kept_product(rows: torch.Tensor, weight: Kept, bias: torch.Tensor | None, *,
     """rows [..., K] by a kept weight [N, K]. No gradient reaches the weight."""
     if not proven:
         return torch.nn.functional.linear(rows, weight[:], bias)
-    from fdasync.gpu.kernels.linear.stored import stored_linear
+    from fdasync_kernels.linear.stored import stored_linear
 
     return stored_linear(rows, weight.values.detach(), weight.scales.detach(), bias)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from fdasync_kernels.experts.stored import BLOCK
 
 from fdasync.errors import BadInput, CheckpointError, ConfigError
-from fdasync.gpu.kernels.experts.stored import BLOCK
 from fdasync_transformers.model.kept.forms import FP8, MXFP4
 from fdasync_transformers.weights.layouts.scaled import Mxfp4, Scaled
 

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from fdasync_kernels.experts.stored import BLOCK, GROUP, check_exponents
 
 from fdasync.errors import InvariantBroken
-from fdasync.gpu.kernels.experts.stored import BLOCK, GROUP, check_exponents
 from fdasync_transformers.model.kept.forms import MXFP4
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Triton kernels of the GPU path; nothing outside this folder imports triton."""

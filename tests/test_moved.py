@@ -1,0 +1,16 @@
+"""Paths that something was imported by before it moved say where it is now."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("fdasync.gpu.kernels", "fdasync_kernels"), ("fdasync.gpu.kernels.layer.norm", "fdasync_kernels")],
+)
+def test_an_old_path_names_the_new_one(before: str, now: str) -> None:
+    with pytest.raises(ImportError, match=f"{now}: pip install {now.replace('_', '-')}"):
+        importlib.import_module(before)
