@@ -60,7 +60,7 @@ $(STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade -c $(CONSTRAINTS) torch setuptools
-	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' -e 'plugins/fdasync-fleet[tls]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
 	@$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@

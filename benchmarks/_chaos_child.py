@@ -17,19 +17,19 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fdasync_fleet.cli.service as serving
 import msgspec
+from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.transfer.process.proxy import ProcessTransport
 
-import fdasync.cli.service as serving
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError
-from fdasync.pd.instance.instance import Instance
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.transfer.process.proxy import ProcessTransport
 from fdasync.testing.harness.leaks import children
 
 if TYPE_CHECKING:
-    from fdasync.pd.link.peer import Peer
-    from fdasync.pd.messages import Command, Source
+    from fdasync_fleet.link.peer import Peer
+    from fdasync_fleet.messages import Command, Source
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

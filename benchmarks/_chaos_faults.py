@@ -11,23 +11,25 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from fdasync_fleet.transfer.process.proxy import STOP_S
+
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import START_S, STORE, TRANSFER, WORKER
 from benchmarks._chaos_sleeps import FOLDER_GONE, SLEEP, WAKE_FAILS, SleepFaults
 from benchmarks._chaos_trainers import DIES, STOPS, TrainerFaults
 from benchmarks._chaos_weights import WeightFaults
 from fdasync.errors import BadInput, PeerUnreachable
-from fdasync.pd.transfer.process.proxy import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from random import Random
 
+    from fdasync_fleet.router.router import Router
+
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
-    from fdasync.pd.router.router import Router
 
 # of a failed engine: `fdasync serve` ends with 1
 _FAILED = 1

@@ -13,14 +13,14 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.link.keys import new_keys, save_keys
+from fdasync_fleet.link.session import LinkConfig
 
 from benchmarks._chaos_node import PLUGIN, START_S, Node
 from benchmarks._chaos_runner import NAME as RUNNER
 from benchmarks._chaos_runner import ChaosConfig, write_plugin
 from benchmarks._chaos_versions import Versions
 from fdasync.engine.config import EngineConfig
-from fdasync.pd.link.keys import new_keys, save_keys
-from fdasync.pd.link.session import LinkConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.scheduler import LeaseRules
 

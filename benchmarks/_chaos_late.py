@@ -13,13 +13,13 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.router import Router
 
 from benchmarks._chaos_fleet import RULES, VOCAB, Fleet, versions_of
 from benchmarks._chaos_load import Ask, Load
 from benchmarks._chaos_node import Node
 from fdasync.errors import DeadlineExceeded
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:

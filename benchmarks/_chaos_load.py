@@ -27,8 +27,9 @@ from fdasync.request import SamplingParams
 if TYPE_CHECKING:
     from random import Random
 
+    from fdasync_fleet.router.router import Router
+
     from benchmarks._chaos_versions import Versions
-    from fdasync.pd.router.router import Router
     from fdasync.result import Delta, Result
 
 Way = Literal["complete", "stream", "abort", "leave", "cancel", "deadline"]

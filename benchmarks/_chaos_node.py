@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from fdasync_fleet.cli.service import Ready, ServeOptions
 
 from benchmarks._chaos_child import ChildSpec, Probe
 from benchmarks._chaos_proxy import Proxy
-from fdasync.cli.service import Ready, ServeOptions
 
 if TYPE_CHECKING:
+    from fdasync_fleet.link.session import LinkConfig
+
     from benchmarks._chaos_hosts import Place
     from fdasync.engine.config import EngineConfig
-    from fdasync.pd.link.session import LinkConfig
 
 _ROOT = Path(__file__).parent.parent
 # a busy machine takes long
@@ -35,7 +36,7 @@ _RESTART_S = 0.3
 _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
 WORKER, STORE = "fdasync.runner.worker.main", "fdasync.cache.store.process.main"
-TRANSFER = "fdasync.pd.transfer.process.main"
+TRANSFER = "fdasync_fleet.transfer.process.main"
 #: folder of the runner's entry point, in the fleet's
 PLUGIN = "plugin"
 

@@ -19,12 +19,13 @@ from fdasync.errors import FdasyncError, WakeFailed, WeightsRejected
 if TYPE_CHECKING:
     from random import Random
 
+    from fdasync_fleet.router.router import Router
+
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
     from benchmarks._chaos_weights import WeightFaults
-    from fdasync.pd.router.router import Router
     from fdasync.request import MemoryPart
 
 SLEEP, WAKE_FAILS, FOLDER_GONE = "sleep", "wake fails", "wake without folder"

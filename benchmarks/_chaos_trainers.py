@@ -25,13 +25,14 @@ from fdasync.request import GroupTensors, WeightsGroup
 if TYPE_CHECKING:
     from random import Random
 
+    from fdasync_fleet.router.router import Router
+
     from benchmarks._chaos_child import Probe
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
     from benchmarks._chaos_weights import WeightFaults
-    from fdasync.pd.router.router import Router
 
 DIES, STOPS = "trainer dies", "trainer stops"
 _ROOT = Path(__file__).parent.parent

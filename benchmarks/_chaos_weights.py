@@ -15,11 +15,12 @@ from fdasync.errors import BadInput, FdasyncError, PeerRefused, PeerUnreachable,
 if TYPE_CHECKING:
     from random import Random
 
+    from fdasync_fleet.router.router import Router
+
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
     from benchmarks._chaos_notes import Notes
     from benchmarks._chaos_versions import Versions
-    from fdasync.pd.router.router import Router
 
 _MEND_S = 40.0
 # the ends that an update or a sleep makes take a while to come

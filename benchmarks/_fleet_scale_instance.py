@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-
-from fdasync.cache.identity import block_keys, root_key
-from fdasync.errors import PeerRefused, PeerUnreachable
-from fdasync.events.actions import TellBlocks
-from fdasync.pd.instance.kv_events import KvEvents
-from fdasync.pd.link.links import Links
-from fdasync.pd.messages import (
+from fdasync_fleet.instance.kv_events import KvEvents
+from fdasync_fleet.link.links import Links
+from fdasync_fleet.messages import (
     PROTOCOL,
     Abort,
     Command,
@@ -36,16 +32,20 @@ from fdasync.pd.messages import (
     Status,
     Submit,
 )
-from fdasync.pd.results import answer_message
+from fdasync_fleet.results import answer_message
+
+from fdasync.cache.identity import block_keys, root_key
+from fdasync.errors import PeerRefused, PeerUnreachable
+from fdasync.events.actions import TellBlocks
 from fdasync.result import CachedTokens, Sample, WeightSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.pd.link.peer import Peer
-    from fdasync.pd.link.session import LinkConfig
-    from fdasync.pd.messages import Message, Role
-    from fdasync.testing.sim.network import SimNetwork, SimWire
+    from fdasync_fleet.link.peer import Peer
+    from fdasync_fleet.link.session import LinkConfig
+    from fdasync_fleet.messages import Message, Role
+    from fdasync_fleet.testing.sim.network import SimNetwork, SimWire
 
 NAMESPACE = b"n" * 16
 VOCAB_SIZE = 151_936

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import msgspec
+from fdasync_fleet.messages import PROTOCOL, Facts, Hello, KvEventBatch, decode, encode
+from fdasync_fleet.router.instances import InstanceTable
 
 from benchmarks._fleet_scale_instance import NAMESPACE, VOCAB_SIZE, Pace, shape_of
-from fdasync.pd.messages import PROTOCOL, Facts, Hello, KvEventBatch, decode, encode
-from fdasync.pd.router.instances import InstanceTable
 
 _PAGE_KEYS = 2048
 

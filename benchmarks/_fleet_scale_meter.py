@@ -15,17 +15,20 @@ from contextvars import copy_context
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.pd.router.router import Router
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.process import ProcessWire
+
 from fdasync.testing.sim.loop import SimLoop
-from fdasync.testing.sim.process import ProcessWire, process_of
+from fdasync.testing.sim.process import process_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
 
-    from fdasync.pd.link.peer import Peer
-    from fdasync.pd.link.wire import Frame, Pipe
-    from fdasync.pd.messages import Heartbeat, Message
+    from fdasync_fleet.link.peer import Peer
+    from fdasync_fleet.link.wire import Frame, Pipe
+    from fdasync_fleet.messages import Heartbeat, Message
+
     from fdasync.testing.sim.process import SimProcess
 
 T = TypeVar("T")

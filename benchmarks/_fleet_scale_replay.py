@@ -15,10 +15,11 @@ import gc
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from fdasync_fleet.link.session import NUMBERS_OF, PAIR_NBYTES, PROCESS_NBYTES, SESSION_NBYTES
+from fdasync_fleet.link.wire import Pipe, Wire
+
 from benchmarks._fleet_scale_meter import Meter, MeteredLoop, MeteredRouter, MeteredWire
 from fdasync.errors import FdasyncError
-from fdasync.pd.link.session import NUMBERS_OF, PAIR_NBYTES, PROCESS_NBYTES, SESSION_NBYTES
-from fdasync.pd.link.wire import Pipe, Wire
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.sim.process import SimProcess
 
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable
 
-    from fdasync.pd.link.session import LinkConfig
-    from fdasync.pd.link.wire import Frame
-    from fdasync.pd.router.config import RouterConfig
+    from fdasync_fleet.link.session import LinkConfig
+    from fdasync_fleet.link.wire import Frame
+    from fdasync_fleet.router.config import RouterConfig
+    from fdasync_fleet.testing.sim.network import SimNetwork
+
     from fdasync.request import SamplingParams
-    from fdasync.testing.sim.network import SimNetwork
 
 # request names begin with so many bytes of their router's incarnation, in hex
 _BASE_NBYTES = 8

@@ -15,16 +15,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.testing.sim.network import NetworkConditions, SimNetwork
 
 from benchmarks._fleet_scale_instance import NAMESPACE, VOCAB_SIZE, Pace, StandIn
 from benchmarks._fleet_scale_meter import Meter, MeteredRouter, MeteredWire
 from benchmarks._fleet_scale_replay import Recording, RecordingWire
 from benchmarks._fleet_scale_work import Ideal, Source, Work, between
 from fdasync.errors import FdasyncError
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.config import RouterConfig
 from fdasync.request import SamplingParams
-from fdasync.testing.sim.network import NetworkConditions, SimNetwork
 from fdasync.testing.sim.process import SimProcess
 
 if TYPE_CHECKING:

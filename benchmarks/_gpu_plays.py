@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router, connect
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
 from benchmarks._gpu_judge import Answer
 from benchmarks._gpu_parts import Void
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.events.catalog import SwapDone
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router, connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

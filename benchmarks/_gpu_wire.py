@@ -20,6 +20,7 @@ import time
 
 import torch
 import uvloop
+from fdasync_fleet.transfer.device import _BATCH_NBYTES
 from fdasync_kernels.block_sums import run_sums
 
 from fdasync.gpu.cudart import Driver
@@ -31,7 +32,6 @@ from fdasync.gpu.streams import Streams
 from fdasync.ipc.block_sums import block_sums
 from fdasync.ipc.peer_blocks import BlockPull, PoolExport
 from fdasync.ipc.peer_rows import PeerRows
-from fdasync.pd.transfer.device import _BATCH_NBYTES
 
 _SOURCE = b"wire".ljust(16)
 _ROUNDS, _UNTIMED = 12, 3

@@ -21,7 +21,7 @@ from fdasync.ipc.deadlines import Within
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
 
 _START_S, _END_S = 60.0, 60.0
 _CLIENT_S = 120.0

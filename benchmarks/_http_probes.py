@@ -22,7 +22,7 @@ from fdasync import SamplingParams, connect
 from fdasync.ipc.child import settle
 
 if TYPE_CHECKING:
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
 
 _PROMPT_TOKENS, _TOKENS = 32, 4
 # between two pairs: a random part of a step of 20 ms, and some steps

@@ -19,7 +19,7 @@ from fdasync import SamplingParams, connect
 from fdasync.ipc.child import settle
 
 if TYPE_CHECKING:
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
 
 
 async def stream(router: Router, number: int, load: Load, tally: Tally) -> None:

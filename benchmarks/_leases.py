@@ -13,15 +13,11 @@ import sys
 import time
 
 import uvloop
-
-from fdasync.cache.identity import block_keys, root_key
-from fdasync.engine.config import EngineConfig
-from fdasync.ipc.child import settle
-from fdasync.pd.instance.instance import Instance, shape_of
-from fdasync.pd.link.links import Links
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.link.zmq_wire import ZmqWire
-from fdasync.pd.messages import (
+from fdasync_fleet.instance.instance import Instance, shape_of
+from fdasync_fleet.link.links import Links
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.link.zmq_wire import ZmqWire
+from fdasync_fleet.messages import (
     PROTOCOL,
     Heartbeat,
     Hello,
@@ -32,6 +28,10 @@ from fdasync.pd.messages import (
     Refused,
     Wanted,
 )
+
+from fdasync.cache.identity import block_keys, root_key
+from fdasync.engine.config import EngineConfig
+from fdasync.ipc.child import settle
 from fdasync.request import SamplingParams
 from fdasync.scheduler import LeaseRules
 

@@ -7,16 +7,15 @@ import sys
 from typing import TYPE_CHECKING
 
 import uvloop
-
-from fdasync.pd.link.keys import load_keys
-from fdasync.pd.link.links import Links
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.link.zmq_wire import ZmqWire
-from fdasync.pd.messages import PROTOCOL, BlocksTaken, Heartbeat, Hello, Message, Refused
+from fdasync_fleet.link.keys import load_keys
+from fdasync_fleet.link.links import Links
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.link.zmq_wire import ZmqWire
+from fdasync_fleet.messages import PROTOCOL, BlocksTaken, Heartbeat, Hello, Message, Refused
 
 if TYPE_CHECKING:
-    from fdasync.pd.link.peer import Peer
-    from fdasync.pd.link.wire import Frame
+    from fdasync_fleet.link.peer import Peer
+    from fdasync_fleet.link.wire import Frame
 
 ECHO = "echo"
 # a benchmark may keep its loop busy for longer than a peer may be silent

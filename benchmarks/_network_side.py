@@ -17,11 +17,11 @@ import time
 
 import msgspec
 import uvloop
+from fdasync_fleet.messages import Source
+from fdasync_fleet.transfer.base import CopySpec, checksum_parts
+from fdasync_fleet.transfer.tcp import TcpTransport
 
 from benchmarks._transport_sender import parts_of, regions_of
-from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import CopySpec, checksum_parts
-from fdasync.pd.transfer.tcp import TcpTransport
 
 _LIMIT_S = 120.0
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
+from fdasync_fleet.instance.instance import Instance
 
 import fdasync.scheduler.core as core
 from fdasync.engine.config import EngineConfig
-from fdasync.pd.instance.instance import Instance
 from fdasync.scheduler.disagg.prefill import PrefillSide
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fdasync_fleet.transfer.base import checksum_parts
+from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
+from fdasync_fleet.transfer.process.proxy import TransferProcess
+
 from benchmarks._timed_loop import TimedLoop
-from fdasync.pd.transfer.base import checksum_parts
-from fdasync.pd.transfer.plugins import TransportSpec, make_transport
-from fdasync.pd.transfer.process.proxy import TransferProcess
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

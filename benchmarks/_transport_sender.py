@@ -16,14 +16,14 @@ import sys
 
 import msgspec
 import uvloop
+from fdasync_fleet.messages import Source
+from fdasync_fleet.transfer.base import Transport, checksum_parts
+from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
+from fdasync_fleet.transfer.shm import ShmTransport
+from fdasync_fleet.transfer.tcp import TcpTransport
 
 from fdasync.ipc.child import die_with_parent
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
-from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import Transport, checksum_parts
-from fdasync.pd.transfer.plugins import TransportSpec, make_transport
-from fdasync.pd.transfer.shm import ShmTransport
-from fdasync.pd.transfer.tcp import TcpTransport
 
 # 48 layers x top-8 x 16 tokens, a byte each
 ROWS_NBYTES = 48 * 8 * 16

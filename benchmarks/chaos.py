@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
 
 from benchmarks._chaos_faults import OF_GROUPS, OF_SLEEPS, Director, slowest_recovery
 from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes, versions_of
@@ -38,8 +40,6 @@ from benchmarks._chaos_node import START_S
 from benchmarks._chaos_notes import Notes
 from benchmarks._chaos_proxy import Proxy
 from benchmarks._report import Report
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
 from fdasync.testing.harness.leaks import Resources
 from tests.system.network.hosts import NETWORKS, why_not

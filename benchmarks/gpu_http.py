@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks import _http_front
 from benchmarks._gpu_scale import Scale, tiny, write_folder
@@ -38,7 +39,6 @@ from benchmarks._http_front import Meter, front
 from benchmarks._http_load import Load
 from benchmarks._report import Report, calibrate_us
 from fdasync import EngineConfig, RouterConfig, connect
-from fdasync.cli.local.fleet import LocalFleet, plans_for
 
 if TYPE_CHECKING:
     from benchmarks._http_front import Front

@@ -35,15 +35,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import uvloop
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks._gpu_scale import Scale, tiny, write_folder
 from benchmarks._report import Report
 from fdasync import EngineConfig, RouterConfig, SamplingParams, connect
-from fdasync.cli.local.fleet import LocalFleet, plans_for
 
 if TYPE_CHECKING:
-    from fdasync.cli.local.child import Role
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.cli.local.child import Role
+    from fdasync_fleet.router.router import Router
 
 # instances say how they are twice a second
 _SETTLE_S = 1.5

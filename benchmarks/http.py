@@ -28,13 +28,13 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks import _http_front
 from benchmarks._http_front import Meter, front
 from benchmarks._http_load import Load
 from benchmarks._report import Report, calibrate_us
 from fdasync import RouterConfig, connect
-from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.ipc.deadlines import Within
 from fdasync.testing import synthetic_config
 

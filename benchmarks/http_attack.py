@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks._http_attacker import ATTACKS
 from benchmarks._http_process import Front, front, memory_of
 from benchmarks._report import Report, calibrate_us
 from fdasync import SamplingParams, connect
-from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.testing import synthetic_config
 
 if TYPE_CHECKING:

@@ -26,21 +26,21 @@ import time
 from typing import TYPE_CHECKING
 
 import uvloop
+from fdasync_fleet.link.keys import FleetKeys, load_keys, new_keys, save_keys
+from fdasync_fleet.link.links import Links
+from fdasync_fleet.link.zmq_wire import ZmqWire
+from fdasync_fleet.messages import BlocksTaken, LeaseRequest, Message, Wanted
 
 from benchmarks import _leases
 from benchmarks._link_peer import CONFIG, ECHO, Side
 from benchmarks._report import Report, calibrate_us
 from fdasync.errors import PeerBusy
-from fdasync.pd.link.keys import FleetKeys, load_keys, new_keys, save_keys
-from fdasync.pd.link.links import Links
-from fdasync.pd.link.zmq_wire import ZmqWire
-from fdasync.pd.messages import BlocksTaken, LeaseRequest, Message, Wanted
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fdasync.pd.link.peer import Peer
+    from fdasync_fleet.link.peer import Peer
 
 AIMS = {"link_msgs_per_s": 100_000.0, "curve_msgs_per_s": 100_000.0, "curve_ratio": 0.6, "lease_p99_ms_512": 100.0}
 # requests in flight, and how many are measured

@@ -33,20 +33,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
+from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import NetworkConditions, SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 import fdasync.scheduler.core as core
 from benchmarks._pd_fleet import busy_s, fleet
 from benchmarks._pd_process import in_order
 from benchmarks._report import Report
 from fdasync.engine.config import EngineConfig
-from fdasync.pd.instance.instance import Instance
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.testing.sim.loop import run_sim
-from fdasync.testing.sim.network import NetworkConditions, SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

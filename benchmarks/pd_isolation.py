@@ -24,12 +24,12 @@ import time
 from typing import Any
 
 import uvloop
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
 
 from benchmarks._pd_fleet import Fleet, busy_s, fleet
 from benchmarks._report import Report
 from fdasync.errors import FdasyncError
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
 
 ARMS = {"ours": 0, "serial": 1, "threads5": 5}

@@ -36,20 +36,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 import xxhash
+from fdasync_fleet.transfer.base import CopySpec
+from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
+from fdasync_fleet.transfer.shm import ShmTransport
+from fdasync_fleet.transfer.tcp import TcpTransport
 
 from benchmarks._report import Report, calibrate_us
 from benchmarks._timed_loop import TimedLoop
 from benchmarks._transfer_loop import measure_loop_share
 from benchmarks._transport_sender import ROWS_NBYTES, Announcement, parts_of, regions_of
-from fdasync.pd.transfer.base import CopySpec
-from fdasync.pd.transfer.plugins import TransportSpec, make_transport
-from fdasync.pd.transfer.shm import ShmTransport
-from fdasync.pd.transfer.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fdasync.pd.transfer.base import Transport
+    from fdasync_fleet.transfer.base import Transport
 
 RATIO_AIM = 0.8
 CALLBACK_AIM_MS = 0.5

@@ -9,6 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync_fleet.instance.instance import Instance
+    from fdasync_fleet.router.config import RouterConfig
+    from fdasync_fleet.router.router import Router, connect
+    from fdasync_fleet.router.stats import InstanceStats, RouterStats
+
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.engine import Engine, EngineStats
     from fdasync.engine.stream import TokenStream
@@ -53,10 +58,6 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load, ModelFacts
-    from fdasync.pd.instance.instance import Instance
-    from fdasync.pd.router.config import RouterConfig
-    from fdasync.pd.router.router import Router, connect
-    from fdasync.pd.router.stats import InstanceStats, RouterStats
     from fdasync.request import (
         Doing,
         GenerateOptions,
@@ -99,17 +100,17 @@ _HOMES = {
     "Generator": "generator",
     "Grammar": "request",
     "GroupTensors": "request",
-    "Instance": "pd.instance.instance",
+    "Instance": "fdasync_fleet.instance.instance",
     "InstanceLoad": "generator",
-    "InstanceStats": "pd.router.stats",
+    "InstanceStats": "fdasync_fleet.router.stats",
     "Load": "generator",
     "ModelFacts": "generator",
     "MemoryPart": "request",
     "PauseMode": "request",
     "Result": "result",
-    "Router": "pd.router.router",
-    "RouterConfig": "pd.router.config",
-    "RouterStats": "pd.router.stats",
+    "Router": "fdasync_fleet.router.router",
+    "RouterConfig": "fdasync_fleet.router.config",
+    "RouterStats": "fdasync_fleet.router.stats",
     "Routing": "result",
     "Sample": "result",
     "SamplingParams": "request",
@@ -121,7 +122,7 @@ _HOMES = {
     "WeightSpan": "result",
     "WeightsFingerprint": "request",
     "WeightsGroup": "request",
-    "connect": "pd.router.router",
+    "connect": "fdasync_fleet.router.router",
 }
 
 __all__ = [
@@ -206,7 +207,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fdasync.{_HOMES.get(name, 'errors')}"), name)
+    home = _HOMES.get(name, "errors")
+    if not home.startswith("fdasync_fleet."):
+        return getattr(importlib.import_module(f"fdasync.{home}"), name)
+    try:
+        return getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "fdasync_fleet":
+            raise
+        raise ImportError(f"fdasync.{name} is of fdasync-fleet: pip install fdasync-fleet", name=home) from error
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
 from fdasync import (
@@ -29,7 +30,6 @@ from fdasync import (
 )
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine, until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

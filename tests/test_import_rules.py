@@ -31,7 +31,8 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # From the ground up: each room, and what it imports besides itself, all of it from floors below. `a.b` means this
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"fdasync.errors": ()},
+    # `fdasync.pd`: says where it went
+    {"fdasync.errors": (), "fdasync.pd": ()},
     {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
     {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
     {"fdasync.telemetry.sight": ("fdasync.request",)},
@@ -120,47 +121,50 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
-        "fdasync.pd": (
+        "fdasync_fleet": (
             "fdasync.cache.aux", "fdasync.ipc.shared_memory", "fdasync.request", "fdasync.result",
             "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.telemetry.sight.sight",
         ),
     },
     {
-        "fdasync.pd.link": ("fdasync.ipc.*", "fdasync.pd.messages"),
-        "fdasync.pd.transfer": (
-            "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.registry.*",
+        "fdasync_fleet.link": ("fdasync.ipc.*", "fdasync_fleet.messages"),
+        "fdasync_fleet.transfer": (
+            "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.registry.*", "fdasync_fleet.messages",
         ),
     },
     {
         # an engine by its public names; of its inside, the state of requests
-        "fdasync.pd.instance": (
+        "fdasync_fleet.instance": (
             *_ARENAS, "fdasync.cache.identity", "fdasync.cache.store.base", "fdasync.drafting", "fdasync.engine",
             "fdasync.engine.request_state", "fdasync.engine.tokenizer", "fdasync.events.*", "fdasync.ipc.*",
-            "fdasync.pd.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
+            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync_fleet.*",
         ),
-        "fdasync.pd.router": (
-            "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.pd.messages",
-            "fdasync.pd.results", "fdasync.pd.link.*", "fdasync.request", "fdasync.result", "fdasync.telemetry.sight.*",
+        "fdasync_fleet.router": (
+            "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.request",
+            "fdasync.result", "fdasync.telemetry.sight.*", "fdasync_fleet.link.*", "fdasync_fleet.messages",
+            "fdasync_fleet.results",
         ),
         "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.telemetry.sight.*"),
     },
     {
+        # the names of fleets are lazy
         "fdasync": (
-            "fdasync.engine.*", "fdasync.generator", "fdasync.pd.instance.*", "fdasync.pd.router.*", "fdasync.request",
-            "fdasync.result",
+            "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result", "fdasync_fleet.instance.*",
+            "fdasync_fleet.router.*",
         ),
     },
     # embedders: they start engines, instances, stores and their parts
     {"fdasync.testing": ("fdasync.*",)},
+    {"fdasync_fleet.testing": ("fdasync.*", "fdasync_fleet.*")},
     # plugins: what runners, stores and transports are written against
     {
         "fdasync_example": (
-            *_ARENAS, *_RUNNER, *_STORE, "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
+            *_ARENAS, *_RUNNER, *_STORE, "fdasync.ipc.*", "fdasync_fleet.messages", "fdasync_fleet.transfer.*",
             "fdasync.request",
         ),
         "fdasync_mooncake": (*_STORE, "fdasync.ipc.*"),
         "fdasync_mooncake.transfer": (
-            "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.pd.messages", "fdasync.pd.transfer.*",
+            "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync_fleet.messages", "fdasync_fleet.transfer.*",
         ),
         "fdasync_transformers.model.kept": (
             "fdasync_kernels.experts.stored", "fdasync_kernels.linear.stored",
@@ -240,25 +244,31 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.cli": (
-            "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
-            "fdasync.ipc.*", "fdasync.pd.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
-            "fdasync.runner.*", "fdasync.scheduler.*", "fdasync.telemetry.*", "fdasync_transformers",
+            "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.ipc.*",
+            "fdasync.registry.*", "fdasync.request", "fdasync.runner.*", "fdasync.scheduler.*",
+        ),
+    },
+    {
+        "fdasync_fleet.cli": (
+            "fdasync.cache.store.*", "fdasync.cli.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
+            "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.*", "fdasync.telemetry.*",
+            "fdasync_fleet.*", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
     {
         "fdasync_http": (
-            "fdasync", "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config",
+            "fdasync", "fdasync.cli.common.*", "fdasync_fleet.cli.local.*", "fdasync.engine.config",
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.rpc",
-            "fdasync.ipc.service", "fdasync.pd.router.*", "fdasync.registry.*",
+            "fdasync.ipc.service", "fdasync_fleet.router.*", "fdasync.registry.*",
             "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
             "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (
-            "fdasync.cli.common.*", "fdasync.cli.local.*", "fdasync.engine.config", "fdasync.engine.weights.source",
-            "fdasync.ipc.deadlines", "fdasync.pd.link.address", "fdasync.pd.link.keys", "fdasync.pd.router.*",
-            "fdasync.request", "fdasync.runner.synthetic",
+            "fdasync.cli.common.*", "fdasync.engine.config", "fdasync.engine.weights.source", "fdasync.ipc.deadlines",
+            "fdasync.request", "fdasync.runner.synthetic", "fdasync_fleet.cli.local.*", "fdasync_fleet.link.address",
+            "fdasync_fleet.link.keys", "fdasync_fleet.router.*",
         ),
     },
 )  # fmt: skip
@@ -354,13 +364,13 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.cache.prefix", "from fdasync.engine.driver import Driver"),
         ("fdasync.cache.store.base", "from fdasync.cache.store.file.store import FileStore"),
         ("fdasync.runner.synthetic.runner", "from fdasync.scheduler import Scheduler"),
-        ("fdasync.engine.engine", "import fdasync.pd.messages"),
+        ("fdasync.engine.engine", "import fdasync_fleet.messages"),
         ("fdasync.engine.engine", "from fdasync import Instance"),
         # a neighbour
-        ("fdasync.pd.link.links", "from fdasync.pd.transfer.base import Transport"),
-        ("fdasync.pd.transfer.base", "from fdasync.pd.link.links import Links"),
-        ("fdasync.pd.router.router", "from fdasync.pd.instance.instance import Instance"),
-        ("fdasync.pd.instance.instance", "from fdasync.pd.router.router import Router"),
+        ("fdasync_fleet.link.links", "from fdasync_fleet.transfer.base import Transport"),
+        ("fdasync_fleet.transfer.base", "from fdasync_fleet.link.links import Links"),
+        ("fdasync_fleet.router.router", "from fdasync_fleet.instance.instance import Instance"),
+        ("fdasync_fleet.instance.instance", "from fdasync_fleet.router.router import Router"),
         ("fdasync.cache.store.file.store", "from fdasync.cache.store.process.proxy import StoreProcess"),
         ("fdasync.cache.store.base", "from fdasync.cache.aux import AuxSpec"),
         ("fdasync.gpu.completion", "from fdasync.runner.worker import proxy"),
@@ -379,29 +389,29 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.gpu.pools", "from fdasync.scheduler.state.config import SchedulerConfig"),
         ("fdasync.engine.output", "from fdasync.scheduler.core import Scheduler"),
         ("fdasync.engine.output", "from fdasync.cache.prefix import PrefixIndex"),
-        ("fdasync.pd.link.links", "from fdasync.request import GenerateRequest"),
-        ("fdasync.pd.router.router", "from fdasync.engine import Engine"),
-        ("fdasync.pd.router.router", "from fdasync.engine.request_state import RequestState"),
-        ("fdasync.pd.router.router", "from fdasync.pd.transfer.base import Transport"),
-        ("fdasync.pd.instance.context", "from fdasync.engine.output import OutputProcessor"),
-        ("fdasync.pd.instance.context", "from fdasync.engine import frontend"),
-        ("fdasync.pd.instance.instance", "from fdasync.engine.engine import Engine"),
-        ("fdasync.pd.instance.instance", "from fdasync.engine.runtime import Runtime"),
-        ("fdasync.pd.instance.instance", "from fdasync.engine.driver import Driver"),
-        ("fdasync.pd.instance.instance", "from fdasync.scheduler import SchedulerStats"),
+        ("fdasync_fleet.link.links", "from fdasync.request import GenerateRequest"),
+        ("fdasync_fleet.router.router", "from fdasync.engine import Engine"),
+        ("fdasync_fleet.router.router", "from fdasync.engine.request_state import RequestState"),
+        ("fdasync_fleet.router.router", "from fdasync_fleet.transfer.base import Transport"),
+        ("fdasync_fleet.instance.context", "from fdasync.engine.output import OutputProcessor"),
+        ("fdasync_fleet.instance.context", "from fdasync.engine import frontend"),
+        ("fdasync_fleet.instance.instance", "from fdasync.engine.engine import Engine"),
+        ("fdasync_fleet.instance.instance", "from fdasync.engine.runtime import Runtime"),
+        ("fdasync_fleet.instance.instance", "from fdasync.engine.driver import Driver"),
+        ("fdasync_fleet.instance.instance", "from fdasync.scheduler import SchedulerStats"),
         ("fdasync.telemetry.prometheus", "from fdasync.engine.engine import Engine"),
-        ("fdasync.telemetry.prometheus", "from fdasync.pd.instance.kv_events import KvEvents"),
+        ("fdasync.telemetry.prometheus", "from fdasync_fleet.instance.kv_events import KvEvents"),
         ("fdasync.telemetry.prometheus", "from fdasync.scheduler import SchedulerStats"),
         # tests and plugins
         ("fdasync.engine.engine", "from fdasync.testing import synthetic_config"),
         ("fdasync.cli.main", "from fdasync.testing import synthetic_config"),
         ("fdasync.engine.tokenizer", "from fdasync_transformers.tokenizer import load_tokenizer"),
-        ("fdasync.cli.demo.run", "from fdasync_transformers.runner import TransformersRunner"),
+        ("fdasync_fleet.cli.demo.run", "from fdasync_transformers.runner import TransformersRunner"),
         ("fdasync_mooncake.store", "from fdasync.cache.store.file.store import FileStore"),
         ("fdasync_mooncake.store", "from fdasync.engine import Engine"),
         ("fdasync_mooncake.store", "from fdasync_mooncake.testing import MasterProcess"),
         ("fdasync_example.runner", "from fdasync.runner.synthetic import SyntheticRunner"),
-        ("fdasync_example.transport", "from fdasync.pd.instance.instance import Instance"),
+        ("fdasync_example.transport", "from fdasync_fleet.instance.instance import Instance"),
         ("fdasync_example.store", "from fdasync_mooncake import MooncakeStore"),
         ("fdasync_transformers.runner", "from fdasync.scheduler import Scheduler"),
         ("fdasync_transformers.weights.update", "from fdasync_transformers.model.kv import KVLayout"),
@@ -419,7 +429,7 @@ def test_floors_forbid(module, line):
     [
         ("fdasync.telemetry.prometheus", "from fdasync.engine import Engine"),
         ("fdasync.cache.store.file.store", "from fdasync.cache.store.base import Store"),
-        ("fdasync.pd.instance.context", "from fdasync.engine.request_state import RequestState"),
+        ("fdasync_fleet.instance.context", "from fdasync.engine.request_state import RequestState"),
         ("fdasync_mooncake.store", "from fdasync.cache.store import Store"),
         ("fdasync.scheduler.core", "import hashlib"),
     ],

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fdasync_fleet.router.validation import check_request_id, folder_of, submit_of
 
 from fdasync import BadInput, FdasyncError, Grammar, Router, SamplingParams, WeightsGroup
 from fdasync.engine.config import EngineConfig
-from fdasync.pd.router.validation import check_request_id, folder_of, submit_of
 from fdasync.request import ask_of, checked_aux, checked_version
 from fdasync.testing import LetterTokenizer, run_sim, synthetic_config, synthetic_engine
 from tests.engine.updates import weights

@@ -61,7 +61,7 @@ def test_a_worker_loads_what_it_needs():
         ours = [name for name in sys.modules if name.partition(".")[0] == "fdasync"]
         assert len(ours) <= 60, len(ours)
         assert "zmq" not in sys.modules
-        assert not [name for name in ours if name.startswith("fdasync.pd")]
+        assert not [name for name in ours if name.startswith("fdasync_fleet")]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=600)
 
@@ -84,7 +84,7 @@ def test_the_pure_core_reaches_for_nothing_outside():
 def test_torch_is_imported_in_gpu_rooms_and_runners_only():
     for module, path in MODULES.items():
         # the demo loads a real model through the plugin, and says when it is not there
-        if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync.cli.demo.run")):
+        if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync_fleet.cli.demo.run")):
             heavy = {"torch", "transformers", "tokenizers", "safetensors"}
             assert not {name.split(".")[0] for name in imports_of(path.read_text())} & heavy, module
 
@@ -267,7 +267,7 @@ async def test_two_engines_in_one_process_do_not_meet():
 
 # a lease is room that a decode instance grants, and nothing else
 LEASE_ROOMS = (
-    "fdasync.pd", "fdasync.scheduler", "fdasync.events", "fdasync.engine.config", "fdasync.engine.frontend",
+    "fdasync_fleet", "fdasync.scheduler", "fdasync.events", "fdasync.engine.config", "fdasync.engine.frontend",
     "fdasync.engine.prepare", "fdasync.engine.driver", "fdasync.telemetry", "fdasync.cli", "fdasync.testing",
     "fdasync.result",
 )  # fmt: skip

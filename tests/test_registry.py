@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 
 import pytest
+from fdasync_fleet.transfer.base import Transport
+from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
 
 from fdasync.errors import PluginError
-from fdasync.pd.transfer.base import Transport
-from fdasync.pd.transfer.plugins import TransportSpec, make_transport
 from fdasync.registry.registry import RUNNERS, TOKENIZERS, TRANSPORTS, Registry
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
 
 MODULE = """
 import msgspec
-from fdasync.pd.transfer.shm import ShmTransport
+from fdasync_fleet.transfer.shm import ShmTransport
 from fdasync.runner.synthetic import SyntheticRunner
 
 

@@ -1,7 +1,7 @@
-"""The `fdasync` command, also `python -m fdasync`: serve, up, top, demo, verify-trainer, doctor, plugins, store, keys.
+"""The `fdasync` command, also `python -m fdasync`: doctor, plugins, store, and the commands that plugins add.
 
-Parses, prints and sets exit codes. A command imports its work when it runs: `demo/run.py`, `doctor.py`, the registry.
-Called by the command `fdasync` (`fdasync_command.py`).
+Parses, prints and sets exit codes. A command imports its work when it runs: `doctor.py`, the registry. Called by the
+command `fdasync` (`fdasync_command.py`).
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import errno
 import os
 import sys
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from fdasync.cli.common.options import POLICY_HELP, STORE_HELP, as_typed, engine_config, engine_options
+from fdasync.cli.common.options import as_typed, engine_config, engine_options
 from fdasync.cli.common.stdout import print_json
-from fdasync.cli.keys import keys
-from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
-from fdasync.cli.top import top
 from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
 from fdasync.registry.registry import COMMANDS, Registry
-from fdasync.request import Numerics
-from fdasync.runner.shares import MOST_RANKS
 
 EXIT_DIFFERS = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+
+
+# commands of distributions that may not be installed
+_ELSEWHERE = {
+    **dict.fromkeys(("demo", "keys", "serve", "top", "up", "verify-trainer"), "fdasync-fleet"),
+    "http": "fdasync-http",
+    "ray": "fdasync-ray",
+}
 
 
 class _Commands(click.Group):
@@ -41,8 +43,12 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        if own is not None or cmd_name not in Registry().names(COMMANDS):
+        if own is not None:
             return own
+        if cmd_name not in Registry().names(COMMANDS):
+            if (distribution := _ELSEWHERE.get(cmd_name)) is not None:
+                ctx.fail(f"No such command {cmd_name!r}: it is of {distribution}: pip install {distribution}")
+            return None
         try:
             command = Registry().load_function(COMMANDS, cmd_name)
         except PluginError as error:
@@ -68,119 +74,6 @@ def _broken(name: str, error: PluginError) -> click.Command:
 @click.version_option(version("fdasync"), "-V", "--version")
 def cli() -> None:
     """fdasync: serve mixture-of-experts models, and get the exact expert routing of every token."""
-
-
-@cli.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Hugging Face MoE checkpoint folder. Without it a small random Qwen3-MoE is made, once, in a cache folder.",
-)
-@click.option("--requests", default=64, show_default=True, type=click.IntRange(1, 100_000), help="Requests to serve.")
-@click.option(
-    "--concurrency", default=32, show_default=True, type=click.IntRange(1, 4096), help="Requests in flight at a time."
-)
-@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1, 100_000), help="Longest output.")
-@click.option("--depth", default=2, show_default=True, type=click.IntRange(1, 2), help="Steps in flight; 2 overlaps.")
-@click.option(
-    "--numerics",
-    default="default",
-    show_default=True,
-    type=click.Choice(get_args(Numerics)),
-    help="As of `fdasync serve`.",
-)
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the prompts and of sampling.")
-@click.option(
-    "--store",
-    metavar="STORE",
-    help=f"Serve everything twice: first fill the store, then start a fresh engine on it and show what came back."
-    f" {STORE_HELP} A pool of mooncake needs a process that gives it memory and outlives the engine.",
-)
-@click.option("--policy", metavar="POLICY", help=POLICY_HELP)
-@click.option(
-    "--pd",
-    default="",
-    metavar="PxD",
-    help="Serve with P prefill and D decode instances, each a process of its own, e.g. 1x1; with --store file:DIR each"
-    " has its own folder in DIR. 0: one engine in this process, the default.",
-)
-@click.option("--inline", is_flag=True, help="Run the model on the engine's own loop instead of in a worker process.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
-def demo(**options: Any) -> None:
-    """Serve requests from a real checkpoint, then check every token and routing row.
-
-    Serves requests of mixed lengths, half of them with shared prefixes, some as groups of samples of one prompt. The
-    engine runs in this process and the model in a worker, or prefill and decode instances serve (--pd). Then the
-    library's own plain forward pass runs over the same tokens, and greedy tokens and the experts of every position and
-    layer are compared. Exit code 0: all equal. 1: something differs. 2: the demo could not run.
-    """
-    from fdasync.cli.demo.run import run_demo
-    from fdasync.cli.demo.workload import DemoOptions
-
-    sys.exit(run_demo(DemoOptions(**options), Console()))
-
-
-@cli.command(name="verify-trainer")
-@click.option(
-    "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Hugging Face checkpoint folder."
-)
-@click.option(
-    "--numerics", default="fixed", show_default=True, type=click.Choice(["fixed", "default"]), help="Of both sides."
-)
-@click.option(
-    "--sum-slices", default=1, show_default=True, type=click.Choice([1, 2, 4]), help="Of fixed numerics, of both sides."
-)
-@click.option(
-    "--tp", "tensor_parallel", default=1, show_default=True, type=click.IntRange(1, MOST_RANKS), help="Of the rollout."
-)
-@click.option(
-    "--tokens", default=2000, show_default=True, type=click.IntRange(1, 10_000_000), help="Sampled tokens, at least."
-)
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of prompts, sampling and weights.")
-@click.option("--batch", default=4, show_default=True, type=click.IntRange(1), help="Sequences in a trainer's pass.")
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Of weights and KV, of both sides; float64 has no fixed numerics.",
-)
-@click.option("--device", help="Of both sides: cpu, cuda:1, ... Default: a GPU if there is one.")
-@click.option("--num-threads", type=click.IntRange(1), help="CPU threads of each model process.")
-@click.option("--pd/--no-pd", default=True, show_default=True, help="Serve by a prefill and a decode instance, too.")
-@click.option("--update/--no-update", default=True, show_default=True, help="Update the weights in the middle.")
-@click.option(
-    "--write",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the rollout's log-probs here, for another trainer; goes without an update.",
-)
-@click.option(
-    "--rollout",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A rollout's file (--write), to be compared with --logprobs; serves nothing.",
-)
-@click.option(
-    "--logprobs",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Another trainer's file of log-probs for --rollout.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
-def verify_trainer(**options: Any) -> None:
-    """Compare a rollout's log-probs with a trainer's, bit by bit.
-
-    Serves prompts with too few blocks (preemption), shared prefixes, chunks of odd sizes, two steps in flight, a weight
-    update in the middle, and by a prefill and a decode instance. Then the library's model computes the log-probs of
-    all sampled tokens as a trainer does, in padded batches. Where bits differ, the first request and position are
-    named, and the first layer and module whose output differs. For other trainers: --write FILE, then --rollout FILE
-    --logprobs THEIRS (`pydoc fdasync_transformers.verification.logprob_file` has the layout).
-
-    Exit code 0: all bits are equal. 1: something differs. 2: it could not run.
-    """
-    from fdasync.cli.trainer.run import run_verify
-    from fdasync.cli.trainer.workload import TrainerOptions
-
-    # with --json, stdout has nothing else
-    sys.exit(run_verify(TrainerOptions(**options), Console(stderr=options["as_json"])))
 
 
 @cli.command()
@@ -239,11 +132,7 @@ def plugins(no_load: bool, as_json: bool) -> None:
     sys.exit(EXIT_DIFFERS if any(info.problem for info in found) else 0)
 
 
-cli.add_command(serve)
-cli.add_command(up)
 cli.add_command(store)
-cli.add_command(keys)
-cli.add_command(top)
 
 
 def main() -> None:

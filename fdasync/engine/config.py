@@ -101,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         state_every_tokens: besides the ends of prompts and answers and the places where prompts part, snapshots are
             taken at the multiples of this, which is one of block_tokens; "auto": such that they take as many bytes as
             the KV between them. A store keeps these alone; engines with different numbers share no stored block.
-        role: "alone", or the role among instances (`fdasync.pd`): "prefill" instances hand requests to "decode"
+        role: "alone", or the role among instances (`fdasync_fleet`): "prefill" instances hand requests to "decode"
             instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
         leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
         store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.

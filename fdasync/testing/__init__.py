@@ -2,8 +2,8 @@
 
 Virtual time (`run_sim`); faults from a seed, of an engine's steps (`FaultRunner`, `StepFault`) and of a store
 (`FaultyStore`, `StoreFaults`); leak checks (`no_leaks`, `check_idle`); the conformance suites for runners, stores,
-transports, policies, drafters and completion ports (`RunnerTests`, `RunTests`, `DraftTests`, `StoreTests`,
-`TransportTests`, `PolicyTests`, `DrafterTests`, `PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands
+policies, drafters and completion ports (`RunnerTests`, `RunTests`, `DraftTests`, `StoreTests`, `PolicyTests`,
+`DrafterTests`, `PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands
 these out as fixtures; `docs/testing.md` is the way in. Names are imported when first used. Nothing in the package
 imports this room.
 """
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from fdasync.testing.stores.faults import FaultyStore, StoreFaults
     from fdasync.testing.stores.harness import StoreBench
     from fdasync.testing.stores.suite import StoreTests
-    from fdasync.testing.transports.suite import TransportTests
 
 _HOMES = {
     "fdasync.testing.drafters": ("DrafterTests",),
@@ -69,7 +68,6 @@ _HOMES = {
     "fdasync.testing.stores.faults": ("FaultyStore", "StoreFaults"),
     "fdasync.testing.stores.harness": ("StoreBench",),
     "fdasync.testing.stores.suite": ("StoreTests",),
-    "fdasync.testing.transports.suite": ("TransportTests",),
 }
 
 __all__ = [
@@ -93,7 +91,6 @@ __all__ = [
     "StoreBench",
     "StoreFaults",
     "StoreTests",
-    "TransportTests",
     "check_deltas",
     "check_idle",
     "check_prompt_logprobs",

@@ -30,8 +30,8 @@ _MIN_S = 6.0
 
 # (file, function) that block on purpose, and say so
 _MAY_BLOCK = (
-    ("fdasync/pd/link/address.py", "absolute"),
-    ("fdasync/pd/link/address.py", "remove_file"),
+    ("fdasync_fleet/link/address.py", "absolute"),
+    ("fdasync_fleet/link/address.py", "remove_file"),
     ("fdasync/ipc/child.py", "__init__"),
     ("fdasync/ipc/child.py", "_reap"),
     ("fdasync/ipc/gpu_locks.py", "take"),

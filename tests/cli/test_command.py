@@ -170,7 +170,7 @@ def test_a_link_names_the_limit_where_a_caller_has_too_few_open_files(tmp_path: 
     script = """
         import asyncio, os, resource, sys
         import fdasync
-        from fdasync.pd.link.zmq_wire import ZmqWire
+        from fdasync_fleet.link.zmq_wire import ZmqWire
 
         async def main():
             left = int(sys.argv[1])

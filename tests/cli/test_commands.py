@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from fdasync.cli.main import cli
 from fdasync.errors import PluginError
+from fdasync.registry.registry import Registry
 from tests.support.plugins import install_plugin
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def plain():
 """
 POINTS = {
     "greet": "fdasync_bad:greet", "plain": "fdasync_bad:plain", "absent": "fdasync_bad:nothing",
-    "serve": "fdasync_bad:greet",
+    "store": "fdasync_bad:greet",
 }  # fmt: skip
 
 
@@ -56,4 +57,12 @@ def test_a_broken_command_is_listed_as_such_and_says_why_when_it_is_run(name: st
 
 
 def test_a_plugin_replaces_no_command_of_ours() -> None:
-    assert "Run one instance" in CliRunner().invoke(cli, ["serve", "--help"]).output
+    assert "folder of a file store" in CliRunner().invoke(cli, ["store", "--help"]).output
+
+
+def test_a_command_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Registry, "names", lambda _self, _group: [])
+    ran = CliRunner().invoke(cli, ["serve", "--model", "DIR"])
+    assert ran.exit_code == 2
+    assert "No such command 'serve': it is of fdasync-fleet: pip install fdasync-fleet" in ran.output
+    assert "pip install" not in CliRunner().invoke(cli, ["no-such"]).output

@@ -17,12 +17,12 @@ import msgspec
 import pytest
 import uvloop
 from click.testing import CliRunner
+from fdasync_fleet.cli.demo import one_engine as demo_serving
+from fdasync_fleet.cli.demo.run import run_demo
+from fdasync_fleet.cli.demo.workload import DemoOptions, Served
 from fdasync_transformers import make_random_checkpoint
 from rich.console import Console
 
-from fdasync.cli.demo import one_engine as demo_serving
-from fdasync.cli.demo.run import run_demo
-from fdasync.cli.demo.workload import DemoOptions, Served
 from fdasync.cli.main import cli, main
 from tests.support.commands import errors, interruptible
 
@@ -175,7 +175,7 @@ def test_the_demo_s_engine_has_the_numerics_of_the_option(
     words: tuple[str, ...], numerics: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[DemoOptions] = []
-    monkeypatch.setattr("fdasync.cli.demo.run.run_demo", lambda options, _console: given.append(options))
+    monkeypatch.setattr("fdasync_fleet.cli.demo.run.run_demo", lambda options, _console: given.append(options))
     assert CliRunner().invoke(cli, ["demo", *words]).exit_code == 0
     assert demo_serving._config(given[0], Path("model"), None).numerics == numerics
 

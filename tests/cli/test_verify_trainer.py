@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 import pytest
+from fdasync_fleet.cli.trainer.report import Figures
+from fdasync_fleet.cli.trainer.run import _behind, _only
+from fdasync_fleet.cli.trainer.workload import BLOCK_TOKENS, MAX_RUNNING, Answers, Play, few_blocks, make_asks
 from fdasync_transformers import LogprobTable, ScoredSequence, WeightsName, write_logprobs
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync.cli import main as main_module
-from fdasync.cli.trainer.report import Figures
-from fdasync.cli.trainer.run import _behind, _only
-from fdasync.cli.trainer.workload import BLOCK_TOKENS, MAX_RUNNING, Answers, Play, few_blocks, make_asks
 from fdasync.errors import InstanceLost
 
 
@@ -87,7 +87,7 @@ def test_an_interrupted_run_writes_nothing(tmp_path, monkeypatch, capsys):
         seen.append([path.name for path in out.iterdir()])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fdasync.cli.trainer.run.serve_all", interrupted)
+    monkeypatch.setattr("fdasync_fleet.cli.trainer.run.serve_all", interrupted)
     words = ("--model", tmp_path / "model", "--write")
     assert run(monkeypatch, capsys, *words, out / "rollout")[0] == 130
     assert list(out.iterdir()) == []
@@ -212,7 +212,7 @@ def test_requests_that_fail_together_are_one_error(tmp_path, monkeypatch, capsys
     async def lost(name):
         raise InstanceLost(name, "no room")
 
-    monkeypatch.setattr("fdasync.cli.trainer.run.serve_all", fail)
+    monkeypatch.setattr("fdasync_fleet.cli.trainer.run.serve_all", fail)
     code, _, err = run(monkeypatch, capsys, "--model", tmp_path / "model", "--no-update")
     assert code == 2
     assert "request a: no room" in err

@@ -6,6 +6,9 @@ import asyncio
 from random import Random
 
 import pytest
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 from fdasync import Engine, Instance, SamplingParams
 from fdasync.cache.store.base import finish
@@ -13,12 +16,9 @@ from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.cache.store.wrappers import Wrapper
 from fdasync.errors import ConfigError, DeadlineExceeded, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
-from fdasync.pd.router.router import Router
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from tests.support import skips
 from tests.support.plugins import install_plugin
 

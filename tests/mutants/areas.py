@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _PLUGIN = "plugins/fdasync-transformers/src/fdasync_transformers"
 _KERNELS = "plugins/fdasync-kernels/src/fdasync_kernels"
+_FLEET = "plugins/fdasync-fleet/src/fdasync_fleet"
 _WEIGHTS = f"{_PLUGIN}/weights"
 #: of the plugin's folder of weights: what replaces weights in use; the rest of it loads checkpoints
 _UPDATES = [
@@ -23,7 +24,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ["fdasync/cache/store/**/*.py", "plugins/fdasync-mooncake/src/**/*.py"],
         ["plugins/fdasync-mooncake/src/fdasync_mooncake/testing.py"],
     ),
-    "transports": (["fdasync/pd/transfer/**/*.py"], []),
+    "transports": ([f"{_FLEET}/transfer/**/*.py"], []),
     "engine": (["fdasync/engine/**/*.py"], ["fdasync/engine/weights/**/*.py"]),
     "weights": (["fdasync/engine/weights/**/*.py", *_UPDATES], []),
     "loaders": (
@@ -36,7 +37,13 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{_KERNELS}/**/*hopper*.py"],
     ),
     "executors": ([f"{_PLUGIN}/execution/**/*.py"], []),
-    "router": (["fdasync/pd/router/**/*.py", "fdasync/pd/instance/**/*.py"], []),
+    "router": (
+        [
+            f"{_FLEET}/router/**/*.py",
+            f"{_FLEET}/instance/**/*.py",
+        ],
+        [],
+    ),
     "http": (["plugins/fdasync-http/src/**/*.py"], []),
 }
 

@@ -15,6 +15,7 @@ from tests.support.imports import HOME
 pytest.importorskip("coverage")
 
 ROOT = HOME.parent
+FLEET = "plugins/fdasync-fleet/src/fdasync_fleet"
 TESTS = ["tests/cache/test_aux.py", "tests/cache/store/process/test_proxy.py"]
 
 
@@ -50,7 +51,8 @@ def test_what_matters_is_killed_and_the_rest_survives(tmp_path):
         ),
         mutant(4, "fdasync/cache/aux.py", "        return len(self._free)", "        while True: pass"),
         mutant(
-            5, "fdasync/pd/router/validation.py", "    return isinstance(value, int) and not isinstance(value, bool)",
+            5, f"{FLEET}/router/validation.py",
+            "    return isinstance(value, int) and not isinstance(value, bool)",
             "    return True",
         ),
     ]  # fmt: skip

@@ -93,7 +93,7 @@ def test_what_no_test_should_see_is_left_alone():
 
 @pytest.fixture
 def tree(tmp_path):
-    for path in ("fdasync/scheduler/core.py", "fdasync/pd/router/router.py", "fdasync/cache/store/base.py"):
+    for path in ("fdasync/scheduler/core.py", "fdasync_fleet/router/router.py", "fdasync/cache/store/base.py"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(SOURCE.replace("Shelf", path.split("/")[1].title()))
     return tmp_path

@@ -52,7 +52,7 @@ def test_cheap_tests_near_the_source_come_first():
     others = {"tests/pd/test_link.py::test_other": 0.1, "tests/cache/test_beside.py::test_it": 0.1}
     ring = {PUT: 2.0, LINK: 1.0, "tests/pd/test_up.py::test_up": 0.1, **others}
     assert batches("fdasync/cache/put.py", reached, ring) == [[PUT], [LINK], *[[one] for one in others]]
-    assert batches("fdasync/pd/put.py", reached, {PUT: 2.0}) == [[PUT]]
+    assert batches("fdasync_fleet/put.py", reached, {PUT: 2.0}) == [[PUT]]
     many = Reached({f"tests/cache/test_put.py::test_{number}" for number in range(100)}, set(), set())
     costs_s = {test: float(test.rpartition("_")[2]) for test in many.direct}
     first, second = batches("fdasync/cache/put.py", many, costs_s)

@@ -9,6 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from fdasync_fleet.router.request import RoutedRequest
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +22,6 @@ from fdasync.errors import ConfigError, InvariantBroken, PluginError
 from fdasync.events.actions import AnswerLease, AskLease
 from fdasync.events.catalog import LeaseAsked
 from fdasync.events.trace import TraceHeader, TraceRing, Turn
-from fdasync.pd.router.request import RoutedRequest
-from fdasync.pd.router.router import Router
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.scheduler import Candidate, Scheduler
 from fdasync.scheduler.replay import replay
@@ -32,8 +34,6 @@ from fdasync.scheduler.state.policy import (
     own_policy,
 )
 from fdasync.testing import PolicyTests, run_sim, synthetic_config
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from tests.scheduler.table import Table
 from tests.support.helpers import case_settings, make_capacity
 from tests.support.pd_table import PdTable, of

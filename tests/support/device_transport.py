@@ -10,13 +10,13 @@ import os
 from typing import TYPE_CHECKING
 
 import numpy as np
+from fdasync_fleet.transfer.device import DeviceTransport
+from fdasync_fleet.transfer.device_blocks import PartPuller
 
 from fdasync.errors import RunnerError
 from fdasync.ipc.memory_pool import MemoryPool
 from fdasync.ipc.peer_blocks import Exported, PoolExport
 from fdasync.ipc.peer_pool import Copies
-from fdasync.pd.transfer.device import DeviceTransport
-from fdasync.pd.transfer.device_blocks import PartPuller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,11 @@ import math
 from typing import Any, get_args
 
 import msgspec
+from fdasync_fleet import messages
 from hypothesis import strategies as st
 from msgspec import inspect
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.pd import messages
 
 TYPES: tuple[type[messages.Message], ...] = get_args(messages.AnyMessage)
 INFOS = {kind: inspect.type_info(kind) for kind in TYPES}

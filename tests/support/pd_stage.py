@@ -6,18 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.host_arena import HostArena
-from fdasync.cache.identity import block_keys, root_key
-from fdasync.cache.store.base import Outcome
-from fdasync.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
-from fdasync.events.actions import AnswerLease, ReceiveBlocks
-from fdasync.events.bus import EventBus
-from fdasync.events.catalog import LeaseAsked
-from fdasync.ipc.shared_memory import Part
-from fdasync.pd.instance.context import InstanceContext
-from fdasync.pd.instance.decode_service import DecodeService
-from fdasync.pd.link.session import Counters, LinkConfig
-from fdasync.pd.messages import (
+from fdasync_fleet.instance.context import InstanceContext
+from fdasync_fleet.instance.decode_service import DecodeService
+from fdasync_fleet.link.session import Counters, LinkConfig
+from fdasync_fleet.messages import (
     PROTOCOL,
     BlockRef,
     BlocksOffer,
@@ -28,7 +20,16 @@ from fdasync.pd.messages import (
     Wanted,
     encode,
 )
-from fdasync.pd.transfer.base import checksum_parts
+from fdasync_fleet.transfer.base import checksum_parts
+
+from fdasync.cache.host_arena import HostArena
+from fdasync.cache.identity import block_keys, root_key
+from fdasync.cache.store.base import Outcome
+from fdasync.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from fdasync.events.actions import AnswerLease, ReceiveBlocks
+from fdasync.events.bus import EventBus
+from fdasync.events.catalog import LeaseAsked
+from fdasync.ipc.shared_memory import Part
 from fdasync.request import GenerateRequest, HandOffTarget, SamplingParams
 from fdasync.runner.prompt_scores import PromptLogprobs
 from tests.support.helpers import make_capacity, make_request

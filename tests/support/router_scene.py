@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from fdasync.pd.link.links import Links
-from fdasync.pd.messages import (
+from fdasync_fleet.link.links import Links
+from fdasync_fleet.messages import (
     PROTOCOL,
     Abort,
     Answered,
@@ -32,10 +32,11 @@ from fdasync.pd.messages import (
     Status,
     Submit,
 )
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+
 from fdasync.testing.sim.loop import run_sim
-from fdasync.testing.sim.network import SimNetwork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,6 +1,6 @@
 """A transport that encrypts, for processes that the conformance suite starts."""
 
-from fdasync.pd.transfer.tcp import TcpTransport
+from fdasync_fleet.transfer.tcp import TcpTransport
 
 
 def make() -> TcpTransport:

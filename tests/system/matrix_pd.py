@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.config import RouterConfig
 
 import fdasync
 from fdasync import Instance, InstanceLost, SamplingParams, WeightSpan
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.config import RouterConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_idle, check_sample, oracle_of
@@ -36,7 +36,8 @@ from tests.system.matrix_play import GROUP, LATE, LATEST, LEAVER, SHARED, SOLO, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
+
     from fdasync.result import Result, Sample
     from tests.support.drafters import Foretold
     from tests.system.covering import Cell

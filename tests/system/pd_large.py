@@ -13,21 +13,22 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import NetworkConditions, SimNetwork
+from fdasync_fleet.testing.sim.process import ProcessTransport, ProcessWire
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults
 
 from fdasync import EngineConfig, Instance, SamplingParams
 from fdasync.errors import InstanceLost
 from fdasync.events.actions import AskLease
 from fdasync.events.catalog import LeaseAnswered
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.synthetic.oracle import Oracle, SyntheticConfig
 from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_sample
-from fdasync.testing.sim.network import NetworkConditions, SimNetwork
-from fdasync.testing.sim.process import ProcessTransport, ProcessWire, SimProcess
-from fdasync.testing.sim.transport import SimFabric, SimFaults
+from fdasync.testing.sim.process import SimProcess
 
 if TYPE_CHECKING:
     from fdasync.events.actions import Action

@@ -8,15 +8,15 @@ from random import Random
 
 import numpy as np
 import pytest
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 from fdasync import BadInput, Engine, EngineFailed, Instance, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.pd.router.router import Router
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, synthetic_engine
 from fdasync.testing.harness.engines import until
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults
 
 PROMPT = list(range(1, 11))

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
 from fdasync import EngineConfig, SamplingParams
-from fdasync.pd.instance.instance import Instance
 from fdasync.testing import synthetic_engine, until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

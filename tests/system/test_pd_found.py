@@ -8,6 +8,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from fdasync_fleet.instance.lease_table import LeaseTable
+from fdasync_fleet.messages import HandOffTaken, LeaseDrop, Source
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.transfer.base import CopySpec
+from fdasync_fleet.transfer.transports import Transports
+from fdasync_fleet.transfer.validation import broken, refused
 
 from fdasync import Instance, SamplingParams
 from fdasync.cache.aux import AuxSpec
@@ -15,15 +22,8 @@ from fdasync.cache.store.base import DONE
 from fdasync.errors import InstanceLost
 from fdasync.events.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
 from fdasync.events.catalog import AbortRequested
-from fdasync.pd.instance.lease_table import LeaseTable
-from fdasync.pd.messages import HandOffTaken, LeaseDrop, Source
-from fdasync.pd.router.router import Router
-from fdasync.pd.transfer.base import CopySpec
-from fdasync.pd.transfer.transports import Transports
-from fdasync.pd.transfer.validation import broken, refused
 from fdasync.testing import SimLoop, synthetic_config
 from fdasync.testing.sim.loop import run_sim
-from fdasync.testing.sim.network import SimNetwork
 from fdasync.testing.sim.process import SimProcess
 from tests.support import router_scene as router_helpers
 from tests.support.pd_stage import DecodeStage

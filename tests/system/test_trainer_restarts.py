@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimTransport
 
 from fdasync import Engine, Instance, Router, RouterConfig, SamplingParams
 from fdasync.runner.synthetic.oracle import Oracle
 from fdasync.testing import check_sample, no_leaks, oracle_of, run_sim, synthetic_config
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimTransport
 from tests.support.broadcast_runner import GROUP, HIGH, LOW, BroadcastRunner, halves, part, runner_of
 from tests.support.weights_play.play import FIRST, NUMBERS, write_folders
 

@@ -7,16 +7,16 @@ from contextlib import AsyncExitStack
 from random import Random
 
 import pytest
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 from fdasync import BadInput, Instance, SamplingParams
 from fdasync.errors import PeerUnreachable, TooLong
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.engines import LetterTokenizer
 from fdasync.testing.sim.loop import run_sim
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 SMALL, LARGE = 20, 60
 ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}

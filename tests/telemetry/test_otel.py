@@ -10,13 +10,13 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
 from fdasync import BadInput, Engine, Instance, SamplingParams
 from fdasync.events.catalog import RequestEnded
 from fdasync.telemetry.otel import OtelConfig, OtelTap
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine, until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 pytest.importorskip("opentelemetry.sdk", reason="fdasync[otel] is not installed")
 

@@ -6,6 +6,7 @@ import asyncio
 from random import Random
 
 import pytest
+from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults
 
 from fdasync.errors import RunnerError, WorkerDied
 from fdasync.runner.base import RunnerLimits
@@ -14,7 +15,6 @@ from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import FaultRunner, PassModel, StepFault, on_bench, run_sim
 from fdasync.testing.pytest_plugin import all_strike
 from fdasync.testing.runners.bench import noisy
-from fdasync.testing.sim.transport import SimFabric, SimFaults
 
 # -- edges --------------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ import time
 
 import msgspec
 import pytest
+from fdasync_fleet.testing import TransportTests
+from fdasync_fleet.testing.sim.transport import SimFabric, SimTransport
+from fdasync_fleet.testing.transports import lifetimes
 
 from fdasync.cache.store.base import DONE, Outcome
-from fdasync.testing import SimLoop, TransportTests
-from fdasync.testing.sim.transport import SimFabric, SimTransport
-from fdasync.testing.transports import lifetimes
+from fdasync.testing import SimLoop
 
 pytestmark = pytest.mark.ci
 

@@ -5,12 +5,13 @@ Called by the commands `doctor` and `plugins`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from fdasync.cache.store.base import Store
 from fdasync.drafting import Drafter
 from fdasync.events.tap import Tap
-from fdasync.pd.transfer.base import Transport
 from fdasync.registry.registry import DRAFTERS, POLICIES, RUNNERS, STORES, TAPS, TRANSPORTS, Registry
 from fdasync.runner.base import Runner
 from fdasync.scheduler.state.policy import Policy
@@ -18,8 +19,13 @@ from fdasync.scheduler.state.policy import Policy
 if TYPE_CHECKING:
     from fdasync.registry.registry import PluginInfo
 
+# the contract of transports belongs to a distribution that may not be installed, and then nothing uses them
+_FLEET, _CONTRACT = "fdasync_fleet", "fdasync_fleet.transfer.base"
+
 
 def checked_plugins() -> list[PluginInfo]:
     """All plugins, with their problems; takes some seconds where plugins are heavy."""
-    bases = {DRAFTERS: Drafter, POLICIES: Policy, RUNNERS: Runner, STORES: Store, TAPS: Tap, TRANSPORTS: Transport}
+    bases: dict[str, Any] = {DRAFTERS: Drafter, POLICIES: Policy, RUNNERS: Runner, STORES: Store, TAPS: Tap}
+    if find_spec(_FLEET) is not None:
+        bases[TRANSPORTS] = importlib.import_module(_CONTRACT).Transport
     return Registry().list(bases)

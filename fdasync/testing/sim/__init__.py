@@ -1,1 +1,1 @@
-"""Virtual time for a whole loop, and the network, the transports and the processes that exist in it."""
+"""Virtual time for a whole loop, and processes that exist in it."""

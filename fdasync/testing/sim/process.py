@@ -2,10 +2,9 @@
 
 The tasks, timers and callbacks that a process starts carry it in their context, and `SimLoop` asks here before it runs
 one of them. So the code under test needs no change: a process that stands still runs no line, and its timers fire late
-when it goes on. `ProcessWire` and `ProcessTransport` connect processes: incoming frames run as callbacks of the
-receiving process, and outgoing frames travel on when their process stands still.
+when it goes on.
 
-Knows no instances. Called by `SimLoop` and by simulations of several processes.
+Knows no instances, and nothing that connects processes. Called by `SimLoop` and by simulations of several processes.
 """
 
 from __future__ import annotations
@@ -14,16 +13,8 @@ import asyncio
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.testing.sim.network import SimNetwork, SimWire
-from fdasync.testing.sim.transport import SimFabric, SimTransport
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from fdasync.cache.store.base import Outcome
-    from fdasync.pd.link.wire import Frame, Pipe
-    from fdasync.pd.transfer.base import CopySpec
-    from fdasync.pd.transfer.transfers import Transfer
 
 T = TypeVar("T")
 
@@ -102,47 +93,3 @@ class Guarded:
             self._process.held.append(self._late)
         else:
             self._context.run(self._callback, *self._args)
-
-
-def _outside(work: Callable[..., T], *args: Any) -> T:
-    """Call it outside of all processes: timers that it sets fire even when the caller's process stands still."""
-    return Context().run(work, *args)
-
-
-class ProcessWire(SimWire):
-    """The wire of a process."""
-
-    def __init__(self, network: SimNetwork, process: SimProcess) -> None:
-        super().__init__(network, process.name)
-        self._process = process
-
-    def open(
-        self, name: bytes, on_frames: Callable[[Pipe, list[Frame]], None], on_room: Callable[[Pipe], None]
-    ) -> None:
-        call = self._process.call
-        super().open(name, lambda pipe, frames: call(on_frames, pipe, frames), lambda pipe: call(on_room, pipe))
-
-    def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
-        return _outside(super().send, pipe, frames)
-
-
-class ProcessTransport(SimTransport):
-    """The transport of a process.
-
-    Args:
-        on_copied: called with the sending transport and each copy spec that was copied whole, before any other event.
-    """
-
-    def __init__(
-        self, fabric: SimFabric, process: SimProcess, on_copied: Callable[[ProcessTransport, CopySpec], None]
-    ) -> None:
-        super().__init__(fabric, process.name)
-        self._on_copied = on_copied
-
-    async def _copy(self, transfer: Transfer, copy_spec: CopySpec, *, spoil: bool) -> Outcome:
-        sender = self._fabric.sender(transfer.token)
-        outcome = await super()._copy(transfer, copy_spec, spoil=spoil)
-        if outcome.status == "done":
-            assert isinstance(sender, ProcessTransport)
-            self._on_copied(sender, copy_spec)
-        return outcome

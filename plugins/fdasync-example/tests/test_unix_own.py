@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 import fdasync_example.transport
 import pytest
 from fdasync_example import UnixTransport
+from fdasync_fleet.testing import TransportTests
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.testing import TransportTests, check_sample, oracle_of, synthetic_config
+from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.bounded import on_loop
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.pd.transfer.base import Transport
+    from fdasync_fleet.transfer.base import Transport
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

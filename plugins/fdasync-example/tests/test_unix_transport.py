@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fdasync_example import UnixTransport
-
-from fdasync.testing import TransportTests
+from fdasync_fleet.testing import TransportTests
 
 if TYPE_CHECKING:
-    from fdasync.pd.transfer.base import Transport
+    from fdasync_fleet.transfer.base import Transport
 
 
 @pytest.mark.ci

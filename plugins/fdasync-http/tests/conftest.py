@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx2
 import pytest
 import uvicorn
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_http import HttpConfig, app
 from fdasync_http.server import Listen, serving
 
@@ -20,7 +21,6 @@ from fdasync import Generator, Instance
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import FaultRunner, LetterTokenizer, oracle_of, synthetic_config, synthetic_engine, until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fdasync_fleet.testing import TransportTests
 from fdasync_mooncake.transfer.staging import Slots
 from fdasync_mooncake.transfer.transport import MooncakeTransport
-
-from fdasync.testing import TransportTests
 
 pytestmark = pytest.mark.usefixtures("network")
 

@@ -10,6 +10,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from fdasync_fleet.instance import instance as instance_module
+from fdasync_fleet.link.keys import new_keys
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.testing.transports.harness import TransportHooks
+from fdasync_fleet.transfer.plugins import TransportSpec, transport_class
+from fdasync_fleet.transfer.process.proxy import TransferProcess
+from fdasync_fleet.transfer.tcp import TcpTransport
+from fdasync_fleet.transfer.transports import Transports
 from fdasync_mooncake.transfer import engine as engine_module
 from fdasync_mooncake.transfer.staging import SLOTS
 from fdasync_mooncake.transfer.transport import MooncakeTransport
@@ -18,16 +26,8 @@ import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.errors import ConfigError, PluginError
 from fdasync.events.catalog import LinkChanged
-from fdasync.pd.instance import instance as instance_module
-from fdasync.pd.link.keys import new_keys
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.transfer.plugins import TransportSpec, transport_class
-from fdasync.pd.transfer.process.proxy import TransferProcess
-from fdasync.pd.transfer.tcp import TcpTransport
-from fdasync.pd.transfer.transports import Transports
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.leaks import no_leaks
-from fdasync.testing.transports.harness import TransportHooks
 
 PROMPT = tuple(range(40))
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fdasync_fleet.testing.transports.harness import TransportHooks
+from fdasync_fleet.transfer.base import CopySpec
 from fdasync_mooncake.transfer import engine as engine_module
 from fdasync_mooncake.transfer.landing import slots_worth
 from fdasync_mooncake.transfer.server import Receiver, Server
@@ -23,11 +25,9 @@ from fdasync_mooncake.transfer.wire import ASKED, MAX_STAGES, Free, Stage, WireR
 
 from fdasync.errors import BadInput, PluginError, ProtocolError
 from fdasync.ipc.shared_memory import Part
-from fdasync.pd.transfer.base import CopySpec
 from fdasync.testing import until
 from fdasync.testing.harness.leaks import no_leaks
 from fdasync.testing.harness.processes import stop_process
-from fdasync.testing.transports.harness import TransportHooks
 
 MIB = 1 << 20
 

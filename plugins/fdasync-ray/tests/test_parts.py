@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fdasync_fleet.link.keys import new_keys
 from fdasync_ray import FleetConfig, Member
 from fdasync_ray import command as command_module
 from fdasync_ray.config import Current, Published
@@ -18,7 +19,6 @@ from fdasync_ray.weights import NodeFolder, packed
 
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
-from fdasync.pd.link.keys import new_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fdasync_fleet.link.keys import new_keys, save_keys
 
-from fdasync.pd.link.keys import new_keys, save_keys
 from tests.system.network.hosts import Host, Wire, why_not
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'fdasync-ray[ray]'")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from aux_reference import assert_weights, plain
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
 from fdasync import Engine, EngineConfig, Instance, SamplingParams
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path

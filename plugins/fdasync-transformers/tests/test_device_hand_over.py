@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path

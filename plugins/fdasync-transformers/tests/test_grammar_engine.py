@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from device_path import DEVICE, ON_GPU
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, make_random_checkpoint
 
 import fdasync
 from fdasync import BadInput, Engine, EngineConfig, Grammar, Instance, SamplingParams
 from fdasync.testing import until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path

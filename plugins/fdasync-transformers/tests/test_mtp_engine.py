@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from agreeing import make_agreeing_checkpoint
 from draft_results import Known, assert_same
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 from fdasync import ConfigError, Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import LetterTokenizer
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,8 @@ from tests.support.sim_fleet.checks import Served, check_served
 from tests.support.sim_fleet.workload import PATIENT_S
 
 if TYPE_CHECKING:
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
+
     from fdasync.result import Delta, Result, Sample
     from tests.support.sim_fleet.fleet import Fleet
 

@@ -7,18 +7,21 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from fdasync.pd.messages import Answered, Ended, SampleEnd
-from fdasync.pd.router.router import Router
-from fdasync.testing.sim.network import SimNetwork
-from fdasync.testing.sim.process import ProcessWire, SimProcess
-from fdasync.testing.sim.transport import SimFabric
+from fdasync_fleet.messages import Answered, Ended, SampleEnd
+from fdasync_fleet.router.router import Router
+from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.testing.sim.process import ProcessWire
+from fdasync_fleet.testing.sim.transport import SimFabric
+
+from fdasync.testing.sim.process import SimProcess
 from tests.support.sim_fleet.checks import check_trace
 from tests.support.sim_fleet.machine import Machine
 
 if TYPE_CHECKING:
-    from fdasync.pd.link.peer import Peer
-    from fdasync.pd.link.wire import Frame
-    from fdasync.pd.messages import Message
+    from fdasync_fleet.link.peer import Peer
+    from fdasync_fleet.link.wire import Frame
+    from fdasync_fleet.messages import Message
+
     from tests.support.sim_fleet.workload import InstancePlan, PdWorkload
 
 _QUIET_S = 400.0

@@ -16,7 +16,8 @@ from fdasync.request import PauseMode
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
+
     from tests.support.sim_fleet.fleet import Fleet
     from tests.support.sim_fleet.machine import Machine
     from tests.support.sim_fleet.workload import Incident

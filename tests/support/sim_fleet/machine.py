@@ -10,13 +10,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
+from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.testing.sim.process import ProcessTransport, ProcessWire
 
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import FdasyncError, InvariantBroken, WorkerDied
 from fdasync.events.actions import ReceiveBlocks
 from fdasync.ipc.shared_memory import HOST_REGION, PAGE_NBYTES
-from fdasync.pd.instance.instance import Instance
 from fdasync.runner.group.group import GroupRunner
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing.harness.engines import LetterTokenizer
@@ -24,18 +25,19 @@ from fdasync.testing.harness.fault_runner import FaultRunner
 from fdasync.testing.harness.leaks import check_idle
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
-from fdasync.testing.sim.process import ProcessTransport, ProcessWire, SimProcess
+from fdasync.testing.sim.process import SimProcess
 from tests.support.sim_fleet.workload import STAMPS
 
 if TYPE_CHECKING:
+    from fdasync_fleet.link.session import LinkConfig
+    from fdasync_fleet.testing.sim.network import SimNetwork
+    from fdasync_fleet.testing.sim.transport import SimFabric
+    from fdasync_fleet.transfer.base import CopySpec
+
     from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action, SeqStart
-    from fdasync.pd.link.session import LinkConfig
-    from fdasync.pd.transfer.base import CopySpec
     from fdasync.testing.harness.pass_model import Owner
-    from fdasync.testing.sim.network import SimNetwork
-    from fdasync.testing.sim.transport import SimFabric
     from tests.support.sim_fleet.workload import InstancePlan
 
 

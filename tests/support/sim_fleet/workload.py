@@ -9,15 +9,15 @@ from random import Random
 from typing import Literal
 
 import msgspec
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.testing.sim.network import NetworkConditions
+from fdasync_fleet.testing.sim.transport import SimFaults
 
 from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.config import RouterConfig
 from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.scheduler.state.config import LeaseRules
-from fdasync.testing.sim.network import NetworkConditions
-from fdasync.testing.sim.transport import SimFaults
 from tests.support.sim_engine.workload import RequestDraw, RequestPlan, with_policy
 
 InstanceRole = Literal["mixed", "prefill", "decode"]

@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fdasync_fleet.link.session import LinkConfig
+from fdasync_fleet.router.config import RouterConfig
 
 import fdasync
 from fdasync import SamplingParams
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError, TransientError
-from fdasync.pd.link.session import LinkConfig
-from fdasync.pd.router.config import RouterConfig
 from fdasync.request import FIRST_VERSION
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
 
 if TYPE_CHECKING:
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.router.router import Router
+
     from fdasync.result import Result
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)

@@ -34,7 +34,7 @@ _ASK = """
 import asyncio, json, sys, fdasync
 from fdasync import SamplingParams
 from fdasync.errors import FdasyncError
-from fdasync.pd.router.config import RouterConfig
+from fdasync_fleet.router.config import RouterConfig
 
 async def main(keys, *addresses):
     async with fdasync.connect(addresses, RouterConfig(require="all", retries=0), keys=keys) as router:

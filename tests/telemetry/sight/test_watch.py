@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
 from fdasync import EngineClosed, EngineFailed, Instance, SamplingParams
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.telemetry.sight.latencies import total
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

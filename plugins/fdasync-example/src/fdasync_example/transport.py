@@ -16,15 +16,10 @@ import struct
 from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
-
-from fdasync.cache.store import DONE
-from fdasync.errors import InvariantBroken
-from fdasync.ipc.deadlines import Within, wait_within
-from fdasync.ipc.shared_memory import Part
-from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import SLICE_NBYTES, Transport, Turns
-from fdasync.pd.transfer.transfers import Transfer, Transfers
-from fdasync.pd.transfer.validation import (
+from fdasync_fleet.messages import Source
+from fdasync_fleet.transfer.base import SLICE_NBYTES, Transport, Turns
+from fdasync_fleet.transfer.transfers import Transfer, Transfers
+from fdasync_fleet.transfer.validation import (
     CLOSED,
     FORGOTTEN,
     LATE,
@@ -38,12 +33,18 @@ from fdasync.pd.transfer.validation import (
     refused,
 )
 
+from fdasync.cache.store import DONE
+from fdasync.errors import InvariantBroken
+from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.shared_memory import Part
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync_fleet.transfer.base import CopySpec
+
     from fdasync.cache.store import Outcome
     from fdasync.ipc.shared_memory import SharedRegion
-    from fdasync.pd.transfer.base import CopySpec
 
 _REQUEST = struct.Struct("<QQQ")  # region, offset, bytes
 _HERE, _GONE = b"\1", b"\0"

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Literal
 import click
 import msgspec
 import uvloop
+from fdasync_fleet.cli.local.child import Child, ChildEnded, Role, in_words
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.cli.local.restarts import RestartRules, Restarts
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router, connect
 
 from fdasync import Engine
 from fdasync.cli.common.signals import Signals
-from fdasync.cli.local.child import Child, ChildEnded, Role, in_words
-from fdasync.cli.local.fleet import LocalFleet, plans_for
-from fdasync.cli.local.restarts import RestartRules, Restarts
 from fdasync.engine.tokenizer import ChatTokenizer
 from fdasync.errors import BadInput, ConfigError, FdasyncError
 from fdasync.ipc.child import allow_files, settle
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import Router, connect
 from fdasync.registry.registry import TOKENIZERS, Registry
 from fdasync_http.application import app
 from fdasync_http.front import model_name

@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 import httpx2
 import msgspec
 import pytest
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_http import app
 
 import fdasync
 from fdasync import Instance, WeightsDiffer
 from fdasync.telemetry.sight.summary import Summary
 from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine, until
-from fdasync.testing.harness.patience import LEASES, LINKS
 
 PROMPT = [5, 6, 7, 8, 9]
 STATES = ["paused", "updating", "asleep", "waking", "waits_for_weights", "broken"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+from fdasync_fleet.testing.patience import LINKS
 from fdasync_http.application import app
 from fdasync_http.config import HttpConfig
 from fdasync_http.server import Listen, serving
@@ -23,7 +24,6 @@ import fdasync
 from fdasync import Engine, Instance, UpdateUnderWay, WeightsGroup
 from fdasync.errors import FdasyncError
 from fdasync.testing import until
-from fdasync.testing.harness.patience import LINKS
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "fdasync-transformers" / "tests" / "support"))
 

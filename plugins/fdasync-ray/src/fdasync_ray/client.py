@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import ray
+from fdasync_fleet.router.router import connect
 
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, FdasyncError, PeerUnreachable, WeightsRejected
 from fdasync.ipc.deadlines import Within
-from fdasync.pd.router.router import connect
 from fdasync.request import checked_version
 from fdasync_ray.config import NAMESPACE, Current, Published
 from fdasync_ray.weights import folder_path, packed
@@ -25,9 +25,10 @@ from fdasync_ray.weights import folder_path, packed
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from fdasync.pd.link.keys import FleetKeys
-    from fdasync.pd.router.config import RouterConfig
-    from fdasync.pd.router.router import Router
+    from fdasync_fleet.link.keys import FleetKeys
+    from fdasync_fleet.router.config import RouterConfig
+    from fdasync_fleet.router.router import Router
+
     from fdasync.request import WeightSource
     from fdasync_ray.config import Member, View
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from fdasync_fleet.cli.local.child import Role
+from fdasync_fleet.cli.local.restarts import RestartRules
+from fdasync_fleet.link.address import check_address, is_ipc
 
 from fdasync.cli.common.options import store_of_instance
-from fdasync.cli.local.child import Role
-from fdasync.cli.local.restarts import RestartRules
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import ConfigError
-from fdasync.pd.link.address import check_address, is_ipc
 
 #: Ray's namespace of the named actors
 NAMESPACE = "fdasync"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import ray
+from fdasync_fleet.link.keys import load_keys, new_keys
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded
 from fdasync.ipc.deadlines import wait_within
-from fdasync.pd.link.keys import load_keys, new_keys
 from fdasync_ray.client import FleetClient, answer, check_connected, registry_name
 from fdasync_ray.config import NAMESPACE, ROLES
 from fdasync_ray.registry import Registry
@@ -27,7 +27,8 @@ from fdasync_ray.slot import CLOSE_S, START_S, Shared, Slot
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.cli.local.child import Role
+    from fdasync_fleet.cli.local.child import Role
+
     from fdasync_ray.config import FleetConfig, Member, View
 
 _LOOK_S = 1.0

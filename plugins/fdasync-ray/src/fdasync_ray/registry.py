@@ -17,7 +17,7 @@ from fdasync_ray.config import Current, Member, Published, View
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.pd.link.keys import FleetKeys
+    from fdasync_fleet.link.keys import FleetKeys
 
 # an update that fails leaves the fleet with the folder before
 _KEPT = 2

@@ -11,11 +11,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import ray
+from fdasync_fleet.cli.local.child import Plan
+from fdasync_fleet.cli.local.restarts import Restarts
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fdasync.cli.local.child import Plan
-from fdasync.cli.local.restarts import Restarts
 from fdasync.errors import DeadlineExceeded, FdasyncError
 from fdasync.ipc.deadlines import wait_within
 from fdasync_ray.client import answer
@@ -25,8 +25,9 @@ from fdasync_ray.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.cli.local.child import Role
-    from fdasync.pd.link.keys import FleetKeys
+    from fdasync_fleet.cli.local.child import Role
+    from fdasync_fleet.link.keys import FleetKeys
+
     from fdasync_ray.config import Current, FleetConfig, Told, View
 
 _WATCH_S = 4.0

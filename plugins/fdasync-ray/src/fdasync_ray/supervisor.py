@@ -13,20 +13,21 @@ import os
 from typing import TYPE_CHECKING
 
 import msgspec
+from fdasync_fleet.cli.local.child import Child, ChildEnded, in_words
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import connect
 
-from fdasync.cli.local.child import Child, ChildEnded, in_words
 from fdasync.errors import FdasyncError
 from fdasync.ipc.deadlines import Within, wait_within
-from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.router import connect
 from fdasync_ray.config import Current, Published, Told
 from fdasync_ray.weights import NodeFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.cli.local.child import Plan
-    from fdasync.pd.link.keys import FleetKeys
+    from fdasync_fleet.cli.local.child import Plan
+    from fdasync_fleet.link.keys import FleetKeys
+
     from fdasync_ray.weights import Copied
 
 _START_S = 10.0

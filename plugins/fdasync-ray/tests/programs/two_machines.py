@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import ray
+from fdasync_fleet.link.keys import new_keys
+from fdasync_fleet.router.config import RouterConfig
 from fdasync_ray import FleetConfig, RayFleet, attach
 
 from fdasync import EngineConfig, SamplingParams, connect
 from fdasync.errors import ConfigError, FdasyncError
-from fdasync.pd.link.keys import new_keys
-from fdasync.pd.router.config import RouterConfig
 
 PARAMS = SamplingParams(max_tokens=24, seed=7)
 FILLER_NBYTES = 24 << 20

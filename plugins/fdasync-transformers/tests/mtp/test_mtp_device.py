@@ -15,6 +15,7 @@ import pytest
 from agreeing import make_agreeing_checkpoint
 from device_path import DEVICE, ON_GPU
 from draft_results import assert_same
+from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.mtp.specs import LAYERS
@@ -22,7 +23,6 @@ from fdasync_transformers.mtp.specs import LAYERS
 from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import Speculation
 from fdasync.testing import RunTests
-from fdasync.testing.harness.patience import LEASES, LINKS
 from fdasync.testing.runners.bench import GREEDY, noisy, on_bench
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, cast
 
+from fdasync_fleet.transfer.tcp_wire import ANSWER_NBYTES, NONCE_NBYTES, check_answer, knock, parse_address, proof
+from fdasync_fleet.transfer.validation import FORGOTTEN, broken
+
 from fdasync.errors import ProtocolError
 from fdasync.ipc.deadlines import Within
-from fdasync.pd.transfer.tcp_wire import ANSWER_NBYTES, NONCE_NBYTES, check_answer, knock, parse_address, proof
-from fdasync.pd.transfer.validation import FORGOTTEN, broken
 from fdasync_mooncake.transfer.staging import Slots
 from fdasync_mooncake.transfer.wire import MAX_STAGES, TOLD, Free, Stage, Staged, Unstaged, WireRun, pack, unpack
 

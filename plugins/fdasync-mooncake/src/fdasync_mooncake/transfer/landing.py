@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from fdasync.pd.transfer.validation import broken, refused
+from fdasync_fleet.transfer.validation import broken, refused
+
 from fdasync_mooncake.transfer.control import ControlEnded
 from fdasync_mooncake.transfer.engine import DONE, ENGINE_ERRORS
 from fdasync_mooncake.transfer.staging import SLOT_NBYTES
@@ -17,10 +18,11 @@ from fdasync_mooncake.transfer.wire import MAX_RUNS, Staged, WireRun
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fdasync_fleet.transfer.base import CopySpec
+    from fdasync_fleet.transfer.transfers import Transfer
+
     from fdasync.cache.store.base import Outcome
     from fdasync.ipc.shared_memory import Part
-    from fdasync.pd.transfer.base import CopySpec
-    from fdasync.pd.transfer.transfers import Transfer
     from fdasync_mooncake.transfer.control import Control
     from fdasync_mooncake.transfer.engine import Engine
     from fdasync_mooncake.transfer.staging import Slots

@@ -15,10 +15,11 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+from fdasync_fleet.transfer.base import SLICE_NBYTES, Turns
+from fdasync_fleet.transfer.tcp_wire import KNOCK_NBYTES, NONCE_NBYTES, PROOF_NBYTES, answer, check_knock, proof
+
 from fdasync.errors import ConfigError, ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
-from fdasync.pd.transfer.base import SLICE_NBYTES, Turns
-from fdasync.pd.transfer.tcp_wire import KNOCK_NBYTES, NONCE_NBYTES, PROOF_NBYTES, answer, check_knock, proof
 from fdasync_mooncake.transfer.engine import ENGINE_ERRORS
 from fdasync_mooncake.transfer.staging import SLOT_NBYTES
 from fdasync_mooncake.transfer.wire import ASKED, MAX_STAGES, Free, Stage, Staged, Unstaged, check_stage, pack, unpack
@@ -26,8 +27,9 @@ from fdasync_mooncake.transfer.wire import ASKED, MAX_STAGES, Free, Stage, Stage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync_fleet.transfer.validation import Offers
+
     from fdasync.ipc.shared_memory import Part, SharedRegion
-    from fdasync.pd.transfer.validation import Offers
     from fdasync_mooncake.transfer.engine import Engine
     from fdasync_mooncake.transfer.staging import Slots
 

@@ -9,7 +9,7 @@ copy "damaged", and no more. A receive that is over leaves its transfers alone: 
 their slots are free.
 
 An engine that dies or hangs is killed and started again; the copies of that moment fail, and may be tried again. Knows
-no messages. Made by `plugins.py` of `fdasync/pd/transfer`.
+no messages. Made by `plugins.py` of `fdasync_fleet/transfer`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
+from fdasync_fleet.messages import Source
+from fdasync_fleet.transfer.base import SLICE_NBYTES, Turns
+from fdasync_fleet.transfer.endpoint import Endpoint
+from fdasync_fleet.transfer.tcp_wire import parse_address
+from fdasync_fleet.transfer.validation import CLOSED, boot_id, damaged, refused
 
 from fdasync.cache.store.base import DONE as COPY_DONE
 from fdasync.errors import BadInput, FdasyncError, PluginError, ProtocolError, RunnerError
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
 from fdasync.ipc.shared_memory import SharedRegion
-from fdasync.pd.messages import Source
-from fdasync.pd.transfer.base import SLICE_NBYTES, Turns
-from fdasync.pd.transfer.endpoint import Endpoint
-from fdasync.pd.transfer.tcp_wire import parse_address
-from fdasync.pd.transfer.validation import CLOSED, boot_id, damaged, refused
 from fdasync_mooncake.transfer.control import Control
 from fdasync_mooncake.transfer.engine import Engine
 from fdasync_mooncake.transfer.landing import Landing, Run, slots_worth
@@ -40,9 +40,10 @@ from fdasync_mooncake.transfer.staging import SLOT_NBYTES, SLOTS, STAGING_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync_fleet.transfer.base import CopySpec
+    from fdasync_fleet.transfer.transfers import Transfer
+
     from fdasync.cache.store.base import Outcome
-    from fdasync.pd.transfer.base import CopySpec
-    from fdasync.pd.transfer.transfers import Transfer
 
 #: slots that one receive asks for ahead
 _WINDOW = 12

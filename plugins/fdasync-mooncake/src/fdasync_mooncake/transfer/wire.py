@@ -1,6 +1,6 @@
 """What a receiver and a sender say to each other beside the bytes, over a connection of its own, and its bounds.
 
-    receiver: knock                    as in `fdasync/pd/transfer/tcp_wire.py`: who does not know the sender's token
+    receiver: knock                    as in `fdasync_fleet/transfer/tcp_wire.py`: who does not know the sender's token
     sender:   answer                   hears nothing
     receiver: proof
     receiver: Stage, Free              frames: length (4 bytes, little-endian), then so many bytes of msgpack

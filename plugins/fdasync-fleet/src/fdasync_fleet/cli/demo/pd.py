@@ -1,0 +1,118 @@
+"""Serves the demo's workload by prefill and decode instances: `fdasync serve` children, a router in this process.
+
+Checks no results. Called by `one_engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import TYPE_CHECKING
+
+from fdasync.errors import BadInput, DeadlineExceeded
+from fdasync_fleet.cli.demo.workload import (
+    REFRESH_S,
+    DemoOptions,
+    Moved,
+    Room,
+    SchedulerTotals,
+    Served,
+    make_jobs,
+    play,
+    probe,
+    progress_on,
+)
+from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.router.router import Router, connect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fdasync.engine.config import EngineConfig
+    from fdasync_fleet.messages import Totals
+
+_MAX_INSTANCES = 16
+# instances send their status twice a second
+_SETTLE_S = 10.0
+
+
+def parse_pd(text: str) -> tuple[int, int] | None:
+    """How many prefill and decode instances `--pd` names; None: one engine in this process. Raises BadInput."""
+    if text in ("", "0"):
+        return None
+    match = re.fullmatch("([0-9]+)x([0-9]+)", text)
+    if match is None or not all(1 <= int(count) <= _MAX_INSTANCES for count in match.groups()):
+        limit = f"PxD, for example 1x1, each 1 to {_MAX_INSTANCES}; 0 for none"
+        raise BadInput("--pd", f"{text!r} names no instances", limit=limit)
+    return int(match[1]), int(match[2])
+
+
+async def serve_apart(
+    options: DemoOptions, config: EngineConfig, counts: tuple[int, int], console: Console, life: int
+) -> Served:
+    """Serve the workload by instances in processes of their own."""
+    started = time.perf_counter()
+    plans = plans_for(config, {"prefill": counts[0], "decode": counts[1]})
+    with progress_on(console) as progress:
+        loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
+        progress.refresh()
+        fleet = LocalFleet(plans)
+        async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
+            room = _room(router)
+            progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
+            progress.refresh()
+            start_s = time.perf_counter() - started
+            jobs = make_jobs(options, room)
+            probes = await fleet.while_alive(probe(router, jobs)) if life else []
+            playing = play(router, jobs, options.concurrency, progress)
+            results, serve_s = await fleet.while_alive(playing)
+            totals, moved = await fleet.while_alive(totals_of(router, counts))
+            return Served(
+                jobs=jobs, results=results, room=room, totals=totals, serve_s=serve_s, start_s=start_s, probes=probes,
+                moved=moved,
+            )  # fmt: skip
+
+
+def _room(router: Router) -> Room:
+    facts = [member.facts for member in router.table.up()]
+    shapes = [member.hello.shape for member in router.table.up()]
+    return Room(
+        model=facts[0].model,
+        vocab_size=facts[0].vocab_size,
+        max_context_tokens=min(each.max_context_tokens for each in facts),
+        num_blocks=min(each.num_blocks for each in facts),
+        block_tokens=next(shape.block_tokens for shape in shapes if shape is not None),
+    )
+
+
+async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
+    """The sums of what the instances counted, from statuses that they sent after the last request."""
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+    # a result may be faster than the status with its counts: the second status has them all
+    while any(one.status_at < since + 0.1 for one in router.stats().instances):
+        if loop.time() > since + _SETTLE_S:
+            raise DeadlineExceeded("waiting for the figures of all instances", _SETTLE_S)
+        await asyncio.sleep(REFRESH_S)
+    told = [(one.role, one.status.totals) for one in router.stats().instances if one.status is not None]
+    every = [totals for _, totals in told]
+    prefill = [totals for role, totals in told if role != "decode"]
+
+    def total(of: list[Totals], name: str) -> int:
+        return sum(getattr(totals, name) for totals in of)
+
+    prompts = ("prompt_tokens", "hit_tokens", "hit_tokens_host", "hit_tokens_store")
+    names = SchedulerTotals.__struct_fields__
+    totals = SchedulerTotals(**{name: total(prefill if name in prompts else every, name) for name in names})
+    moved = Moved(
+        prefill=counts[0],
+        decode=counts[1],
+        blocks=total(every, "received_blocks"),
+        nbytes=total(every, "received_nbytes"),
+        leases=total(every, "asked"),
+        lease_s=sum(totals.asked_s for totals in every),
+        lease_most_s=max(totals.asked_most_s for totals in every),
+    )
+    return totals, moved

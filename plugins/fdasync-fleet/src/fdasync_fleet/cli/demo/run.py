@@ -1,0 +1,111 @@
+"""`fdasync demo`: serves a real checkpoint, checks every token and row, shows the figures.
+
+With `--store` everything is served twice, the second time by a fresh engine on the same store: blocks that come back
+from the store are checked like the others. With `--pd` prefill and decode instances serve, in processes of their own.
+Uses public names only, and those of the transformers plugin. Called by `main.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from rich.progress import Progress
+
+from fdasync.cli.common.options import parse_policy, parse_store
+from fdasync.errors import PluginError
+from fdasync_fleet.cli.demo.one_engine import serve_all
+from fdasync_fleet.cli.demo.pd import parse_pd
+from fdasync_fleet.cli.demo.report import figures_of, finished, pd_figures, show, store_figures
+from fdasync_fleet.cli.demo.workload import COLUMNS, REFRESH_S, DemoOptions, Served
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Run the demo; returns the exit code. Raises FdasyncError where it cannot run."""
+    plugin = _plugin()
+    if options.json_path is not None:
+        options.json_path.open("a").close()  # before the work: a path that cannot be written to
+    store = parse_store(options.store)
+    parse_pd(options.pd)
+    parse_policy(options.policy)
+    if options.model is None:
+        # with a small model computing is faster than reading the store, which would never be read
+        size = "medium" if options.store else "small"
+        model = cache_folder() / f"demo-qwen3-moe-{size}-v1"
+        made = not model.exists()
+        console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {model}")
+        if made:
+            plugin.make_random_checkpoint(model, "qwen3_moe", size=size)
+    else:
+        model = options.model
+    lives = uvloop.run(serve_all(options, model, store, console))
+    served = lives[0]
+    report = _verify(plugin, model, lives, console)
+    figures = figures_of(served, report)
+    if options.store is not None:
+        figures["store"] = store_figures(options.store, *lives)
+    if served.moved is not None:
+        figures["pd"] = pd_figures(served)
+    show(figures, served, console)
+    for difference in report.differences[:10]:
+        console.print(f"  {difference.verdict}: {difference}", style="red", highlight=False)
+    if options.json_path is not None:
+        options.json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    good = report.ok and all(finished(life) == len(life.jobs) for life in lives)
+    if len(lives) > 1 and not figures["store"]["hit_tokens_store"]:
+        refused = figures["store"]["refused_why"]
+        why = f"it refused what was written: {refused}" if refused else "computing was faster, or it was not there"
+        console.print(f"nothing came back from the store: {why}", style="yellow", markup=False, highlight=False)
+    ties = report.rows_tied + report.tokens_tied
+    equal = "everything equals the reference" + (f", but for {ties} within rounding of a tie" if ties else "")
+    console.print(f"[green]{equal}[/]" if good else "[red]something differs[/]")
+    return 0 if good else 1
+
+
+def cache_folder() -> Path:
+    """Where the demo keeps its checkpoint: `$XDG_CACHE_HOME/fdasync`, or `~/.cache/fdasync`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync"
+
+
+def _verify(plugin: Any, model: Path, lives: list[Served], console: Console) -> Any:
+    records = [
+        plugin.Served(
+            result.prompt_token_ids,
+            sample.token_ids,
+            greedy=job.params.temperature == 0,
+            routing=sample.routing,
+            wants_rows=sample.finish_reason in ("stop", "length"),
+        )
+        for served in lives
+        for job, result in zip(served.jobs, served.results, strict=True)
+        for sample in result.samples
+    ]
+    shown = 0.0
+    with Progress(*COLUMNS, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("checking against the library's plain forward pass", total=len(records))
+
+        def tell(done: int, total: int) -> None:
+            nonlocal shown
+            progress.update(task, completed=done)
+            if done == total or time.monotonic() > shown + REFRESH_S:
+                shown = time.monotonic()
+                progress.refresh()
+
+        return plugin.verify(model, records, progress=tell)
+
+
+def _plugin() -> Any:
+    try:
+        import fdasync_transformers
+    except ImportError as error:
+        raise PluginError(
+            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install fdasync-transformers"
+        ) from error
+    return fdasync_transformers

@@ -1,0 +1,600 @@
+"""Sends a router's commands to its instances: weight updates, pauses, drains. Each instance replies once to a command.
+
+A weight update, or a new label for the weights in use, is a barrier (docs/design.md, rule 22): the router holds new
+requests, lets hand-offs finish (before an update), updates all instances under one weights id, drops by name the
+instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
+each instance has the new weights, is being brought to them or sleeps (`router/weights/agreement.py`), or is dropped.
+
+Knows nothing of requests but which are being handed over. Called by `router/router.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.errors import (
+    Asleep,
+    BadInput,
+    DeadlineExceeded,
+    EngineClosed,
+    FdasyncError,
+    PeerUnreachable,
+    UpdateUnderWay,
+    WeightsDiffer,
+    WeightsRejected,
+)
+from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.futures import fail
+from fdasync.request import (
+    WeightsGroup,
+    check_update_mode,
+    checked_fingerprint,
+    checked_sleep,
+    checked_tags,
+    checked_version,
+    next_order,
+    next_version,
+)
+from fdasync_fleet.messages import Command, Done
+from fdasync_fleet.router.validation import check_limit_s, check_whole
+from fdasync_fleet.router.weights.agreement import WeightAgreement
+from fdasync_fleet.router.weights.part_update import PartUpdate
+from fdasync_fleet.router.weights.replies import error_of
+from fdasync_fleet.router.weights.wakes import Wakes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+    from fdasync.request import GroupTensors, PauseMode
+    from fdasync_fleet.link.links import Links
+    from fdasync_fleet.router.config import RouterConfig
+    from fdasync_fleet.router.dispatch import Dispatch
+    from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
+    from fdasync_fleet.router.weights.agreement import Dropped
+
+    Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
+
+_LOOK_S = 0.02
+# after which an instance may be in another state
+_TELL = ("pause", "resume", "sleep")
+
+
+class Update(msgspec.Struct, frozen=True):
+    """An update of the weights or their label that is under way.
+
+    Attributes:
+        command: as asked for, without an order.
+        task: the update.
+        parts: its calls, where it is one in parts.
+    """
+
+    command: Command
+    task: asyncio.Task[None]
+    parts: PartUpdate | None = None
+
+
+class ControlPlane:
+    """See the module.
+
+    Args:
+        remove: called with the address of an instance that the router stops using.
+        on_failure: called with an error that is a defect.
+
+    Attributes:
+        agreement: decides which weights all instances must have.
+        wakes: wakes instances, also those that are out of reach then.
+    """
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        dispatch: Dispatch,
+        links: Links,
+        config: RouterConfig,
+        remove: Callable[[str], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._table = table
+        self._dispatch = dispatch
+        self._links = links
+        self._config = config
+        self._remove = remove
+        self._loop = asyncio.get_running_loop()
+        self._next = 0
+        self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Done]]] = {}
+        # what is under way, and holds requests; `_begin` and `_ended` alone change it
+        self._update: Update | None = None
+        # a pause has returned, and no resume came since; calls of `pause` that have not returned
+        self._held = False
+        self._pausers: set[object] = set()
+        self._closed = False
+        self.agreement = WeightAgreement(table, self._ask, self._forget, on_failure, config.command_s)
+        self.wakes = Wakes(table, self.agreement, self._ask, on_failure, config.command_s)
+
+    @property
+    def dropped(self) -> list[Dropped]:
+        """Instances that the router has stopped using, with reasons."""
+        return self.agreement.dropped
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights or their label is under way."""
+        return self._update is not None
+
+    @property
+    def _parts(self) -> PartUpdate | None:
+        """The update in parts that takes calls; None: there is none."""
+        parts = None if self._update is None else self._update.parts
+        return None if parts is None or parts.has_ended else parts
+
+    # -- one instance -------------------------------------------------------------------------------
+
+    async def one(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+        """Send a command and wait for its success. Raises PeerUnreachable, PeerBusy, DeadlineExceeded, and the error
+        that the instance replied with: RemoteError, or an error of its kind."""
+        done = await self._ask(instance, command, limit_s)
+        if done.error:
+            raise error_of(instance, done)
+        return done
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    async def _ask(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+        """Send a command; return the instance's reply, success or not."""
+        if self._closed:
+            raise EngineClosed("closed")
+        answer: asyncio.Future[Done] = self._loop.create_future()
+        number = self._number()
+        self._waiting[number] = instance, answer
+        try:
+            instance.peer.send(msgspec.structs.replace(command, number=number))
+            await wait_within([answer], limit_s)
+        finally:
+            del self._waiting[number]
+        if not answer.done():
+            raise DeadlineExceeded(f"{command.verb} of {instance.peer.name}", limit_s)
+        return answer.result()  # of a future that is done
+
+    def on_done(self, instance: InstanceHandle, message: Done) -> None:
+        entry = self._waiting.get(message.number)
+        if entry is not None and entry[0] is instance and not entry[1].done():
+            entry[1].set_result(message)
+
+    def on_lost(self, instance: InstanceHandle, error: PeerUnreachable) -> None:
+        for other, answer in self._waiting.values():
+            if other is instance and not answer.done():
+                fail(answer, error)
+
+    async def drain(self, instance: InstanceHandle, limit_s: float) -> None:
+        check_limit_s(limit_s)
+        command = Command(0, "drain", limit_s=float(limit_s))
+        check_whole("drain", command)
+        instance.leaving = True
+        await self.one(instance, command, limit_s + 1.0)
+
+    # -- all instances ------------------------------------------------------------------------------
+
+    async def all(self, command: Command, limit_s: float) -> None:
+        """Send a command to all instances. Raises the first error, after all have replied."""
+        answers, silent = await self._ask_all(command, limit_s)
+        for instance, done in answers:
+            if command.verb in _TELL:
+                # a pause that another router took back at once is in the next status
+                paused = command.verb == "pause" and not done.error and done.state == "running"
+                instance.was_told("paused" if paused else done.state)
+        failed = [error_of(instance, done) for instance, done in answers if done.error]
+        failed += [error for _, error in silent]
+        if failed:
+            raise failed[0]
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
+        limit_s = self._config.command_s
+        if mode == "wait":
+            # requests end by their own deadlines
+            limit_s += self._config.request_deadline_s
+        pauser = object()
+        self._pausers.add(pauser)
+        try:
+            await self.all(Command(0, "pause", pause=mode), limit_s)
+            self._held = self._held or pauser in self._pausers
+        except asyncio.CancelledError:
+            if self._pausers == {pauser} and not self._held:
+                for instance in self._table.up():
+                    with contextlib.suppress(FdasyncError):
+                        instance.peer.send(Command(self._number(), "resume"))
+            raise
+        finally:
+            self._pausers.discard(pauser)
+
+    async def resume(self) -> None:
+        """Resume all instances."""
+        self._held = False
+        self._pausers.clear()
+        await self.all(Command(0, "resume"), self._config.command_s)
+
+    async def sleep(self, level: Any, mode: Any, tags: Any) -> None:
+        """Have all instances sleep; each of them ends its hand-offs, whose requests start again."""
+        level, mode = checked_sleep(level, mode)
+        named = () if tags is None else checked_tags(tags)
+        if tags is not None and not named:
+            level = 0
+        limit_s = self._config.command_s
+        if mode == "wait":
+            # requests end by their own deadlines
+            limit_s += self._config.request_deadline_s
+        with self.wakes.falling_asleep(level, named):
+            await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
+
+    async def _ask_all(
+        self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
+    ) -> Outcomes:
+        """The replies of the instances, and the errors of those that did not reply.
+
+        Args:
+            instances: None: those that are up. One with other weights than the others does not get their label.
+        """
+        if instances is None:
+            instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
+        outcomes = await asyncio.gather(
+            *[self._ask(instance, command, limit_s) for instance in instances], return_exceptions=True
+        )
+        answers: list[tuple[InstanceHandle, Done]] = []
+        silent: list[tuple[InstanceHandle, FdasyncError]] = []
+        for instance, outcome in zip(instances, outcomes, strict=True):
+            if isinstance(outcome, Done):
+                answers.append((instance, outcome))
+            elif isinstance(outcome, FdasyncError):
+                silent.append((instance, outcome))
+            else:
+                raise outcome
+        return answers, silent
+
+    async def update_weights(self, version: Any, path: str, mode: Any, expected: Any = None) -> None:
+        """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
+        label = next_version(self._table.weight_version) if version is None else checked_version(version)
+        check_update_mode(mode)
+        wanted = checked_fingerprint(expected)
+        weights_id = "" if wanted is None else wanted.weights_id
+        command = Command(0, "update_weights", version=label, path=path, mode=mode, expected=weights_id)
+        check_whole("source", command)
+        await self._change(command)
+
+    # -- tensors of a group -----------------------------------------------------------------------------
+
+    async def update_by_group(self, version: Any, part: GroupTensors, mode: Any, expected: Any = None) -> None:
+        """As `update_weights`, from a group that all instances have joined; a part of the update in parts that is open.
+
+        An instance that has not joined it is dropped; if a broadcast fails it fails for all of them."""
+        wanted = checked_fingerprint(expected)
+        if self._parts is not None:
+            if wanted is not None:
+                raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
+            command = Command(0, "update_part", part=part)
+            check_whole("source", command)
+            label = None if version is None else checked_version(version)
+            await self._parts.ask(command)
+            if label is not None:
+                self._parts.label = label
+            return
+        label = next_version(self._table.weight_version) if version is None else checked_version(version)
+        check_update_mode(mode)
+        weights_id = "" if wanted is None else wanted.weights_id
+        command = Command(0, "update_weights", version=label, part=part, mode=mode, expected=weights_id)
+        check_whole("source", command)
+        await self._change(command)
+
+    async def join(self, group: WeightsGroup) -> None:
+        """Have all instances join a group, with a rank for each of their workers. Raises the first error, and then none
+        of them is in it."""
+        if not isinstance(group, WeightsGroup):
+            raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
+        if self.is_updating:
+            raise self._under_way()
+        asked: list[tuple[InstanceHandle, Command]] = []
+        rank = group.rank
+        for instance in sorted(self._table.up(), key=lambda instance: instance.address):
+            command = Command(0, "join_group", group=msgspec.structs.replace(group, rank=rank))
+            check_whole("group", command)
+            asked.append((instance, command))
+            rank += instance.workers
+        if not asked:
+            raise PeerUnreachable("router", "no instance is there")
+        if rank > group.world_size:
+            problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
+            hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
+            raise BadInput("group.world_size", problem, hint=hint)
+        limit_s = group.timeout_s + self._config.command_s
+        joins = {asyncio.ensure_future(self.one(instance, command, limit_s)): instance for instance, command in asked}
+        leave = Command(0, "leave_group", name=group.name)
+        try:
+            # bounded by `limit_s`
+            ended, others = await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [error for join in ended if (error := join.exception()) is not None]
+            if not errors:
+                return
+            # where one does not come the others wait in vain, and hold their requests up
+            self._say_to([joins[join] for join in others], leave)
+            if others:
+                await asyncio.wait(others)
+        except asyncio.CancelledError:
+            # whoever waits for these ranks must not wait for them any longer
+            self._say_to(joins.values(), leave)
+            for join in joins:
+                join.cancel()
+            raise
+        # one that was busy did not begin, and may be joining a group of that name for another caller
+        left = [instance for join, instance in joins.items() if not isinstance(join.exception(), UpdateUnderWay)]
+        await self._ask_all(leave, self._config.command_s, left)
+        # of several the one that tells more than that another rank did not come
+        raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
+
+    def _say_to(self, instances: Iterable[InstanceHandle], command: Command) -> None:
+        """Send a command for whose reply nobody waits."""
+        for instance in instances:
+            with contextlib.suppress(FdasyncError):
+                instance.peer.send(msgspec.structs.replace(command, number=self._number()))
+
+    def _under_way(self) -> UpdateUnderWay:
+        return UpdateUnderWay(f"of this router, and version {self._table.weight_version} is in use")
+
+    async def leave(self, name: Any) -> None:
+        command = Command(0, "leave_group", name=name)
+        check_whole("name", command)
+        if self.is_updating:
+            raise self._under_way()
+        await self.all(command, self._config.command_s)
+
+    async def begin(self, mode: Any) -> None:
+        """Begin an update in parts at all instances; one that cannot is dropped."""
+        if self.is_updating:
+            raise self._under_way()
+        check_update_mode(mode)
+        command = Command(0, "begin_update", mode=mode)
+        parts = PartUpdate()
+        self._begin(command, self._play_parts(parts, command), parts)
+        # bounded by the limits of what the task waits for
+        await asyncio.wait([parts.begun])
+        parts.begun.result()  # of a future that is done
+
+    async def end(self, version: Any, expected: Any = None) -> None:
+        parts = self._parts
+        if parts is None:
+            raise BadInput("end_weight_update", "no update is open", hint="it begins with begin_weight_update")
+        wanted = checked_fingerprint(expected)
+        label = (
+            checked_version(version) if version is not None else parts.label or next_version(self._table.weight_version)
+        )
+        weights_id = "" if wanted is None else wanted.weights_id
+        await parts.ask(Command(0, "end_update", version=label, expected=weights_id))
+
+    async def abandon(self) -> None:
+        if self._parts is not None:
+            await self._parts.ask(Command(0, "abandon_update"))
+
+    async def _play_parts(self, parts: PartUpdate, begin: Command) -> None:
+        limit_s = self._config.command_s
+        ended: FdasyncError | None = None
+        begun = False
+        try:
+            latest = await self._make_room(restart=True)
+            members = self._success(await self._ask_all(begin, limit_s), drops=True)
+            begun = True
+            parts.begun.set_result(None)
+            while True:
+                command, answer = await parts.next(limit_s)
+                played = False
+                try:
+                    begun = await self._play_part(parts, command, members, latest)
+                    played = True
+                except FdasyncError as error:
+                    fail(answer, error)
+                    raise
+                finally:
+                    if not answer.done() and not played:
+                        # this task is cancelled, or has a defect: its caller waits without a limit
+                        fail(answer, EngineClosed("closed"))
+                if not answer.done():
+                    answer.set_result(None)
+                if not begun:
+                    return
+        except FdasyncError as error:
+            ended = error
+        finally:
+            parts.end(ended)
+        if begun:
+            # what came of it is for each instance to say
+            await self._ask_all(Command(0, "abandon_update"), limit_s)
+
+    async def _play_part(
+        self, parts: PartUpdate, command: Command, members: list[tuple[InstanceHandle, Done]], latest: int
+    ) -> bool:
+        """One call of an update in parts; False: it was the last one. `latest`: see `_make_room`."""
+        limit_s = self._config.command_s
+        if command.verb == "end_update" and parts.parts:
+            order = next_order(latest, command.version)
+            command = msgspec.structs.replace(command, order=order, weights_id=secrets.token_hex(16))
+        present = [instance for instance, _ in members if instance.peer.is_up]
+        took = self._success(await self._ask_all(command, limit_s, present), drops=command.verb != "abandon_update")
+        parts.parts += command.verb == "update_part"
+        if command.verb == "end_update" and parts.parts:
+            self._agree(msgspec.structs.replace(command, verb="update_weights"), took)
+        return command.verb == "update_part"
+
+    def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
+        """The instances that did as they were told. Others are dropped by name, where any did, but those that sleep or
+        have no whole weights. Where none did, raises the first error of one that is awake, if one is."""
+        answers, silent = outcomes
+        for instance, done in answers:
+            instance.was_told(done.state)
+        took = [(instance, done) for instance, done in answers if not done.error]
+        refused = [(instance, error_of(instance, done)) for instance, done in answers if done.error]
+        if not took:
+            errors = [error for _, error in refused + silent]
+            if not errors:
+                raise self._nobody()
+            # what an instance says that was awake is about the weights
+            raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
+        for instance, error in refused + silent if drops else ():
+            if isinstance(error, Asleep) or (isinstance(error, WeightsRejected) and instance.lacks_weights):
+                self.agreement.keep(instance, awaits_memory=isinstance(error, Asleep))
+            elif not isinstance(error, UpdateUnderWay):
+                self.agreement.drop(instance, str(error))
+        return took
+
+    def _nobody(self) -> FdasyncError:
+        """The error of a command that is for instances with the weights of this router, where none has them."""
+        if self._table.up():
+            return UpdateUnderWay("of another router, whose weights this one is about to adopt")
+        return PeerUnreachable("router", "no instance is there")
+
+    async def relabel(self, version: Any) -> None:
+        """Give the weights of all instances another label; cancelling as in `update_weights`."""
+        label = checked_version(version)
+        if self._parts is not None and self._parts.label == label:
+            return
+        await self._change(Command(0, "relabel", version=label))
+
+    async def fingerprint(self) -> str:
+        """Have instances hash their weights, but those that wait for others. Raises WeightsDiffer where they are not
+        the same."""
+        instances = [one for one in self._table.up() if not one.behind]
+        answers, silent = await self._ask_all(Command(0, "fingerprint"), self._config.command_s, instances)
+        failed = [error_of(instance, done) for instance, done in answers if done.error]
+        failed += [error for _, error in silent]
+        if failed:
+            raise failed[0]
+        if not answers:
+            raise self._nobody()
+        first = answers[0][1].held
+        for instance, done in answers:
+            if done.held != first:
+                raise WeightsDiffer(first, done.held, where=instance.peer.name)
+        return first
+
+    async def _change(self, command: Command) -> None:
+        """Make an update, or wait for the same one."""
+        update = self._update
+        if update is None:
+            update = self._begin(command, self._play(command))
+        elif update.command != command:
+            way = f"to version {update.command.version}" if update.command.version else "in parts"
+            raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
+        # bounded by the limits of what it waits for
+        await asyncio.wait([update.task])
+        if update.task.cancelled():
+            raise EngineClosed("closed")
+        update.task.result()  # of a task that is done
+
+    def _begin(self, command: Command, work: Coroutine[Any, Any, None], parts: PartUpdate | None = None) -> Update:
+        task = self._loop.create_task(work, name="fdasync-weights")
+        self._update = update = Update(command, task, parts)
+        self._dispatch.hold()
+        self.agreement.held = True
+        # also ends an update that is cancelled before its first step. Callers that wait for the task go on after this
+        task.add_done_callback(self._ended)
+        return update
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        # the error is for the caller; a cancelled caller may never read it, so mark it as read
+        _ = task.cancelled() or task.exception()
+        if self._parts is not None:
+            # cancelled before its first step
+            self._parts.end(EngineClosed("closed"))
+        self._update = None
+        self._dispatch.release()
+        if not self._closed:
+            self.agreement.held = False
+            self.agreement.judge_all()
+
+    async def _play(self, command: Command) -> None:
+        latest = await self._make_room(restart=command.verb == "update_weights")
+        order = next_order(latest, command.version)
+        weights_id = "" if command.part is None else secrets.token_hex(16)
+        command = msgspec.structs.replace(command, order=order, weights_id=weights_id)
+        took = self._success(await self._ask_all(command, self._config.command_s), drops=True)
+        self._agree(command, took)
+
+    async def _make_room(self, *, restart: bool) -> int:
+        """Claim all instances; returns the order of the latest weights among them. `restart`: hand-overs end, or begin
+        again behind the update."""
+        await self.agreement.quiet(self._config.command_s)
+        latest = await self._claim_all()
+        if restart:
+            await self._let_hand_overs_finish()
+        return latest
+
+    async def _claim_all(self) -> int:
+        """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
+        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none.
+
+        Returns the order of the latest weights or label: this router may not have heard yet of what another one brought
+        a moment ago."""
+        config = self._config
+        command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
+        claimed: list[InstanceHandle] = []
+        latest = self._table.weight_order
+        for instance in sorted(self._table.up(), key=lambda instance: instance.address):
+            try:
+                done = await self.one(instance, command, config.command_s)
+            except UpdateUnderWay:
+                for other in claimed:
+                    with contextlib.suppress(FdasyncError):
+                        other.peer.send(Command(self._number(), "release"))
+                raise
+            except FdasyncError:
+                # the instance is gone, or will not take the update either
+                continue
+            claimed.append(instance)
+            latest = max(latest, done.weight_order)
+        return latest
+
+    async def _let_hand_overs_finish(self) -> None:
+        """Wait for hand-offs. Those of paused instances cannot finish: they begin again at once."""
+        with contextlib.suppress(TimeoutError):
+            async with Within(self._config.handoff_s):
+                while any(  # noqa: ASYNC110 - no event announces the end
+                    request.first is None or not request.first.is_paused
+                    for request in self._dispatch.being_handed_over()
+                ):
+                    await asyncio.sleep(_LOOK_S)
+        for request in self._dispatch.being_handed_over():
+            # one that a caller has read from does not begin again: the update ends it, as it ends those that run
+            if not request.delivered:
+                self._dispatch.restart(request)
+
+    def _agree(self, command: Command, took: list[tuple[InstanceHandle, Done]]) -> None:
+        """Adopt the namespace that most instances have; drop the instances with another one."""
+        (namespace, _), *_ = Counter([done.namespace for _, done in took]).most_common(1)
+        is_delta = any(done.is_delta for _, done in took if done.namespace == namespace)
+        self.agreement.agreed(command, namespace, is_delta=is_delta and bool(command.path))
+        for instance, done in took:
+            if done.namespace == namespace:
+                instance.has(namespace, done.weight_version, done.weight_order)
+            else:
+                self.agreement.drop(instance, "its weights are not those of the others after the update")
+
+    def _forget(self, instance: InstanceHandle) -> None:
+        if self._table.instances.get(instance.peer) is instance and not self._closed:
+            self._remove(instance.address)
+
+    async def aclose(self) -> None:
+        """Stop an update; instances finish the commands that they have."""
+        self._closed = True
+        if self._update is not None:
+            self._update.task.cancel()
+            await wait_within([self._update.task], 1.0)
+        await self.wakes.aclose()
+        await self.agreement.aclose()
+        for _, answer in self._waiting.values():
+            # nobody reads replies any more
+            if not answer.done():
+                fail(answer, EngineClosed("closed"))

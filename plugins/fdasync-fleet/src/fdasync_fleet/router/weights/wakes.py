@@ -1,0 +1,194 @@
+"""Wakes a router's instances, also those that are out of reach when the router is told to, as soon as they are reached.
+
+The router remembers which parts of memory its callers want awake. An instance that did not get a wake, or failed to
+wake, owes it (`InstanceHandle.owes_wake`) and gets no requests. It is woken when there is a link to it, again and again
+until it is awake; where a call of `wake` had its reply, the caller has the error, and wakes it again. Instances that
+another router has put to sleep are left alone, unless they missed a wake of this one.
+
+Knows no requests. An instance that has woken is brought to the weights that it lacks (`agreement.py`). Called by
+`router/router.py` and `router/control.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, get_args
+
+from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
+from fdasync.ipc.deadlines import wait_within
+from fdasync.request import MemoryPart, WakeTag, checked_tags
+from fdasync_fleet.messages import Command, Done
+from fdasync_fleet.router.instances import farthest
+from fdasync_fleet.router.weights.replies import error_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from fdasync.request import Doing
+    from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
+    from fdasync_fleet.router.weights.agreement import WeightAgreement
+
+_PARTS: frozenset[WakeTag] = frozenset(get_args(MemoryPart))
+_ALL: frozenset[WakeTag] = frozenset(get_args(WakeTag))
+#: why an instance gets no requests that did not wake with the others
+OWES_WAKE = "it did not wake when this router's instances were woken, and gets no requests until it has"
+# errors of a wake whose memory came back, and whose dropped weights did not
+_NOT_LOADED = ("WeightsRejected", "WeightsBroken")
+# between two tries to wake one that is there
+_FIRST_AGAIN_S, _LAST_AGAIN_S = 0.5, 8.0
+
+
+class Wakes:
+    """See the module.
+
+    Args:
+        tell: sends a command to an instance and returns its reply, within so many seconds. Raises PeerUnreachable,
+            PeerBusy, DeadlineExceeded.
+        fail: called with an error that is a defect.
+        limit_s: how long an instance may take to wake.
+    """
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        agreement: WeightAgreement,
+        tell: Callable[[InstanceHandle, Command, float], Awaitable[Done]],
+        fail: Callable[[Exception], None],
+        limit_s: float,
+    ) -> None:
+        self._table = table
+        self._agreement = agreement
+        self._tell = tell
+        self._fail = fail
+        self._limit_s = limit_s
+        # what a caller of this router has woken since it was put to sleep last
+        self._woken: frozenset[WakeTag] = frozenset()
+        self._tasks: dict[InstanceHandle, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @contextmanager
+    def falling_asleep(self, level: int, tags: Sequence[WakeTag]) -> Iterator[None]:
+        """While all instances are told to sleep. `tags`: the parts that are meant; (): all."""
+        before = self._woken
+        # what sleeps at level 0 would go on with any part that is woken
+        self._woken = before - (frozenset(tags) or _PARTS) - {"scheduling"} if level else frozenset()
+        try:
+            yield
+        except FdasyncError:
+            if not any(one.doing in ("asleep", "waking") for one in self._table.up()):
+                # all have refused
+                self._woken = before
+            raise
+
+    async def wake(self, tags: Any) -> Doing:
+        """Wake all instances, or parts of their memory; returns what the one does then that is farthest from running.
+        Raises the first error, after all have replied. Cancelling stops the waiting."""
+        named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
+        self._woken |= frozenset(named) or _ALL
+        for instance in self._table.instances.values():
+            instance.owes_wake = instance.owes_wake or not instance.peer.is_up
+        asked = self._table.up()
+        commands = [self._missed() if one.owes_wake else Command(0, "wake", tags=named) for one in asked]
+        # each reply as it comes: one that is late would tell of a time before the instance was brought its weights
+        results = await asyncio.gather(
+            *[self._wake_one(one, command) for one, command in zip(asked, commands, strict=True)],
+            return_exceptions=True,
+        )
+        failed = []
+        for instance, result in zip(asked, results, strict=True):
+            if isinstance(result, FdasyncError):
+                failed.append((instance, result))
+            elif result is not None:
+                raise result
+        for instance in asked:
+            await self._agreement.quiet(self._limit_s, instance)
+        # dropped weights that could not be loaded again do not count where this router has brought others
+        errors = [
+            error
+            for instance, error in failed
+            if not (isinstance(error, (WeightsRejected, WeightsBroken)) and instance.doing in ("running", "paused"))
+        ]
+        if errors:
+            raise errors[0]
+        return farthest([instance.doing for instance in asked])
+
+    async def _wake_one(self, instance: InstanceHandle, command: Command) -> FdasyncError | None:
+        try:
+            outcome: Done | FdasyncError = await self._tell(instance, command, self._limit_s)
+        except FdasyncError as error:
+            outcome = error
+        return self._took(instance, outcome)
+
+    def _missed(self) -> Command:
+        """A wake of all that is to be awake."""
+        return Command(0, "wake", tags=() if self._woken >= _PARTS else tuple(sorted(self._woken)))
+
+    def _took(self, instance: InstanceHandle, outcome: Done | FdasyncError) -> FdasyncError | None:
+        """What came of a wake. Returns the error of one that failed."""
+        if not isinstance(outcome, Done):
+            instance.owes_wake = True
+            self._again(instance)
+            return outcome
+        slept = instance.owes_wake or instance.doing in ("asleep", "waking")
+        instance.was_told(outcome.state)
+        instance.owes_wake = bool(outcome.error) and outcome.state in ("asleep", "waking")
+        if outcome.error == "UpdateUnderWay" and slept:
+            # the instance refused before it tried to wake
+            instance.owes_wake = True
+            self._again(instance)
+        lacks_all = outcome.state == "waits_for_weights" or outcome.error in _NOT_LOADED
+        self._agreement.woke(instance, lacks_all=lacks_all)
+        return error_of(instance, outcome) if outcome.error else None
+
+    # -- instances that owe a wake --------------------------------------------------------------------
+
+    def joined(self, instance: InstanceHandle) -> None:
+        """This router begins to use it: it has missed what the others were told."""
+        instance.owes_wake = bool(self._woken)
+        self.on_up(instance)
+
+    def on_up(self, instance: InstanceHandle) -> None:
+        """There is a link to it."""
+        if instance.owes_wake and instance.peer.is_up:
+            self._again(instance)
+
+    def on_status(self, instance: InstanceHandle) -> None:
+        """It has told its status."""
+        if instance.is_awake:
+            instance.owes_wake = False
+            self._agreement.woke(instance, lacks_all=instance.said == "waits_for_weights")
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await wait_within(list(self._tasks.values()), 1.0)
+
+    def _again(self, instance: InstanceHandle) -> None:
+        if instance in self._tasks or self._closed:
+            return
+        task = asyncio.get_running_loop().create_task(self._wake_late(instance), name="fdasync-wake")
+        self._tasks[instance] = task
+
+        def ended(_: object) -> None:
+            del self._tasks[instance]
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Exception):
+                self._fail(error)
+            elif instance.peer.is_up and self._woken:
+                # it came to owe one in the very turn in which this one ended
+                self.on_up(instance)
+
+        task.add_done_callback(ended)
+
+    async def _wake_late(self, instance: InstanceHandle) -> None:
+        """Wake it until it is awake, is lost again, or is to sleep on. Its link's end, and its next status, end the
+        loop."""
+        pause_s = _FIRST_AGAIN_S
+        while instance.owes_wake and instance.peer.is_up and self._woken:
+            await self._wake_one(instance, self._missed())
+            if instance.owes_wake:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_AGAIN_S)

@@ -1,0 +1,1 @@
+"""The network, the transports and the processes of fleets in virtual time."""

@@ -1,0 +1,44 @@
+"""What the table of `fdasync up` says of an instance."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from fdasync_fleet.cli.local.restarts import RestartRules, Restarts
+from fdasync_fleet.cli.up_table import Rates, fleet_table
+from fdasync_fleet.messages import Status
+from fdasync_fleet.router.stats import InstanceStats, RouterStats
+from rich.console import Console
+
+
+class FakeChild:
+    name, role, state, address = "m0", "mixed", "ready", "ipc:///run/m0"
+
+
+def shown(**values: Any) -> str:
+    """The table with one instance, as a terminal gets it."""
+    fields: dict[str, Any] = {
+        "name": "m0", "address": "ipc:///run/m0", "says": "ipc:///run/m0", "role": "mixed", "is_up": True,
+        "problem": "", "state": "running", "status": Status("running", 0, 0, 0, 0, 50, 100), "status_at": 0.0,
+        "status_age_s": 0.1, "live": 0, "known_blocks": 0, "weight_version": "0", **values,
+    }  # fmt: skip
+    stats = RouterStats(instances=(InstanceStats(**fields),), live=0, dropped=())
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
+    child: Any = FakeChild()
+    console.print(fleet_table([child], stats, Rates(), {"m0": Restarts(RestartRules())}, 0.0))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return next(line for line in text.splitlines() if re.search(r"m0 +\S* *│", line) and "mixed" in line)
+
+
+@pytest.mark.parametrize(("values", "state", "color"), [
+    ({}, "running", 32),
+    # it is there, and gets no requests
+    ({"problem": "it has other weights than the others"}, "behind", 35),
+    ({"problem": "it has other weights than the others", "state": "paused"}, "paused", 33),
+    ({"problem": "silent for 3 s", "state": "away", "is_up": False}, "away", 31),
+])  # fmt: skip
+def test_a_state_and_its_color(values: dict[str, Any], state: str, color: int) -> None:
+    assert f"\x1b[{color}m{state}\x1b[0m" in shown(**values)
