@@ -1,9 +1,8 @@
 """The face that an engine and a router share: code that takes a `Generator` runs on either.
 
 `Generator` declares methods only. `DeltaStream` and `Generation` are how a request is read on both: `engine/stream.py`
-and `pd/router/stream.py` add where deltas and results come from. `ModelFacts` and `Load` are what both tell of
-themselves. Knows neither `Engine` nor `Router`; both name
-`Generator` as a base, so mypy holds them to it.
+and `fdasync_fleet/router/stream.py` add where deltas and results come from. `ModelFacts` and `Load` are what both tell
+of themselves. Knows neither `Engine` nor `Router`; both name `Generator` as a base, so mypy holds them to it.
 """
 
 from __future__ import annotations

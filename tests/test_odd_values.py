@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fdasync_fleet.router.validation import check_request_id, folder_of, submit_of
 
-from fdasync import BadInput, FdasyncError, Grammar, Router, SamplingParams, WeightsGroup
+from fdasync import BadInput, FdasyncError, Grammar, SamplingParams, WeightsGroup
 from fdasync.engine.config import EngineConfig
-from fdasync.request import ask_of, checked_aux, checked_version
-from fdasync.testing import LetterTokenizer, run_sim, synthetic_config, synthetic_engine
+from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
 from tests.engine.updates import weights
-from tests.support.router_scene import scene
 
 LONE = json.loads('"a\\ud800"')
 ODD: list[Any] = [
@@ -90,19 +87,6 @@ def test_configurations(odd):
 _OPTIONS = ("request_id", "priority", "deadline_s", "routing", "aux", "start", "cache_salt", "trace")
 
 
-@odd_ones
-def test_requests_of_a_router(odd):
-    for option in _OPTIONS:
-        with Typed():
-            submit_of(ask_of([1, 2], SamplingParams(), {option: odd}, streams=False), 10.0)
-    for prompt in (odd, [odd], [1, odd]):
-        with Typed():
-            submit_of(ask_of(prompt, SamplingParams(), {}, streams=False), 10.0)
-    for check in (check_request_id, folder_of, checked_version, checked_aux):
-        with Typed():
-            check(odd)
-
-
 @pytest.mark.ci(after=14)
 @odd_ones
 async def test_calls_of_an_engine(odd):
@@ -150,36 +134,3 @@ async def test_calls_of_an_engine(odd):
         # whatever was refused, it goes on
         await engine.update_weights(None, weights(1))
         assert (await engine.complete([1, 2], params)).finish_reason in ("length", "stop")
-
-
-@odd_ones
-def test_calls_of_a_router(odd):
-    async def play() -> None:
-        async with scene("m0", command_s=1.0, connect_s=1.0) as made:
-            router = made.router
-            calls = [
-                lambda: router.update_weights(odd, "/w"),
-                lambda: router.update_weights(1, odd),
-                lambda: router.update_weights(1, "/w", odd),
-                lambda: router.update_weights(1, "/w", expected=odd),
-                lambda: router.begin_weight_update(odd),
-                lambda: router.set_weight_version(odd),
-                lambda: router.join_weights_group(odd),
-                lambda: router.leave_weights_group(odd),
-                lambda: router.pause(odd),
-                lambda: router.sleep(odd),
-                lambda: router.sleep(1, odd),
-                lambda: router.wake(odd),
-                lambda: router.add(odd),
-                lambda: router.drain(odd),
-                lambda: router.drain(made.m0.address, odd),
-            ]
-            for call in calls:
-                with Typed():
-                    await call()
-                await router.abandon_weight_update()
-            for call in (router.abort, router.abort_all, router.remove, lambda odd: Router([odd])):
-                with Typed():
-                    call(odd)
-
-    run_sim(play())

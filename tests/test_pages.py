@@ -202,6 +202,12 @@ def test_the_tour_names_every_room() -> None:
             assert f"`{room}/`" in TOUR.read_text(), f"{room} is not in ARCHITECTURE.md"
 
 
+def source_of(path: str) -> Path:
+    """A file that the tour names, of the core or of a plugin."""
+    (found,) = [one for one in (ROOT / "fdasync" / path, *ROOT.glob(f"plugins/*/src/{path}")) if one.exists()]
+    return found
+
+
 def test_the_functions_that_the_tour_names_are_in_the_files_it_names() -> None:
     """ "Where do I change ...?" is of use only while it is right."""
     (section,) = re.findall(r"^## Where do I change \.\.\.\?\n(.*?)^## ", TOUR.read_text(), re.DOTALL | re.MULTILINE)
@@ -210,7 +216,7 @@ def test_the_functions_that_the_tour_names_are_in_the_files_it_names() -> None:
     entries = dict(re.findall(r"^\*\*([^*]+?)\.?\*\*(.*?)(?=^\*\*|\Z)", section, re.DOTALL | re.MULTILINE))
     assert list(entries) == list(wanted)
     for entry, text in entries.items():
-        sources = [ROOT / "fdasync" / path for path in re.findall(r"`([\w/]+\.py)`", text)]
+        sources = [source_of(path) for path in re.findall(r"`([\w/]+\.py)`", text)]
         functions = re.findall(r"`(?:\w+\.)?(\w+)\(\)`", text)
         code = "\n".join(path.read_text() for path in sources)
         for function in functions:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from fdasync_fleet.transfer.base import Transport
-from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
 
 from fdasync.errors import PluginError
-from fdasync.registry.registry import RUNNERS, TOKENIZERS, TRANSPORTS, Registry
+from fdasync.registry.registry import RUNNERS, TOKENIZERS, Registry
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
 
@@ -126,18 +124,6 @@ def test_a_tokenizer_must_be_callable(context):
     with pytest.raises(PluginError, match="cannot be called") as caught:
         Registry().load_function(TOKENIZERS, "plugtok")
     assert caught.value.distribution == "fdasync-plug"
-
-
-def test_a_transport_is_made_without_arguments_and_configuration(context):
-    context("fdasync-plug", TRANSPORTS, greedy="plugmod:Greedy", configured="plugmod:Configured", other="plugmod:Good")
-    assert isinstance(make_transport(TransportSpec("shm")), Transport)
-    for name, problem in (
-        ("greedy", "cannot be made without arguments"),
-        ("configured", "has no config_type"),
-        ("other", "is not a Transport class"),
-    ):
-        with pytest.raises(PluginError, match=problem):
-            make_transport(TransportSpec(name))
 
 
 def test_one_name_in_two_distributions_is_refused_and_both_are_named(context):

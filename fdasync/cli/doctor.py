@@ -35,7 +35,7 @@ _PACKAGES = (
     ("transformers", "the transformers runner", False),
     ("tokenizers", "text in and out", False),
     ("triton", "kernels of the transformers runner on GPUs", False),
-    ("pyzmq", "links between instances", True),
+    ("pyzmq", "links between instances", False),
     ("hypothesis", "conformance suites in fdasync.testing", False),
     ("blockbuster", "the no-blocking fixture in fdasync.testing", False),
 )

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class Attendant(Protocol):
-    """What joins an engine to other instances (`pd/instance/instance.py`); an engine is given it when it is made.
+    """What joins an engine to other instances (`fdasync_fleet/instance/instance.py`); an engine is given it when
+    it is made.
 
     Attributes:
         shows_blocks: other instances of this machine shall copy blocks from the devices.

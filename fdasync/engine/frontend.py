@@ -2,7 +2,7 @@
 
 A bounded number of samples is live. A request that finds no place waits, in the policy's order, within its own
 deadline; an abort, the engine's end or its failure end that wait too. Knows no schedule and no text. Called by
-`engine/engine.py`, `engine/stream.py` and, for requests of other instances, `pd/instance`.
+`engine/engine.py`, `engine/stream.py` and, for requests of other instances, `fdasync_fleet/instance`.
 """
 
 from __future__ import annotations

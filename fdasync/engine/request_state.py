@@ -3,7 +3,7 @@
 The frontend makes a request's state, the output stage fills its samples (tokens, log-probs, text with stop strings,
 rows), a stream or an instance reads deltas and the result. Text is final once given out: an incomplete character, and
 text that could begin a stop string, are held back. Knows no blocks and no scheduling. Called by `frontend.py`,
-`output.py`, `stream.py` and `pd/instance`.
+`output.py`, `stream.py` and `fdasync_fleet/instance`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ of each as it has to take from different processes. So the two instances may hav
 **Whole and checked.** A copy ends with a checksum that is computed over the copied bytes where they are. The checksums
 of all processes add up to that of the block (`ipc/block_sums.py`), which the sender tells in a message.
 
-Knows no requests, leases and messages. `Runner.peer_blocks` returns one; `pd/transfer/device_blocks.py` calls it.
+Knows no requests, leases and messages. `Runner.peer_blocks` returns one; `fdasync_fleet/transfer/device_blocks.py`
+calls it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A plugin that is named but missing or broken raises `PluginError` with its distribution; none is logged and skipped.
 The module knows no kind of plugin: callers name the class that a plugin must extend. The modules that make runners
 (`runner/plugins.py`), drafters (`drafting/plugins.py`), stores (`cache/store/plugins.py`), transports
-(`pd/transfer/plugins.py`) and tokenizers call it, and the command line, which lists all plugins.
+(`fdasync_fleet/transfer/plugins.py`) and tokenizers call it, and the command line, which lists all plugins.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fdasync import Engine, Instance, PauseMode, Router, SamplingParams
+from fdasync import Engine, PauseMode, SamplingParams
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.scheduler.replay import replay
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
@@ -108,28 +108,3 @@ def test_new_weights_make_their_own_tokens_whatever_is_drafted(kind):
         check_end(engine, kind)
 
     play(work)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_hand_over_goes_on_with_drafts(kind, tmp_path):
-    """The decode side drafts from the first token of its own on; the prefill side has nothing to draft."""
-    prefill = config(role="prefill", host_blocks=32)
-    decode = config(role="decode", host_blocks=32)
-    names = [f"ipc://{tmp_path}/{name}" for name in ("decode", "prefill")]
-    async with (
-        Instance(decode, listen=names[0], drafter=drafter(kind, decode)) as there,
-        Instance(prefill, listen=names[1], peers=names[:1], drafter=drafter(kind, prefill)) as here,
-        Router(names) as router,
-    ):
-        result = await router.complete(PROMPT, PARAMS)
-        assert [sample.finish_reason for sample in result.samples] == ["length", "length"]
-        for sample in result.samples:
-            check_sample(sample, PROMPT, PARAMS, oracle_of(decode))
-            assert sample.drafts.steps <= 39
-        drafted = sum(sample.drafts.drafted for sample in result.samples)
-        assert drafted == there.engine.stats().scheduler.drafted_tokens
-        assert there.engine.stats().scheduler.drafted_tokens
-        assert here.engine.stats().scheduler.drafted_tokens == 0
-        there.engine.check()
-        here.engine.check()

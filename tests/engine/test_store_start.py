@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from random import Random
 
 import pytest
-from fdasync_fleet.router.router import Router
-from fdasync_fleet.testing.sim.network import SimNetwork
-from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
-from fdasync import Engine, Instance, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.base import finish
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.cache.store.wrappers import Wrapper
@@ -199,33 +195,6 @@ def test_closing_ends_an_opening_and_names_one_that_cannot_be_ended():
         assert now() - begun == pytest.approx(2.0, abs=0.01)
         store.stuck.set_result(None)
         await asyncio.sleep(1.0)
-
-    play(work)
-
-
-def test_prefill_and_decode_instances_start_without_their_stores():
-    async def work():
-        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
-        stores = [Opens("hang"), Opens(GONE)]
-        instances = [
-            Instance(
-                store_config(role=role), listen=f"ipc://m{number}", wire=network.wire(f"m{number}"), store=store,
-                transports=[SimTransport(fabric)],
-            )
-            for number, (role, store) in enumerate(zip(("prefill", "decode"), stores, strict=True))
-        ]  # fmt: skip
-        p, d = instances
-        async with p, d:
-            assert now() < 3.0
-            async with Router([p.address, d.address], wire=network.wire("router"), seed=1) as router:
-                result = await router.complete(prompt(1), PARAMS)
-                check_sample(result.samples[0], prompt(1), PARAMS, oracle_of(p.engine.config))
-                written = p.engine.stats().scheduler.written_blocks
-                assert written == 0
-                await asyncio.sleep(15.0)
-                await router.complete(prompt(2), PARAMS)
-                await until(lambda: p.engine.stats().scheduler.written_blocks > 0, every_s=0.01)
-        assert [len(store.opened_at) for store in stores] == [2, 2]
 
     play(work)
 

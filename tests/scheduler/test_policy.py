@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from fdasync_fleet.router.request import RoutedRequest
-from fdasync_fleet.router.router import Router
-from fdasync_fleet.testing.sim.network import SimNetwork
-from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync import Engine, Instance, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.engine.config import EngineConfig, make_policy, resolve
 from fdasync.errors import ConfigError, InvariantBroken, PluginError
 from fdasync.events.actions import AnswerLease, AskLease
-from fdasync.events.catalog import LeaseAsked
-from fdasync.events.trace import TraceHeader, TraceRing, Turn
+from fdasync.events.trace import TraceHeader, TraceRing
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.scheduler import Candidate, Scheduler
 from fdasync.scheduler.replay import replay
@@ -33,7 +27,7 @@ from fdasync.scheduler.state.policy import (
     ShortestPromptConfig,
     own_policy,
 )
-from fdasync.testing import PolicyTests, run_sim, synthetic_config
+from fdasync.testing import PolicyTests, synthetic_config
 from tests.scheduler.table import Table
 from tests.support.helpers import case_settings, make_capacity
 from tests.support.pd_table import PdTable, of
@@ -355,49 +349,3 @@ async def test_an_engine_serves_short_prompts_first_at_its_frontend_and_in_its_q
         # b came in with a, and was passed neither by c, which waited at the frontend, nor by d
         assert ended == ["a", "b", "d", "c"]
         assert replay(engine.trace().encode()) > 0
-
-
-def test_what_a_request_waited_at_router_and_prefill_instance_is_known_at_its_decode_instance(monkeypatch):
-    """One request at a time at P: the others wait at its frontend. D knows of all when their callers asked."""
-    init = RoutedRequest.__init__
-
-    def asked_before(self, *given):
-        init(self, *given)
-        # as if the router had held it for so long
-        self.started_at -= 5.0
-
-    monkeypatch.setattr(RoutedRequest, "__init__", asked_before)
-
-    async def main():
-        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
-        prefill, decode = (
-            Instance(
-                synthetic_config(
-                    {"step_s": step_s}, role=role, host_blocks=16, max_running=1, max_requests=lanes,
-                    trace_turns=1 << 20,
-                ),
-                listen=f"ipc://{role}",
-                wire=network.wire(role),
-                transports=[SimTransport(fabric)],
-            )
-            for role, step_s, lanes in (("prefill", 0.3, 1), ("decode", 0.001, 9))
-        )  # fmt: skip
-        router = Router([prefill.address, decode.address], wire=network.wire("router"), seed=1)
-        async with prefill, decode, router:
-            called = []
-
-            async def ask(number):
-                await asyncio.sleep(0.05 * number)
-                called.append(asyncio.get_running_loop().time() - 5.0)
-                await router.complete([number, 2, 3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))
-
-            await asyncio.gather(*map(ask, range(3)))
-            lines = decode.engine.trace().encode().splitlines()[1:]
-            events = [event for line in lines for event in msgspec.json.decode(line, type=Turn).events]
-            asked = [event for event in events if isinstance(event, LeaseAsked)]
-            arrived = [event.requests[0].arrived_at for event in asked]
-            assert arrived == pytest.approx(called, abs=0.01)
-            # the last one stood in line for most of the steps of the others
-            assert asked[2].at - arrived[2] > 5.4
-
-    run_sim(main())

@@ -1,4 +1,4 @@
-"""An instance context of fakes that record messages, for tests of the services in `fdasync/pd`, in virtual time."""
+"""An instance context of fakes that record messages, for tests of the services of instances, in virtual time."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import asyncio
 from random import Random
 
 import pytest
-from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults
 
 from fdasync.errors import RunnerError, WorkerDied
 from fdasync.runner.base import RunnerLimits
@@ -73,19 +72,6 @@ def test_a_test_whose_fault_never_struck_fails_at_its_end():
 def test_a_test_that_fails_for_another_reason_is_told_that_reason():
     with pytest.raises(ZeroDivisionError), all_strike() as watch:
         _ = len(watch(_edge()).launched) / 0
-
-
-def test_faults_of_transports_are_counted_too():
-    fabric = SimFabric(Random(1), SimFaults(corrupt=1.0, stall=1e-9))
-    with pytest.raises(AssertionError, match=r"never struck: corrupt, stall \(struck: corrupt 0, fail 0, stall 0\)"):
-        fabric.assert_struck()
-    assert fabric.strikes("corrupt")
-    fabric.assert_struck("corrupt")
-    with pytest.raises(AssertionError, match="never struck: stall"):
-        fabric.assert_struck()
-    fabric.faults = SimFaults()
-    with pytest.raises(AssertionError, match="no fault of transports was planned"):
-        fabric.assert_struck()
 
 
 def test_what_died_by_hand_was_struck_by_no_fault():

@@ -6,7 +6,6 @@ installed package.
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -16,37 +15,18 @@ from fdasync.cache.store.base import DONE, Outcome
 from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing.harness.verdicts import check, equal, in_words
 from tests.runner import test_synthetic as runners
+from tests.support.suite_messages import message_of, silent_assertions
 from tests.testing import test_store_suite as stores
-from tests.testing import test_transport_suite as transports
 
 pytestmark = pytest.mark.ci
 
 FOLDER = Path(fdasync.testing.__file__).parent
-SUITES = sorted(path for room in ("stores", "runners", "transports") for path in (FOLDER / room).glob("*.py"))
-
-
-def tells(message: ast.expr | None) -> bool:
-    """It has a value in it that is not known before the test runs."""
-    return message is not None and any(isinstance(node, ast.FormattedValue) for node in ast.walk(message))
+SUITES = sorted(path for room in ("stores", "runners") for path in (FOLDER / room).glob("*.py"))
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_assertion_of_a_suite_says_what_happened(path):
-    silent = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assert) and not tells(node.msg):
-            silent.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            name = node.exc.func
-            if isinstance(name, ast.Name) and name.id == "AssertionError" and not tells(node.exc.args[0]):
-                silent.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-    assert not silent, "\n".join(silent)
-
-
-def message_of(suite, test):
-    with pytest.raises(AssertionError) as caught:
-        getattr(suite, test)()
-    return str(caught.value)
+    assert not (silent := silent_assertions(path)), "\n".join(silent)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +51,6 @@ def message_of(suite, test):
 def test_a_broken_store_is_told_what_it_did(store, test, said):
     suite = stores.SuiteInVirtualTime()
     suite.store = getattr(stores, store)
-    assert said in message_of(suite, test)
-
-
-@pytest.mark.parametrize(
-    ("transport", "test", "said"),
-    [
-        ("Believes", "test_one_wrong_bit_is_damage", "it returned [done, done, "),
-        ("WritesBeside", "test_what_is_sent_arrives_and_nothing_else_is_written", "it is 0xa4 instead of 0xa5"),
-        ("Lazy", "test_pages_that_were_never_written_are_zeros", "it returned 300000 bytes eeee"),
-        ("OneAtATime", "test_a_silent_sender_costs_the_others_nothing", "did not answer in time; transient)"),
-        ("Raises", "test_what_is_malformed_fails_and_harms_no_other", "receive raised ValueError("),
-        ("ForgetsForEver", "test_forget_ends_receives_and_is_not_for_ever", "it returned [failed (gone; transient)]"),
-    ],
-)  # fmt: skip
-def test_a_broken_transport_is_told_what_it_did(transport, test, said):
-    suite = transports.Suite()
-    suite.broken = getattr(transports, transport)
     assert said in message_of(suite, test)
 
 

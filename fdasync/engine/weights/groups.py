@@ -2,7 +2,7 @@
 
 A join first waits until somebody answers where the trainer's store is said to be; steps go on meanwhile. Then it pauses
 until the ranks have met. Whoever wants it no more ends it: its caller by going away, others by leaving the group. Knows
-no tensors. Called by `engine/engine.py` and `pd/instance/instance.py`.
+no tensors. Called by `engine/engine.py` and `fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An update whose next part or end does not come within the limit of an update ends by itself. An update that ends before
 it is whole leaves the weights broken. Knows no blocks and no schedule. Called by `engine/engine.py`,
-`pd/instance/instance.py` and `weights.py`.
+`fdasync_fleet/instance/instance.py` and `weights.py`.
 """
 
 from __future__ import annotations

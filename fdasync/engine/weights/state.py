@@ -1,7 +1,7 @@
 """What the parts of this room know together: the weights in use, their labels, and what keeps the engine from going on.
 
 Holds facts and decides nothing. Written by the other modules of this room; read by `engine/engine.py` and
-`pd/instance/instance.py`.
+`fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One engine's weights: joins what pauses, updates and groups have in common, and takes the calls that change weights.
 
 An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Made by
-`engine/engine.py`; called by it and by `pd/instance/instance.py`.
+`engine/engine.py`; called by it and by `fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ cache. A lease that finds no room waits in line. Until it has aged, later leases
 it, and it passes no lease or sample that has aged: so none starves.
 
 This module knows no bytes, no links and no clock but the time of events. Called by `core.py`; `receiver.py` enters the
-blocks that arrive, `pd/instance/decode_service.py` talks to the prefill instance. The other side is `prefill.py`.
+blocks that arrive, `fdasync_fleet/instance/decode_service.py` talks to the prefill instance. The other side is
+`prefill.py`.
 """
 
 from __future__ import annotations

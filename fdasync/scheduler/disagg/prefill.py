@@ -9,8 +9,8 @@ answer at the same time may each grant as much. If a lease is lost before any ha
 the computed blocks are sent there.
 
 This module knows no bytes, no links and no clock but the time of events. Called by `core.py` and `step_planner.py`;
-`disagg/sender.py` sends the blocks, `pd/instance/prefill_service.py` carries the questions. The other side is
-`decode.py`.
+`disagg/sender.py` sends the blocks, `fdasync_fleet/instance/prefill_service.py` carries the questions. The other side
+is `decode.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What an engine shows of itself to people: gauges, counters, latencies, its last minutes, the experts chosen.
 
-Pure data, which crosses links as it is (`pd/messages.py`), so bounds stand in the types. An engine makes a `Sight` of
-itself; `Generator.watch` gives one for each engine behind a generator. Read by `fdasync top`, by the page of the HTTP
-front and by its metrics.
+Pure data, which crosses links as it is (`fdasync_fleet/messages.py`), so bounds stand in the types. An engine makes a
+`Sight` of itself; `Generator.watch` gives one for each engine behind a generator. Read by `fdasync top`, by the page of
+the HTTP front and by its metrics.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fdasync_fleet.cli import top_sources
 from fdasync_fleet.cli.top_sources import FrontSource
 
-from fdasync_fleet.cli import top_sources
 from fdasync.errors import FdasyncError, PeerUnreachable
 
 

@@ -1,6 +1,6 @@
 """The `fdasync keys` commands: make the keys of a fleet, and replace them while it runs.
 
-Parses and prints; the work is in `pd/link/keys.py`, imported when a command runs. Called by `main.py`.
+Parses and prints; the work is in `fdasync_fleet/link/keys.py`, imported when a command runs. Called by `main.py`.
 """
 
 from __future__ import annotations

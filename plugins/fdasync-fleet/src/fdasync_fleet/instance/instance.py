@@ -468,7 +468,7 @@ class Instance:
             else:
                 await asyncio.sleep(0)
 
-    # -- what links call (pd/link/callbacks.py) --------------------------------------------------------
+    # -- what links call (fdasync_fleet/link/callbacks.py) --------------------------------------------------------
 
     def hello(self) -> Hello:
         engine, capacity = self.engine, self.engine.capacity

@@ -371,7 +371,7 @@ class Router(Generator):
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
         return msgspec.structs.replace(asked, params=params)
 
-    # -- what links call (pd/link/callbacks.py) -------------------------------------------------------
+    # -- what links call (fdasync_fleet/link/callbacks.py) -------------------------------------------------------
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
         instance = self.table.instances.get(peer)

@@ -7,7 +7,7 @@ can still be read, since the mapping keeps its memory (`ipc/peer_pool.py`); what
 its checksum says.
 
 A copy that is launched cannot be stopped, so a receive that was cancelled, or whose deadline has passed, ends when the
-copy in hand has: some milliseconds. Knows no messages. Made by `pd/instance`, which calls it through `transports.py`.
+copy in hand has: some milliseconds. Knows no messages. Made by instances, which call it through `transports.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the transport `device` asks of an instance's devices: parts of regions, as whole blocks of its pools.
 
-Knows no peers and no messages. Made by `pd/instance`; `device.py` calls it.
+Knows no peers and no messages. Made by `fdasync_fleet/instance`; `device.py` calls it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TcpTransport(Endpoint):
         token: token of its source, 16 random bytes; None: drawn.
         stuck_s: a connection that owes bytes and does not move for so long is dropped.
         idle_s: a connection without receives for so long is closed.
-        keyed: links are authenticated and encrypted (`pd/link/keys.py`), so senders may be on other machines.
+        keyed: links are authenticated and encrypted (`link/keys.py`), so senders may be on other machines.
         said_host: what receivers dial in place of `host`, in numbers; "": `host`, which is not that of all interfaces
             then.
         port: port to listen on; 0: any.

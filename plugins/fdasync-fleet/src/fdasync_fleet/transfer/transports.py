@@ -5,7 +5,7 @@ engine (`mooncake`) goes before a socket (`tcp`). If mapping fails for good (ano
 user's process, another container), that sender is read over the socket from then on. Parts of devices go by `device`
 alone: a sender offers them to a receiver that said that it reads them (`reads_device`), and else offers host blocks.
 The rows of such a block are parts of shared memory, and go by one of the others. Knows no messages and no blocks.
-Called by the services of `pd/instance`.
+Called by the services of `fdasync_fleet/instance`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A copy or a checksum of 200 MB takes some 50 ms of a core. Here it is a message and a wait, while the loop goes on. What
 the contract of transports says holds across the two processes: a receive returns when the process has answered it, and
 a process that does not answer is killed and reaped first. A process that ended does not come back: its owner is told
-once, receives fail, and checksums raise. Knows no blocks and no requests. Made by `pd/instance/instance.py`.
+once, receives fail, and checksums raise. Knows no blocks and no requests. Made by `fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations

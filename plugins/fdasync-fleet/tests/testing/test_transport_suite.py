@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
-from fdasync_fleet.testing import TransportTests
+from fdasync_fleet.testing import TransportTests, transports
 from fdasync_fleet.testing.sim.transport import SimFabric, SimTransport
 from fdasync_fleet.testing.transports import lifetimes
 
 from fdasync.cache.store.base import DONE, Outcome
 from fdasync.testing import SimLoop
+from tests.support.suite_messages import message_of, silent_assertions
 
 pytestmark = pytest.mark.ci
 
@@ -239,3 +241,25 @@ def test_what_is_right_passes():
     for name in sorted(dir(suite)):
         if name.startswith("test_") and "process" not in name:
             getattr(suite, name)()
+
+
+@pytest.mark.parametrize(
+    ("transport", "test", "said"),
+    [
+        ("Believes", "test_one_wrong_bit_is_damage", "it returned [done, done, "),
+        ("WritesBeside", "test_what_is_sent_arrives_and_nothing_else_is_written", "it is 0xa4 instead of 0xa5"),
+        ("Lazy", "test_pages_that_were_never_written_are_zeros", "it returned 300000 bytes eeee"),
+        ("OneAtATime", "test_a_silent_sender_costs_the_others_nothing", "did not answer in time; transient)"),
+        ("Raises", "test_what_is_malformed_fails_and_harms_no_other", "receive raised ValueError("),
+        ("ForgetsForEver", "test_forget_ends_receives_and_is_not_for_ever", "it returned [failed (gone; transient)]"),
+    ],
+)  # fmt: skip
+def test_a_broken_transport_is_told_what_it_did(transport, test, said):
+    suite = Suite()
+    suite.broken = globals()[transport]
+    assert said in message_of(suite, test)
+
+
+@pytest.mark.parametrize("path", sorted(Path(transports.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_every_assertion_of_the_suite_says_what_happened(path):
+    assert not (silent := silent_assertions(path)), "\n".join(silent)
