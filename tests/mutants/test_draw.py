@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -93,9 +94,10 @@ def test_what_no_test_should_see_is_left_alone():
 
 @pytest.fixture
 def tree(tmp_path):
-    for path in ("fdasync/scheduler/core.py", "fdasync_fleet/router/router.py", "fdasync/cache/store/base.py"):
+    router = "plugins/fdasync-fleet/src/fdasync_fleet/router/router.py"
+    for path in ("fdasync/scheduler/core.py", router, "fdasync/cache/store/base.py"):
         (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text(SOURCE.replace("Shelf", path.split("/")[1].title()))
+        (tmp_path / path).write_text(SOURCE.replace("Shelf", Path(path).parent.name.title()))
     return tmp_path
 
 

@@ -18,8 +18,8 @@ def _modules(home: Path) -> dict[str, Path]:
 
 
 _PLUGIN_HOMES = [path.parent for path in sorted((HOME.parent / "plugins").glob("*/src/*/__init__.py"))]
-# by name: the package's modules; those and all plugins'
-MODULES = _modules(HOME)
+# by name: modules of the core and of fleets, which processes of ours run; those and all plugins'
+MODULES = _modules(HOME) | _modules(HOME.parent / "plugins/fdasync-fleet/src/fdasync_fleet")
 ALL_MODULES = MODULES | {name: path for home in _PLUGIN_HOMES for name, path in _modules(home).items()}
 
 

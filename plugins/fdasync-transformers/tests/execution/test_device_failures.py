@@ -22,7 +22,7 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import ConfigError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.events.actions import Chunk
-from fdasync.gpu import kernels
+import fdasync_kernels
 from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.ports.fake import FakePort
 from fdasync.runner.base import RunnerLimits
@@ -63,7 +63,7 @@ async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> N
 async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     # kernels that were imported without it would be compiled in every later test
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(fdasync_kernels.__path__, "fdasync_kernels."):
         importlib.import_module(module.name)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
