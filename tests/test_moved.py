@@ -9,7 +9,12 @@ import pytest
 
 @pytest.mark.parametrize(
     ("before", "now"),
-    [("fdasync.gpu.kernels", "fdasync_kernels"), ("fdasync.gpu.kernels.layer.norm", "fdasync_kernels")],
+    [
+        ("fdasync.gpu.kernels", "fdasync_kernels"),
+        ("fdasync.gpu.kernels.layer.norm", "fdasync_kernels"),
+        ("fdasync.pd", "fdasync_fleet"),
+        ("fdasync.pd.router.router", "fdasync_fleet"),
+    ],
 )
 def test_an_old_path_names_the_new_one(before: str, now: str) -> None:
     with pytest.raises(ImportError, match=f"{now}: pip install {now.replace('_', '-')}"):

@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import fdasync_kernels
 import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
@@ -22,7 +23,6 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import ConfigError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.events.actions import Chunk
-import fdasync_kernels
 from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.ports.fake import FakePort
 from fdasync.runner.base import RunnerLimits
