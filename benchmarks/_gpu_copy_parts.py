@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.gpu_copies import Rig
+    from benchmarks._gpu_copy_rig import Rig
     from fdasync.gpu.block_copies import Way
     from fdasync.gpu.block_rows import Lane
 

@@ -17,8 +17,8 @@ from fdasync_kernels.attention.latent import attend_latents
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks._gpu_attention_rig import Rig
     from benchmarks._report import Report
-    from benchmarks.gpu_attention import Rig
 
 RANK, ROTARY, BLOCK_TOKENS = 512, 64, 16
 HEADS = (16, 128)

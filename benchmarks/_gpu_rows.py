@@ -14,8 +14,8 @@ from fdasync_kernels.attention.decode_rows import attend_rows, row_tiles
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks._gpu_attention_rig import Rig
     from benchmarks._report import Report
-    from benchmarks.gpu_attention import Rig
 
 ROWS = 4
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks._gpu_attention_rig import Rig
     from benchmarks._report import Report
-    from benchmarks.gpu_attention import Rig
 
 
 def measure_strides(rig: Rig, rounds: int, report: Report) -> None:

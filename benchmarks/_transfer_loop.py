@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from benchmarks._report import Report
-    from benchmarks.transports import Bench
+    from benchmarks._transport_bench import Bench
 
 #: of a hand-over, on one side
 AIM_MS = 30.0

@@ -44,6 +44,8 @@ class Budget(msgspec.Struct, forbid_unknown_fields=True):
     real_s: float
     first_s: float
     folders: dict[str, float]
+    lines: dict[str, int]
+    trip: dict[str, int]
 
     def folder_of(self, test: str) -> str:
         """The longest folder with a budget that the test is in; "": none."""

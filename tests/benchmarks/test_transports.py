@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.transports import Bench
+from benchmarks._transport_bench import Bench
 
 pytestmark = pytest.mark.ci
 
