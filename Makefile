@@ -16,7 +16,7 @@ TRL := $(VENV)/.trl
 # bytecode of what is imported is made then: a third of what is installed; the packages here are built by the
 # environment's own setuptools and not by one fetched for each
 INSTALL = $(BIN)/pip install -q --no-compile --no-build-isolation
-PLUGINS := plugins/fdasync-kernels plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake plugins/fdasync-ray
+PLUGINS := plugins/fdasync-kernels plugins/fdasync-transformers plugins/fdasync-trainer plugins/fdasync-example plugins/fdasync-mooncake plugins/fdasync-ray
 # the rings of the tests, by their marks (CONTRIBUTING.md, "Which ring a test belongs to")
 RING_ONE := not ci and not nightly
 # what `make test` cost, for the tests of `make test-ci`
@@ -88,7 +88,7 @@ $(RAY): $(STAMP)
 
 # likewise, 250 MB
 $(TRL): $(STAMP)
-	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-transformers[trl]'
+	$(INSTALL) -c $(CONSTRAINTS) -e 'plugins/fdasync-trainer[trl]'
 	@touch $@
 
 # DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store

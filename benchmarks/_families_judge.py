@@ -11,8 +11,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_trainer.verification.scores import TOLERANCE, token_distance
 from fdasync_transformers.model.recurrent.time_steps import bounded_time_steps
-from fdasync_transformers.verification.scores import TOLERANCE, token_distance
 
 from benchmarks._gpu_judge import Answer, Findings, Judge
 

@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 import torch
 import uvloop
-from fdasync_transformers import replay_routing
-from fdasync_transformers.replay.force import find_routers, observed_routing
+from fdasync_trainer import replay_routing
+from fdasync_trainer.replay.force import find_routers, observed_routing
+from fdasync_trainer.rows.mismatch import mismatch
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.tiny.families import FAMILIES
 from fdasync_transformers.weights.quiet import no_progress_bars
@@ -34,7 +35,6 @@ from benchmarks._families_judge import FamilyJudge
 from benchmarks._gpu_judge import Findings
 from fdasync import Engine, Instance, SamplingParams
 from fdasync.errors import UnsupportedModel
-from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fdasync_transformers import forced_routing
-from fdasync_transformers.replay.force import Selection, find_routers, observed_routing
+from fdasync_trainer import forced_routing
+from fdasync_trainer.replay.force import Selection, find_routers, observed_routing
 
 from benchmarks._gpu_judge import Answer, Findings, Judge
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fdasync_transformers import Served, forced_routing, verify
+from fdasync_trainer import Served, forced_routing, verify
 from fdasync_transformers.weights.quiet import no_progress_bars
 from transformers import AutoModelForCausalLM
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fdasync_transformers import fixed_numerics, replay_routing
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
-from fdasync_transformers.replay.force import find_routers, observed_routing
+from fdasync_trainer import fixed_numerics, replay_routing
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
+from fdasync_trainer.replay.force import find_routers, observed_routing
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Routing

@@ -15,7 +15,7 @@ Small random checkpoints of three families, in float32 and in bfloat16. Each par
                with `--tp N` alone: as tight, update and store, over N ranks with a GPU each; what they write to the
                store one process reads
 
-Rows and tokens are exact, tied or wrong, as `fdasync_transformers.verify` has it. In float32 a tie is within 1e-5 of
+Rows and tokens are exact, tied or wrong, as `fdasync_trainer.verify` has it. In float32 a tie is within 1e-5 of
 the boundary of the selection, over the largest score. In bfloat16 the reference takes over the engine's rows, so that
 one swapped expert does not change all that follows; what remains is the rounding of the router's input, which is
 measured (`_gpu_half.py`): a row is tied if shifts of its logits by `bf16_tolerance` of their spread make it the choice

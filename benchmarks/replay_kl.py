@@ -14,7 +14,7 @@ log-softmax of bfloat16 logits in float32. Twice, as a trainer's experts are sel
 with the library's default experts (the runner's too), and (`_eager`) with its other ones, which go expert by expert
 and add in bfloat16.
 
-KL is the K3 estimate of `fdasync.routing.mismatch`, in nats for each sampled token. `differing_tokens` and
+KL is the K3 estimate of `fdasync_trainer.rows.mismatch`, in nats for each sampled token. `differing_tokens` and
 `differing_picks` count positions that tokens were sampled from. Intervals come from 2,000 bootstrap draws over
 sequences, and stand in the conditions as `NAME_interval95`. With replay on, the computed experts are compared with the
 rollout's at every position, and a single difference voids the run.
@@ -40,12 +40,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import uvloop
+from fdasync_trainer.rows.mismatch import Mismatch, mismatch, table
 from fdasync_transformers.weights.quiet import no_progress_bars
 
 from benchmarks._replay_model import SHAPES, STEPS, corpus, trained
 from benchmarks._replay_sides import GROUP, Pass, Sampled, Trainer, asks, rollout, sampled_rows
 from benchmarks._report import Report
-from fdasync.routing.mismatch import Mismatch, mismatch, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fdasync_transformers import fixed_numerics
-from fdasync_transformers.verification.reference import library_model
+from fdasync_trainer import fixed_numerics
+from fdasync_trainer.verification.reference import library_model
 from fdasync_transformers.weights.random_checkpoints import SIZES, VOCAB_SIZE, make_random_checkpoint
 
 from benchmarks._report import Report

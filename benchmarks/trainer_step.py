@@ -18,8 +18,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fdasync_transformers import fixed_numerics
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_trainer import fixed_numerics
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
 
 from benchmarks._replay_model import SHAPES
 from benchmarks._report import Report

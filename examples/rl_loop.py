@@ -34,8 +34,10 @@ import msgspec
 import numpy as np
 import small_moe  # beside this file, as is rl_loop_report
 import torch
-from fdasync_transformers import fixed_numerics, named_tensors, replay_routing
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_trainer import fixed_numerics, replay_routing
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
+from fdasync_trainer.rows.mismatch import mismatch
+from fdasync_transformers import named_tensors
 from fdasync_transformers.weights.quiet import no_progress_bars
 from rich.console import Console
 from rich.live import Live
@@ -43,7 +45,6 @@ from rl_loop_report import StepFigures, cells, draw, steps_table, summary, verdi
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Sample
-from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

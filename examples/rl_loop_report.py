@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from fdasync_trainer.rows.mismatch import Mismatch, table
 from rich.console import Console
 from rich.table import Table
-
-from fdasync.routing.mismatch import Mismatch, table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,20 +38,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import rl_loop  # beside this file, as are small_moe and trl_grpo_report
 import small_moe
 import torch
-from fdasync_transformers import fixed_numerics, named_tensors, replay_routing
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_trainer import fixed_numerics, replay_routing
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
+from fdasync_trainer.rows.mismatch import mismatch
+from fdasync_transformers import named_tensors
 from fdasync_transformers.weights.quiet import no_progress_bars
 from trl_grpo_report import StepFigures, line, summary, write
 
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.routing.mismatch import mismatch
 
 try:
     from datasets import Dataset
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as missing:
-    sys.exit(f"trl_grpo.py needs TRL ({missing}): pip install 'fdasync-transformers[trl]', or 'trl>=1.16,<2'")
+    sys.exit(f"trl_grpo.py needs TRL ({missing}): pip install 'fdasync-trainer[trl]', or 'trl>=1.16,<2'")
 
 if TYPE_CHECKING:
     from collections.abc import Callable

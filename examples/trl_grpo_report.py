@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-
-from fdasync.routing.mismatch import Mismatch, table
+from fdasync_trainer.rows.mismatch import Mismatch, table
 
 if TYPE_CHECKING:
     from pathlib import Path

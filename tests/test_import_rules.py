@@ -31,10 +31,10 @@ _STORE = ("fdasync.cache.store", "fdasync.cache.store.validation")
 # From the ground up: each room, and what it imports besides itself, all of it from floors below. `a.b` means this
 # module; of a package, its public names alone. `a.b.*` means all modules inside. Every room imports `fdasync.errors`.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
-    # `fdasync.pd`: says where it went
-    {"fdasync.errors": (), "fdasync.pd": ()},
+    # those that say where something went
+    {"fdasync.errors": (), "fdasync.pd": (), "fdasync.routing": ()},
     {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
-    {"fdasync.request": ("fdasync.registry.mapping",), "fdasync.routing": ("fdasync.result",)},
+    {"fdasync.request": ("fdasync.registry.mapping",)},
     {"fdasync.telemetry.sight": ("fdasync.request",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
@@ -180,13 +180,12 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.mtp": ("fdasync.runner.input_batch", "fdasync_transformers.model.*"),
-        "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
         "fdasync_transformers.parallel": (
             "fdasync.gpu.peers", "fdasync.gpu.nccl", "fdasync.ipc.exchange", "fdasync.runner.shares",
             "fdasync_kernels.collectives.*", "fdasync_kernels.linear.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
+            "fdasync_transformers.model.*",
         ),
     },
     {
@@ -208,17 +207,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.fixed": (
-            "fdasync_kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.parallel.*", "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
-            "fdasync_transformers.weights.*",
+            "fdasync_kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.mtp.*", "fdasync_transformers.weights.*"),
     },
     {
-        "fdasync_transformers.verification": (
-            "fdasync.request", "fdasync.result", "fdasync_transformers.fixed.*", "fdasync_transformers.replay.*",
-            "fdasync_transformers.weights.*",
-        ),
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
             "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
@@ -248,11 +241,41 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.registry.*", "fdasync.request", "fdasync.runner.*", "fdasync.scheduler.*",
         ),
     },
+    # trainers
+    {
+        "fdasync_trainer.rows": ("fdasync.result",),
+        "fdasync_trainer.replay": ("fdasync.result", "fdasync_transformers.model.*"),
+    },
+    {
+        "fdasync_trainer.numerics": (
+            "fdasync_kernels.*", "fdasync_trainer.replay.*", "fdasync_transformers.fixed.*",
+            "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.parallel.*",
+            "fdasync_transformers.sampling.*", "fdasync_transformers.weights.*",
+        ),
+    },
+    {
+        "fdasync_trainer.verification": (
+            "fdasync.request", "fdasync.result", "fdasync_trainer.numerics.*", "fdasync_trainer.replay.*",
+            "fdasync_transformers.weights.*",
+        ),
+    },
+    {
+        "fdasync_trainer": (
+            "fdasync_trainer.numerics.*", "fdasync_trainer.replay.*", "fdasync_trainer.verification.*",
+        ),
+    },
     {
         "fdasync_fleet.cli": (
             "fdasync.cache.store.*", "fdasync.cli.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
-            "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.*", "fdasync.telemetry.*",
-            "fdasync_fleet.*", "fdasync_transformers",
+            "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.telemetry.*", "fdasync_fleet.*",
+            "fdasync_trainer", "fdasync_transformers",
+        ),
+    },
+    {
+        "fdasync_trainer.cli": (
+            "fdasync.cli.common.*", "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result",
+            "fdasync.runner.*", "fdasync_fleet.cli.demo.*", "fdasync_fleet.cli.local.*", "fdasync_fleet.router.*",
+            "fdasync_trainer", "fdasync_transformers",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -378,7 +401,7 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync.registry.registry", "from fdasync.result import Result"),
         ("fdasync.drafting.planning", "from fdasync.scheduler.state.sequence import Sequence"),
         ("fdasync.ipc.child", "from fdasync.registry import registry"),
-        ("fdasync.routing.checks", "from fdasync.ipc.deadlines import wait_within"),
+        ("fdasync_trainer.rows.checks", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.generator", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.events.bus", "from fdasync.ipc import deadlines"),
         ("fdasync.cache.store.wrappers.base", "from fdasync.cache.store.memory import MemoryStore"),

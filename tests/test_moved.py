@@ -13,9 +13,10 @@ import pytest
         ("fdasync.gpu.kernels", "fdasync_kernels"),
         ("fdasync.gpu.kernels.layer.norm", "fdasync_kernels"),
         ("fdasync.pd", "fdasync_fleet"),
+        ("fdasync.routing", "fdasync_trainer.rows"),
         ("fdasync.pd.router.router", "fdasync_fleet"),
     ],
 )
 def test_an_old_path_names_the_new_one(before: str, now: str) -> None:
-    with pytest.raises(ImportError, match=f"{now}: pip install {now.replace('_', '-')}"):
+    with pytest.raises(ImportError, match=f"{now}: pip install {now.partition('.')[0].replace('_', '-')}"):
         importlib.import_module(before)

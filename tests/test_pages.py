@@ -97,7 +97,7 @@ def test_the_example_of_a_cuda_future_runs(tmp_path: Path) -> None:
 
 # written by others, and named here before they are merged
 COMING: set[str] = set()
-# repositories whose files `fdasync/routing` names as the source of a format
+# repositories whose files `fdasync_trainer/rows` names as the source of a format
 TRAINERS = ("nemo_rl/", "src/prime_rl/", "slime/", "miles/", "skyrl/", "verl/")
 
 

@@ -29,9 +29,10 @@ EXIT_INTERRUPTED = 130
 
 # commands of distributions that may not be installed
 _ELSEWHERE = {
-    **dict.fromkeys(("demo", "keys", "serve", "top", "up", "verify-trainer"), "fdasync-fleet"),
+    **dict.fromkeys(("demo", "keys", "serve", "top", "up"), "fdasync-fleet"),
     "http": "fdasync-http",
     "ray": "fdasync-ray",
+    "verify-trainer": "fdasync-trainer",
 }
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
+from fdasync_trainer.replay import force
 from fdasync_transformers.model import moe_layers
-from fdasync_transformers.replay import force
 from fdasync_transformers.start import open_model
 from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 

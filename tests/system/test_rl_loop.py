@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from fdasync_trainer.rows.mismatch import mismatch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.result import CachedTokens, Result, Routing, Sample, WeightSpan
-from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

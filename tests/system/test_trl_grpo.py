@@ -22,7 +22,7 @@ PRETRAIN_STEPS = 25  # fewer, and the experts that differ move no log-prob
 PROBLEMS, GROUP = 9, 8
 pytestmark = pytest.mark.nightly
 needs_trl = pytest.mark.skipif(
-    find_spec("trl") is None, reason="TRL is not installed: pip install 'fdasync-transformers[trl]'"
+    find_spec("trl") is None, reason="TRL is not installed: pip install 'fdasync-trainer[trl]'"
 )
 
 # what users run, in a program that looks at it from within

@@ -1,4 +1,4 @@
-"""Rows as they are sent, in pieces: the very bytes of `fdasync.routing`, whatever the sizes."""
+"""Rows as they are sent, in pieces: the very bytes of `fdasync_trainer.rows`, whatever the sizes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from fdasync_http import parts, rows
 from fdasync_http.replies import Part
+from fdasync_trainer.rows import to_prime_rl, to_sglang, to_skyrl, to_vllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync import Routing
-from fdasync.routing import to_prime_rl, to_sglang, to_skyrl, to_vllm
 
 
 async def text_of(body):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fdasync_transformers import Served, verify
+from fdasync_trainer import Served, verify
 from fdasync_transformers.tiny.packed_forms import FORMS
 from quantised import make_form, make_fp8, make_mxfp4
 

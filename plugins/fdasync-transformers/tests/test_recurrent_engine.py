@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from fdasync_transformers import Served, verify
+from fdasync_trainer import Served, verify
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import ConfigError, Engine, EngineConfig, SamplingParams

@@ -2,7 +2,7 @@
 
 A 32,000-token sample has 65 MB of SGLang's base64. Made at once it would take as much memory again and hold the loop up
 for 100 ms. So each piece covers a few hundred rows, and other requests run in between. The bytes are those of
-`fdasync.routing`, which tests compare. Called by the rooms of paths.
+`fdasync_trainer.rows`, which tests compare. Called by the rooms of paths.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 from fdasync_http.sglang.meta import meta_of
+from fdasync_trainer.rows import RoutingLayout, from_sglang
 
 from fdasync import SamplingParams
 from fdasync.drafting import Speculation
-from fdasync.routing import RoutingLayout, from_sglang
 from fdasync.testing import expected, synthetic_config, synthetic_engine, until
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -9,9 +9,9 @@ import json
 
 import numpy as np
 import pytest
+from fdasync_trainer.rows import RoutingLayout, from_prime_rl, from_skyrl
 
 from fdasync import SamplingParams
-from fdasync.routing import RoutingLayout, from_prime_rl, from_skyrl
 from fdasync.testing import expected, until
 
 PROMPT = [5, 6, 7, 8, 9, 10]

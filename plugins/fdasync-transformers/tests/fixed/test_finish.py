@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from fdasync_trainer.numerics.logprobs import logprobs
 from fdasync_transformers.fixed.finish import finish_of
-from fdasync_transformers.fixed.logprobs import logprobs
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.sampling.token_logprobs import token_logprobs
 from fdasync_transformers.tiny.checkpoints import make_tiny_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fdasync_transformers import fixed_numerics
+from fdasync_trainer import fixed_numerics
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from rollout_bits import served_in

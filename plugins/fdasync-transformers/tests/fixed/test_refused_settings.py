@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers import TransformersConfig, fixed_numerics
+from fdasync_trainer import fixed_numerics
+from fdasync_transformers import TransformersConfig
 from fdasync_transformers.fixed.refusals import refuse_settings
 from fdasync_transformers.start.runner_config import check_numerics
 from fdasync_transformers.tiny.checkpoints import make_tiny_model

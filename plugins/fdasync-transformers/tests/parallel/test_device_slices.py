@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from device_rollout import device_rollout_logits
-from fdasync_transformers import fixed_numerics
+from fdasync_trainer import fixed_numerics
 from fdasync_transformers.fused import experts_interface, experts_proof
 from fdasync_transformers.fused.experts_interface import fused_experts
 from fdasync_transformers.fused.experts_proof import compare

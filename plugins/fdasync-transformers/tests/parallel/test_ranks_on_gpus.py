@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from agreeing import make_agreeing_checkpoint
-from fdasync_transformers import fixed_numerics, make_random_checkpoint, named_tensors
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
-from fdasync_transformers.verification.reference import library_model
+from fdasync_trainer import fixed_numerics
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
+from fdasync_trainer.verification.reference import library_model
+from fdasync_transformers import make_random_checkpoint, named_tensors
 from safetensors.torch import load_file
 
 from fdasync import Engine, EngineConfig, SamplingParams

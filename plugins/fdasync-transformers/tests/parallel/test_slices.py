@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from fdasync_transformers import TransformersConfig, TransformersRunner, fixed_numerics
-from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_trainer import fixed_numerics
+from fdasync_trainer.numerics.logprobs import logprobs_of_logits
+from fdasync_trainer.verification.reference import library_model
+from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.parallel import collectives, slices
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES as CATALOGUE
-from fdasync_transformers.verification.reference import library_model
 from rank_models import sliced_logits
 from rank_play import PROMPTS, play
 from rollout_bits import batch_of, drawn, served_in

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.replay.force import find_routers, observed_routing
+from fdasync_trainer.replay.force import find_routers, observed_routing
 from fdasync_transformers.tokenizer import load_tokenizer
 from fdasync_transformers.weights import random_checkpoints
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, FAMILIES, VOCAB_SIZE, make_random_checkpoint

@@ -8,7 +8,7 @@ layers are computed in slices as well, since in bfloat16 bits of a column may de
 product has the shape that it has on S ranks. The kernels of GPUs give a column the same bits beside any others; there
 the slices of experts, and those of linear layers that need no gradient, are computed by one kernel. Gradients are
 torch's. Knows modules of the library; knows no checkpoints. Used by `start/open_model.py`, and by trainers
-(`fixed/trainer.py`).
+(`fdasync_trainer/numerics/trainer.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn.functional import linear
 
 from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync_transformers.model.moe_layers import experts_taking
+from fdasync_transformers.model.not_copied import NotCopied
 from fdasync_transformers.parallel.collectives import joined
 from fdasync_transformers.parallel.shard import Sharded
-from fdasync_transformers.replay.force import NotCopied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

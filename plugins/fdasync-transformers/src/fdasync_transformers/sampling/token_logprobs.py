@@ -4,7 +4,7 @@ It is (logit - largest) / temperature - log(sum), in float64 and in this order, 
 is of whole-number masses (`host_rows.py`, and on GPUs `fdasync_kernels.sampling`), so its bits depend on the row
 alone: not on other rows, not on filters, not on the kernel that made it. What stands here besides the sum are single
 operations of torch, each of which rounds once on every device. Knows no requests and no models. Called by `scoring.py`
-and by `fixed/logprobs.py`; pure, no state.
+and by `fdasync_trainer/numerics/logprobs.py`; pure, no state.
 """
 
 from __future__ import annotations

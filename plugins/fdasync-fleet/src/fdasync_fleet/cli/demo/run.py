@@ -2,7 +2,7 @@
 
 With `--store` everything is served twice, the second time by a fresh engine on the same store: blocks that come back
 from the store are checked like the others. With `--pd` prefill and decode instances serve, in processes of their own.
-Uses public names only, and those of the transformers plugin. Called by `main.py`.
+Uses public names only, and those of the transformers and trainer plugins. Called by `command.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Run the demo; returns the exit code. Raises FdasyncError where it cannot run."""
-    plugin = _plugin()
+    transformers, trainer = _plugins()
     if options.json_path is not None:
         options.json_path.open("a").close()  # before the work: a path that cannot be written to
     store = parse_store(options.store)
@@ -42,12 +42,12 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         made = not model.exists()
         console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {model}")
         if made:
-            plugin.make_random_checkpoint(model, "qwen3_moe", size=size)
+            transformers.make_random_checkpoint(model, "qwen3_moe", size=size)
     else:
         model = options.model
     lives = uvloop.run(serve_all(options, model, store, console))
     served = lives[0]
-    report = _verify(plugin, model, lives, console)
+    report = _verify(trainer, model, lives, console)
     figures = figures_of(served, report)
     if options.store is not None:
         figures["store"] = store_figures(options.store, *lives)
@@ -74,9 +74,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync"
 
 
-def _verify(plugin: Any, model: Path, lives: list[Served], console: Console) -> Any:
+def _verify(trainer: Any, model: Path, lives: list[Served], console: Console) -> Any:
     records = [
-        plugin.Served(
+        trainer.Served(
             result.prompt_token_ids,
             sample.token_ids,
             greedy=job.params.temperature == 0,
@@ -98,14 +98,16 @@ def _verify(plugin: Any, model: Path, lives: list[Served], console: Console) -> 
                 shown = time.monotonic()
                 progress.refresh()
 
-        return plugin.verify(model, records, progress=tell)
+        return trainer.verify(model, records, progress=tell)
 
 
-def _plugin() -> Any:
+def _plugins() -> tuple[Any, Any]:
+    """What makes and serves a checkpoint, and what computes it once more."""
     try:
+        import fdasync_trainer
         import fdasync_transformers
     except ImportError as error:
         raise PluginError(
-            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install fdasync-transformers"
+            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install 'fdasync-trainer[torch]'"
         ) from error
-    return fdasync_transformers
+    return fdasync_transformers, fdasync_trainer
