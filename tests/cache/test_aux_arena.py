@@ -250,6 +250,12 @@ def test_nothing_was_written_outside_of_a_slot(arena, slot, offset, count):
         arena.check_written(slot, 1, offset, count)
 
 
+def test_no_rows_of_a_slot_are_written(arena):
+    write(arena, 0, 1, 0, 4)
+    for offset in (0, 3, 8):
+        arena.check_written(0, 1, offset, 0)
+
+
 def test_each_row_has_a_generation_of_its_own(arena):
     with pytest.raises(InvariantBroken, match="generations"):
         arena.scatter(np.arange(3), np.ones(1, np.uint32), values_of(3))

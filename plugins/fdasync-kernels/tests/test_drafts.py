@@ -131,7 +131,9 @@ def test_what_does_not_fit_is_refused():
         place_drafts(runs, paths, lengths.long(), tokens, VOCAB, 1, *rows)
     with pytest.raises(BadInput, match="row_starts"):
         place_drafts(runs, paths, lengths, tokens, VOCAB, 1, rows[0], rows[0])
-    with pytest.raises(BadInput, match="floats"):
-        place_drafts(runs, paths, lengths, tokens, VOCAB, 1, *rows, None, sent([[0.0]], torch.float64))
+    noise = sent([[0.0]], torch.float64)
+    for floats in (None, noise[0], noise.float(), noise[:0]):
+        with pytest.raises(BadInput, match="floats"):
+            place_drafts(runs, paths, lengths, tokens, VOCAB, 1, *rows, None, noise, floats)
     with pytest.raises(BadInput, match="samples"):
         accept_drafts(runs, paths, rows[0], rows[0], lengths, tokens, 1)

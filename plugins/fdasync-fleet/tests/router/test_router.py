@@ -198,6 +198,20 @@ async def test_retries_are_bounded(scene):
     assert len(scene.m0.submits) == 3
 
 
+@in_scene("m0", retries=2)
+async def test_learning_how_long_a_text_is_counts_as_no_try(scene):
+    def answers(submit):
+        if len(scene.m0.submits) == 1:
+            scene.m0.router.send(Failed(submit.request, "TooLong", "no", retriable=True, prompt_tokens=200))
+        else:
+            scene.m0.failed(submit.request)
+
+    scene.m0.answers = answers
+    with pytest.raises(InstanceLost):
+        await scene.router.complete("a" * 40, SamplingParams(max_tokens=4))
+    assert len(scene.m0.submits) == 4
+
+
 @in_scene("p0", "d0", retries=1)
 async def test_a_loss_says_why_no_decode_instance_took_it(scene):
     words = "no instance had room for it within 60 s, d0 last said: it has other weights"

@@ -184,6 +184,15 @@ async def test_an_update_that_was_refused_is_not_finished(scene, body):
     assert (await ask_vllm(scene)).status_code == 200
 
 
+async def test_weights_from_a_folder_end_what_was_refused_before(scene):
+    await post(scene, "/start_weight_update")
+    await post(scene, "/update_weights", {"weight_dir": "/elsewhere"}, 400)
+    await post(scene, "/update_weights_from_disk", {"model_path": str(scene.new_weights("step-1", 77))})
+    # there is none, and none is unfinished
+    assert (await post(scene, "/finish_weight_update", status=400))["error"]["code"] == "bad_input"
+    assert (await ask_vllm(scene)).status_code == 200
+
+
 async def test_keys_of_calls_for_weights_that_change_nothing_are_counted(scene):
     tensors = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "flush_cache": True, "selector": "all"}
     await post(scene, "/update_weights_from_distributed", {**tensors, "torch_empty_cache": False}, 400)

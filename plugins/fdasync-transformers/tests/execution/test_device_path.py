@@ -12,6 +12,7 @@ from device_waits import waits_raise
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution import device_executor
 from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.graphs import decode_rows, ladder
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from msgspec.structs import replace
 from step_driver import Driver
@@ -19,12 +20,13 @@ from written import write_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.actions import Chunk
+from fdasync.runner.base import RunnerLimits
 from fdasync.testing import RunnerTests
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fdasync.runner.base import Runner, RunnerLimits
+    from fdasync.runner.base import Runner
 from device_path import DEVICE, answers, assert_same, make_small_checkpoint
 
 FAMILIES = ["qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "llama4_text"]
@@ -101,6 +103,18 @@ async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch:
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(16,)), wanted)
     assert set(ways) == {"tiles", "both", "decodes"}
+
+
+def test_sizes_of_steps_that_decode() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(8) == (1, 2, 4, 8)
+    assert ladder(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    limits = RunnerLimits(max_running=8, max_step_tokens=64)
+    assert decode_rows(limits) == 8
+    assert decode_rows(replace(limits, speculation=3)) == 32
+    # a step has no more tokens, but each sequence has its last one in it
+    assert decode_rows(replace(limits, speculation=9)) == 64
+    assert decode_rows(replace(limits, speculation=3, max_step_tokens=4)) == 8
 
 
 def test_sizes_of_steps_with_prompts() -> None:

@@ -1,6 +1,6 @@
 """Attention with sinks: one more logit per head, whose probability is dropped.
 
-Knows no paging and no modules. Called by `attention.py`, `chosen.py` and those of trainers (`fdasync_trainer/numerics`).
+Knows no paging and no modules. Called by `attention.py`, `chosen.py` and those of trainers in `fdasync_trainer`.
 """
 
 from __future__ import annotations
