@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from fdasync_transformers import make_random_checkpoint
 
-from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
+from fdasync import Engine, EngineConfig, Result, SamplingParams
+from fdasync.errors import EngineFailed
 
 PROMPTS = ["What is 2 + 2?", "Name a prime number.", "Say something nice."]
 GROUP = 4

@@ -21,7 +21,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from fdasync import BadInput, Engine, EngineClosed, EngineConfig, EngineFailed, SamplingParams, TransientError
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.errors import BadInput, EngineClosed, EngineFailed, TransientError
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
+from fdasync import Engine, EngineConfig, Result, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.errors import EngineFailed
 from fdasync.runner.plugins import make_runner
 from fdasync.testing import (
     FaultRunner,

@@ -1,6 +1,7 @@
 """fdasync: an asyncio engine framework for mixture-of-experts rollouts with exact expert routing.
 
-Names are imported when first used: a process that needs a part loads that part.
+Names are imported when first used: a process that needs a part loads that part. Errors are in `fdasync.errors`, and
+what plugins are written against is in the rooms that their pages name (docs/write-a-store.md and the like).
 """
 
 from __future__ import annotations
@@ -17,46 +18,6 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.engine import Engine, EngineStats
     from fdasync.engine.stream import TokenStream
-    from fdasync.errors import (
-        Asleep,
-        BadInput,
-        ChatUnsupported,
-        CheckpointError,
-        ConfigError,
-        DeadlineExceeded,
-        DecodeFailed,
-        DuplicateRequestId,
-        EngineBusy,
-        EngineClosed,
-        EngineFailed,
-        FdasyncError,
-        GrammarFailed,
-        InstanceLost,
-        InvariantBroken,
-        PeerBusy,
-        PeerRefused,
-        PeerUnreachable,
-        PermanentError,
-        PluginError,
-        ProtocolError,
-        RemoteError,
-        RunnerError,
-        SourceUnsupported,
-        StoreRejected,
-        StoreUnavailable,
-        TokenizerFailed,
-        TooLong,
-        TransientError,
-        UnsupportedModel,
-        UpdateUnderWay,
-        WakeFailed,
-        WeightsBroken,
-        WeightsDiffer,
-        WeightsRejected,
-        WorkerDied,
-        WorkerStuck,
-        WrongLoop,
-    )
     from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load, ModelFacts
     from fdasync.request import (
         Doing,
@@ -84,132 +45,99 @@ if TYPE_CHECKING:
         WeightSpan,
     )
 
-# the modules of the names that are no errors
+# the module of each name, in the order of docs/embed.md
 _HOMES = {
-    "CachedTokens": "result",
-    "ChosenPositions": "result",
-    "Delta": "result",
-    "DeltaStream": "generator",
-    "Doing": "request",
-    "DraftCounts": "result",
-    "Engine": "engine.engine",
-    "EngineConfig": "engine.config",
-    "EngineStats": "engine.engine",
-    "GenerateOptions": "request",
-    "Generation": "generator",
-    "Generator": "generator",
-    "Grammar": "request",
-    "GroupTensors": "request",
+    # an engine
+    "EngineConfig": "fdasync.engine.config",
+    "Engine": "fdasync.engine.engine",
+    "EngineStats": "fdasync.engine.engine",
+    "TokenStream": "fdasync.engine.stream",
+    # requests
+    "GenerateOptions": "fdasync.request",
+    "Grammar": "fdasync.request",
+    "SamplingParams": "fdasync.request",
+    # results
+    "CachedTokens": "fdasync.result",
+    "ChosenPositions": "fdasync.result",
+    "Delta": "fdasync.result",
+    "DraftCounts": "fdasync.result",
+    "Result": "fdasync.result",
+    "Routing": "fdasync.result",
+    "Sample": "fdasync.result",
+    "Usage": "fdasync.result",
+    "WeightSpan": "fdasync.result",
+    # new weights
+    "GroupTensors": "fdasync.request",
+    "TensorMeta": "fdasync.request",
+    "WeightsFingerprint": "fdasync.request",
+    "WeightsGroup": "fdasync.request",
+    # pauses, sleep and wake
+    "Doing": "fdasync.request",
+    "MemoryPart": "fdasync.request",
+    "PauseMode": "fdasync.request",
+    "SleepMode": "fdasync.request",
+    "WakeTag": "fdasync.request",
+    # what engines and routers have in common, and watching them
+    "DeltaStream": "fdasync.generator",
+    "Generation": "fdasync.generator",
+    "Generator": "fdasync.generator",
+    "InstanceLoad": "fdasync.generator",
+    "Load": "fdasync.generator",
+    "ModelFacts": "fdasync.generator",
+    # several instances: of fdasync-fleet
     "Instance": "fdasync_fleet.instance.instance",
-    "InstanceLoad": "generator",
-    "InstanceStats": "fdasync_fleet.router.stats",
-    "Load": "generator",
-    "ModelFacts": "generator",
-    "MemoryPart": "request",
-    "PauseMode": "request",
-    "Result": "result",
-    "Router": "fdasync_fleet.router.router",
     "RouterConfig": "fdasync_fleet.router.config",
-    "RouterStats": "fdasync_fleet.router.stats",
-    "Routing": "result",
-    "Sample": "result",
-    "SamplingParams": "request",
-    "SleepMode": "request",
-    "TensorMeta": "request",
-    "TokenStream": "engine.stream",
-    "Usage": "result",
-    "WakeTag": "request",
-    "WeightSpan": "result",
-    "WeightsFingerprint": "request",
-    "WeightsGroup": "request",
+    "Router": "fdasync_fleet.router.router",
     "connect": "fdasync_fleet.router.router",
+    "InstanceStats": "fdasync_fleet.router.stats",
+    "RouterStats": "fdasync_fleet.router.stats",
 }
 
 __all__ = [
-    "Asleep",
-    "BadInput",
     "CachedTokens",
-    "ChatUnsupported",
-    "CheckpointError",
     "ChosenPositions",
-    "ConfigError",
-    "DeadlineExceeded",
-    "DecodeFailed",
     "Delta",
     "DeltaStream",
     "Doing",
     "DraftCounts",
-    "DuplicateRequestId",
     "Engine",
-    "EngineBusy",
-    "EngineClosed",
     "EngineConfig",
-    "EngineFailed",
     "EngineStats",
-    "FdasyncError",
     "GenerateOptions",
     "Generation",
     "Generator",
     "Grammar",
-    "GrammarFailed",
     "GroupTensors",
     "Instance",
     "InstanceLoad",
-    "InstanceLost",
     "InstanceStats",
-    "InvariantBroken",
     "Load",
     "MemoryPart",
     "ModelFacts",
     "PauseMode",
-    "PeerBusy",
-    "PeerRefused",
-    "PeerUnreachable",
-    "PermanentError",
-    "PluginError",
-    "ProtocolError",
-    "RemoteError",
     "Result",
     "Router",
     "RouterConfig",
     "RouterStats",
     "Routing",
-    "RunnerError",
     "Sample",
     "SamplingParams",
     "SleepMode",
-    "SourceUnsupported",
-    "StoreRejected",
-    "StoreUnavailable",
     "TensorMeta",
     "TokenStream",
-    "TokenizerFailed",
-    "TooLong",
-    "TransientError",
-    "UnsupportedModel",
-    "UpdateUnderWay",
     "Usage",
-    "WakeFailed",
     "WakeTag",
     "WeightSpan",
-    "WeightsBroken",
-    "WeightsDiffer",
     "WeightsFingerprint",
     "WeightsGroup",
-    "WeightsRejected",
-    "WorkerDied",
-    "WorkerStuck",
-    "WrongLoop",
     "connect",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "errors")
-    if not home.startswith("fdasync_fleet."):
-        return getattr(importlib.import_module(f"fdasync.{home}"), name)
     try:
         return getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdasync import BadInput, FdasyncError, Grammar, SamplingParams, WeightsGroup
+from fdasync import Grammar, SamplingParams, WeightsGroup
 from fdasync.engine.config import EngineConfig
+from fdasync.errors import BadInput, FdasyncError
 from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
 from tests.engine.updates import weights
 

@@ -7,12 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from fdasync import Engine, EngineFailed, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.debug_rows import check_debug_rows, debug_rows
 from fdasync.engine.prepare import namespace_of
-from fdasync.errors import ConfigError, InvariantBroken
+from fdasync.errors import ConfigError, EngineFailed, InvariantBroken
 from fdasync.testing import run_sim, synthetic_config
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)

@@ -7,10 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fdasync import BadInput
 from fdasync.cache.blocks import Block
 from fdasync.cache.snapshots import SnapshotPool, StateSpec, snapshot_nbytes
-from fdasync.errors import InvariantBroken
+from fdasync.errors import BadInput, InvariantBroken
 
 
 def a_block() -> Block:

@@ -10,12 +10,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from fdasync import BadInput, Engine, EngineFailed, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.engine import chosen_output
 from fdasync.engine.stream import TokenStream
-from fdasync.errors import BuffersOut
+from fdasync.errors import BadInput, BuffersOut, EngineFailed
 from fdasync.request import GenerateRequest
 from fdasync.runner.chosen import ChosenRows
 from fdasync.runner.synthetic.runner import SyntheticRunner

@@ -7,19 +7,18 @@ import asyncio
 import numpy as np
 import pytest
 
-from fdasync import (
+from fdasync import Engine, SamplingParams
+from fdasync.engine.prepare import Preparer
+from fdasync.errors import (
+    DeadlineExceeded,
     DuplicateRequestId,
-    Engine,
     EngineClosed,
     EngineFailed,
     InvariantBroken,
     RunnerError,
-    SamplingParams,
     WorkerDied,
     WorkerStuck,
 )
-from fdasync.engine.prepare import Preparer
-from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import RequestPrepared
 from fdasync.testing import (
     StepFault,

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from fdasync import BadInput, ConfigError, Engine, InvariantBroken, Sample, SamplingParams, Usage
+from fdasync import Engine, Sample, SamplingParams, Usage
+from fdasync.errors import BadInput, ConfigError, InvariantBroken
 from fdasync.events.catalog import StepDone
 from fdasync.scheduler.replay import replay
 from fdasync.testing import (

@@ -7,20 +7,19 @@ import re
 
 import pytest
 
-from fdasync import (
+from fdasync import Engine, SamplingParams
+from fdasync.errors import (
     BadInput,
     CheckpointError,
     ConfigError,
+    DeadlineExceeded,
     DecodeFailed,
-    Engine,
     EngineFailed,
     InvariantBroken,
     PluginError,
     RunnerError,
-    SamplingParams,
     WorkerDied,
 )
-from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import StepDone
 from fdasync.runner.base import StepOutput
 from fdasync.runner.synthetic import SyntheticRunner

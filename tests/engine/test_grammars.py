@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from fdasync import BadInput, DeadlineExceeded, Engine, Grammar, GrammarFailed, SamplingParams
+from fdasync import Engine, Grammar, SamplingParams
+from fdasync.errors import BadInput, DeadlineExceeded, GrammarFailed
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, synthetic_engine, until
 

@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from fdasync import Engine, EngineClosed, EngineFailed, SamplingParams
-from fdasync.errors import TaskCancelled
+from fdasync import Engine, SamplingParams
+from fdasync.errors import EngineClosed, EngineFailed, TaskCancelled
 from fdasync.testing import check_sample, held_engine, oracle_of, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
 from tests.support import skips

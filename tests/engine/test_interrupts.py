@@ -9,10 +9,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from fdasync import Engine, EngineFailed, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.drafting import Drafter, DrafterLimits, DrafterStats, Speculation
-from fdasync.errors import DecodeFailed, PluginError
+from fdasync.errors import DecodeFailed, EngineFailed, PluginError
 from fdasync.events.tap import Tap, TapTasks
 from fdasync.runner.synthetic.runner import SyntheticRunner
 from fdasync.testing import check_idle, run_sim, synthetic_config, synthetic_engine, until

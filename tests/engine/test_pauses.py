@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from fdasync import BadInput, Engine, PauseMode, SamplingParams, WeightsBroken
+from fdasync import Engine, PauseMode, SamplingParams
+from fdasync.errors import BadInput, WeightsBroken
 from fdasync.scheduler.replay import replay
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
 from tests.engine.updates import PARAMS, PROMPT, ask, oracle_with, play, spans, weights

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fdasync import BadInput, Engine, SamplingParams
+from fdasync import Engine, SamplingParams
+from fdasync.errors import BadInput
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import (
     check_idle,

@@ -8,10 +8,11 @@ from random import Random
 import msgspec
 import pytest
 
-from fdasync import ConfigError, Engine, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.snapshots import StateSpec
 from fdasync.engine.config import host_snapshots
 from fdasync.engine.prepare import namespace_of
+from fdasync.errors import ConfigError
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, synthetic_engine, until
 
 MODEL = {"state_words": 3, "num_snapshots": 8, "num_blocks": 48}

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from fdasync import Engine, EngineClosed
+from fdasync import Engine
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.errors import EngineClosed
 from fdasync.scheduler.replay import replay
 from fdasync.testing import check_idle, synthetic_config, until
 from tests.engine.updates import PARAMS, PROMPT, ask, play

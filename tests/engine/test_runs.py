@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from fdasync import ConfigError, SamplingParams
+from fdasync import SamplingParams
+from fdasync.errors import ConfigError
 from fdasync.events.catalog import StepDone
 from fdasync.scheduler.replay import replay
 from fdasync.testing import (

@@ -11,14 +11,13 @@ from random import Random
 import msgspec
 import pytest
 
-from fdasync import (
+from fdasync import Engine, SamplingParams
+from fdasync.errors import (
     Asleep,
     BadInput,
     ConfigError,
-    Engine,
     EngineClosed,
     EngineFailed,
-    SamplingParams,
     UpdateUnderWay,
     WakeFailed,
     WeightsDiffer,

@@ -7,8 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from fdasync import ConfigError, Engine, EngineFailed, PluginError, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.drafting import DrafterLimits, Speculation
+from fdasync.errors import ConfigError, EngineFailed, PluginError
 from fdasync.events.catalog import StepDone
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.scheduler.replay import replay

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from fdasync import Engine, EngineFailed, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.errors import DeadlineExceeded, StoreUnavailable
+from fdasync.errors import DeadlineExceeded, EngineFailed, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged, FetchEnded, LookedUp
 from fdasync.testing import check_idle, run_sim, until
 from fdasync.testing.stores.faults import StoreFaults

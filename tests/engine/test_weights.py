@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from fdasync import Engine, EngineFailed, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.errors import DeadlineExceeded
+from fdasync.errors import DeadlineExceeded, EngineFailed
 from fdasync.events.catalog import StepDone
 from fdasync.testing import check_idle, check_sample, held_engine, oracle_of, synthetic_config, until
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults

@@ -6,16 +6,8 @@ import json
 
 import pytest
 
-from fdasync import (
-    Asleep,
-    BadInput,
-    ConfigError,
-    Engine,
-    WeightsBroken,
-    WeightsDiffer,
-    WeightsFingerprint,
-    WeightsRejected,
-)
+from fdasync import Engine, WeightsFingerprint
+from fdasync.errors import Asleep, BadInput, ConfigError, WeightsBroken, WeightsDiffer, WeightsRejected
 from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, run_sim, synthetic_config

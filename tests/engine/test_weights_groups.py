@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from fdasync import Engine, EngineClosed, UpdateUnderWay, WeightsRejected
+from fdasync import Engine
+from fdasync.errors import EngineClosed, UpdateUnderWay, WeightsRejected
 from fdasync.testing import check_idle, synthetic_config
 from tests.engine.updates import ask, play, weights
 from tests.support.broadcast_runner import GROUP, part, runner_of

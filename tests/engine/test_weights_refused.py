@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdasync import Engine, EngineClosed
+from fdasync import Engine
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.errors import BadInput, ConfigError, UpdateUnderWay, WeightsBroken, WeightsRejected
+from fdasync.errors import BadInput, ConfigError, EngineClosed, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import held_engine, oracle_of, synthetic_config, until
 from tests.engine.updates import PARAMS, PROMPT, ask, play, spans, weights

@@ -8,14 +8,8 @@ import os
 
 import pytest
 
-from fdasync import (
-    BadInput,
-    Engine,
-    UpdateUnderWay,
-    WeightsBroken,
-    WeightsDiffer,
-    WeightsRejected,
-)
+from fdasync import Engine
+from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsDiffer, WeightsRejected
 from fdasync.testing import check_idle, synthetic_config
 from tests.engine.updates import ask, play, weights
 from tests.support.broadcast_runner import GROUP, HALF, HIGH, LOW, halves, part, runner_of

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync import ConfigError, DeadlineExceeded, Engine, SamplingParams
+from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.cache.store.wrappers import Wrapper
 from fdasync.cli.common.options import engine_config, parse_plugin
-from fdasync.errors import BadInput, PluginError, StoreUnavailable
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, PluginError, StoreUnavailable
 from fdasync.events.catalog import RequestEnded, TapFailed
 from fdasync.events.tap import Tap
 from fdasync.registry.registry import TAPS, Registry

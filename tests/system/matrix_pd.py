@@ -22,7 +22,8 @@ from fdasync_fleet.link.session import LinkConfig
 from fdasync_fleet.router.config import RouterConfig
 
 import fdasync
-from fdasync import Instance, InstanceLost, SamplingParams, WeightSpan
+from fdasync import Instance, SamplingParams, WeightSpan
+from fdasync.errors import InstanceLost
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_idle, check_sample, oracle_of

@@ -12,8 +12,9 @@ from fdasync_fleet.router.router import Router
 from fdasync_fleet.testing.sim.network import SimNetwork
 from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
-from fdasync import BadInput, Engine, EngineFailed, Instance, SamplingParams
+from fdasync import Engine, Instance, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.errors import BadInput, EngineFailed
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, synthetic_engine
 from fdasync.testing.harness.engines import until

@@ -12,8 +12,8 @@ from fdasync_fleet.router.router import Router
 from fdasync_fleet.testing.sim.network import SimNetwork
 from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
-from fdasync import BadInput, Instance, SamplingParams
-from fdasync.errors import PeerUnreachable, TooLong
+from fdasync import Instance, SamplingParams
+from fdasync.errors import BadInput, PeerUnreachable, TooLong
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.engines import LetterTokenizer
 from fdasync.testing.sim.loop import run_sim

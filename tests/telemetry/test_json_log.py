@@ -13,9 +13,10 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
+from fdasync import SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.engine.engine import Engine
+from fdasync.errors import ConfigError, EngineClosed, EngineFailed
 from fdasync.events import catalog
 from fdasync.events.catalog import BlockDamaged, BreakerChanged, Event, FetchEnded, LookedUp, RequestEnded, StoreCalled
 from fdasync.telemetry.json_log import LEVELS, JsonLogTap, level_of, summary

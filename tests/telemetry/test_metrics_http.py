@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from fdasync import ConfigError, SamplingParams
+from fdasync import SamplingParams
+from fdasync.errors import ConfigError
 from fdasync.telemetry.metrics_http import ScrapeServer
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import synthetic_engine, until

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import fdasync
-from fdasync import BadInput, Engine, SamplingParams
+from fdasync import Engine, SamplingParams
+from fdasync.errors import BadInput, EngineFailed
 from fdasync.events.catalog import RequestEnded
 from fdasync.telemetry.otel import OtelConfig, OtelTap
 from fdasync.testing import held_engine, synthetic_engine, until
@@ -96,7 +96,7 @@ async def test_a_request_that_failed_says_so(spans: Spans) -> None:
         await until(lambda: engine.stats().steps_in_flight > 0)
         engine.fail(OSError("the end"))
         faults.release()
-        with pytest.raises(fdasync.EngineFailed):
+        with pytest.raises(EngineFailed):
             await call
     await tap
     (span,) = spans.ended

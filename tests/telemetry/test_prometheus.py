@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
+from fdasync import SamplingParams
 from fdasync.drafting import Speculation
+from fdasync.errors import ConfigError, EngineClosed, EngineFailed
 from fdasync.events.catalog import BlockDamaged, LoopHeldUp, RequestEnded, StoreCalled
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.prometheus import PrometheusTap

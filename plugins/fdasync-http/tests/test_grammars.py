@@ -10,7 +10,8 @@ from fdasync_http.grammars import calls_of, grammar_of
 from fdasync_http.openai.types import CompletionBody
 from fdasync_http.sglang.sampling import Sampling
 
-from fdasync import Grammar, GrammarFailed, SamplingParams
+from fdasync import Grammar, SamplingParams
+from fdasync.errors import GrammarFailed
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))

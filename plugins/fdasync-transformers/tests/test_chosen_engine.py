@@ -13,8 +13,9 @@ from draft_results import Known
 from fdasync_transformers.model.indexers import EarliestOfEquals, find_indexers
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
-from fdasync import BadInput, Engine, EngineConfig, SamplingParams
+from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.drafting import DrafterLimits, Speculation
+from fdasync.errors import BadInput
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,8 @@ from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, make_random_checkpoint
 
 import fdasync
-from fdasync import BadInput, Engine, EngineConfig, Grammar, Instance, SamplingParams
+from fdasync import Engine, EngineConfig, Grammar, Instance, SamplingParams
+from fdasync.errors import BadInput
 from fdasync.testing import until
 
 if TYPE_CHECKING:

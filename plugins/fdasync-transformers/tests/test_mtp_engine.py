@@ -13,8 +13,9 @@ from agreeing import make_agreeing_checkpoint
 from draft_results import Known, assert_same
 from fdasync_fleet.testing.patience import LEASES, LINKS
 
-from fdasync import ConfigError, Engine, EngineConfig, Instance, SamplingParams, connect
+from fdasync import Engine, EngineConfig, Instance, SamplingParams, connect
 from fdasync.drafting import DrafterLimits, Speculation
+from fdasync.errors import ConfigError
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import LetterTokenizer
 

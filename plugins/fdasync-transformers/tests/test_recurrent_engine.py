@@ -12,7 +12,8 @@ import pytest
 from fdasync_trainer import Served, verify
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
-from fdasync import ConfigError, Engine, EngineConfig, SamplingParams
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,8 @@ from device_path import DEVICE, make_small_checkpoint
 from fdasync_transformers import named_tensors, weights_fingerprint, write_delta
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
-from fdasync import ConfigError, Engine, EngineConfig, SamplingParams, WakeFailed, WeightsDiffer, WeightsRejected
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.errors import ConfigError, WakeFailed, WeightsDiffer, WeightsRejected
 
 if TYPE_CHECKING:
     from pathlib import Path

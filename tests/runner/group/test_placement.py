@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fdasync import ConfigError, Engine, EngineConfig, EngineFailed, SamplingParams
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.errors import ConfigError, EngineFailed
 from fdasync.ipc.gpu_locks import holders
 from fdasync.ipc.gpus import find
 from fdasync.runner.group.placement import Placement

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fdasync import Engine, EngineFailed, SamplingParams, WorkerDied, WorkerStuck
+from fdasync import Engine, SamplingParams
+from fdasync.errors import EngineFailed, WorkerDied, WorkerStuck
 from fdasync.testing import check_sample, oracle_of, synthetic_config
 from fdasync.testing.harness.engines import until
 from fdasync.testing.harness.leaks import children, no_leaks

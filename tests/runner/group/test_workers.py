@@ -10,8 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from fdasync import BadInput, ConfigError, Engine, EngineFailed, RunnerError, SamplingParams, WorkerDied, WorkerStuck
-from fdasync.errors import WeightsBroken, WeightsRejected
+from fdasync import Engine, SamplingParams
+from fdasync.errors import (
+    BadInput,
+    ConfigError,
+    EngineFailed,
+    RunnerError,
+    WeightsBroken,
+    WeightsRejected,
+    WorkerDied,
+    WorkerStuck,
+)
 from fdasync.runner.base import RunnerLimits, TensorMeta
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from fdasync import (
+from fdasync import Engine, SamplingParams
+from fdasync.errors import (
     BadInput,
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
-    Engine,
     EngineFailed,
+    InvariantBroken,
     PluginError,
     RunnerError,
-    SamplingParams,
     UnsupportedModel,
     WorkerDied,
     WorkerStuck,
 )
-from fdasync.errors import InvariantBroken
 from fdasync.events.actions import RunStep
 from fdasync.events.catalog import EngineDied
 from fdasync.runner.base import RunnerLimits

@@ -11,8 +11,8 @@ from copy import deepcopy
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from fdasync import Engine, SamplingParams, WeightsBroken
-from fdasync.errors import FdasyncError
+from fdasync import Engine, SamplingParams
+from fdasync.errors import FdasyncError, WeightsBroken
 from fdasync.testing import FaultRunner, PassModel, check_idle, check_sample, oracle_of, synthetic_config, until
 from tests.support.broadcast_runner import GROUP, HALF, halves, part, runner_of
 from tests.support.broadcast_runner import HIGH as HIGH_META

@@ -14,20 +14,8 @@ import pytest
 from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
-from fdasync import (
-    Asleep,
-    BadInput,
-    Engine,
-    EngineClosed,
-    GenerateOptions,
-    Generator,
-    Instance,
-    Router,
-    SamplingParams,
-    SourceUnsupported,
-    UpdateUnderWay,
-    WeightsRejected,
-)
+from fdasync import Engine, GenerateOptions, Generator, Instance, Router, SamplingParams
+from fdasync.errors import Asleep, BadInput, EngineClosed, SourceUnsupported, UpdateUnderWay, WeightsRejected
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine, until
 

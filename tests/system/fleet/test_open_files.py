@@ -31,7 +31,7 @@ def test_a_link_names_the_limit_where_a_caller_has_too_few_open_files(tmp_path: 
                 wire.open(b"x" * 16, lambda pipe, frames: None, lambda pipe: None)
                 for number in range(100):
                     wire.dial(f"ipc:///no/where/{number}")
-            except fdasync.ConfigError as error:
+            except fdasync.errors.ConfigError as error:
                 print(error.field, error.limit == limit, error.hint)
             await wire.aclose()
 

@@ -9,7 +9,8 @@ import pytest
 from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
-from fdasync import BadInput, Instance, SamplingParams
+from fdasync import Instance, SamplingParams
+from fdasync.errors import BadInput
 from fdasync.testing import synthetic_config, until
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import pytest
 from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
-from fdasync import EngineClosed, Instance
+from fdasync import Instance
+from fdasync.errors import EngineClosed
 from fdasync.telemetry.sight.latencies import total
 from fdasync.testing import synthetic_config
 

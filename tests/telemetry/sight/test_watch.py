@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import fdasync
-from fdasync import EngineClosed, EngineFailed, SamplingParams
+from fdasync import SamplingParams
+from fdasync.errors import EngineClosed, EngineFailed
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.telemetry.sight.latencies import total
 from fdasync.testing import held_engine, synthetic_config, synthetic_engine

@@ -15,9 +15,10 @@ import uvloop
 from cli_options import options
 
 import fdasync
-from fdasync import BadInput, PluginError, SamplingParams
+from fdasync import SamplingParams
 from fdasync.cli.common.options import engine_config, parse_policy, parse_store
 from fdasync.drafting import Speculation
+from fdasync.errors import BadInput, PluginError
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.harness.engines import until
 from tests.support.commands import command, config_file, config_of, errors, is_running, wait_for

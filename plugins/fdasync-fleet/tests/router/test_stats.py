@@ -9,7 +9,8 @@ import pytest
 from fdasync_fleet.testing.patience import LEASES, LINKS
 
 import fdasync
-from fdasync import EngineClosed, Instance, SamplingParams
+from fdasync import Instance, SamplingParams
+from fdasync.errors import EngineClosed
 from fdasync.testing import synthetic_config
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from fdasync_http.server import Listen, serving
 
 import fdasync
 from fdasync import Instance, SamplingParams
+from fdasync.errors import WeightsBroken
 from fdasync.runner.synthetic import WEIGHTS_FILE, SyntheticRunner
 from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.testing import synthetic_config
@@ -184,7 +185,7 @@ async def test_who_reads_the_page_tells_each_state_from_the_others(tmp_path: Pat
         await engines["waits_for_weights"].update_weights(1, tensors)
         await engines["waits_for_weights"].sleep(2)
         await engines["waits_for_weights"].wake()
-        with pytest.raises(fdasync.WeightsBroken):
+        with pytest.raises(WeightsBroken):
             await engines["broken"].update_weights(1, tensors, expected="0" * 32)
         words = [state.replace("_", " ") for state in states]
         cells = "[...document.querySelectorAll('#engines tbody tr')].map(row => row.cells[2])"

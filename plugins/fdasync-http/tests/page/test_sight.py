@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from fdasync import EngineFailed, SamplingParams
+from fdasync import SamplingParams
+from fdasync.errors import EngineFailed
 from fdasync.telemetry.sight.summary import Summary
 
 KEY = "sk-0123456789abcdef"

@@ -15,7 +15,8 @@ from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_http import app
 
 import fdasync
-from fdasync import Instance, WeightsDiffer
+from fdasync import Instance
+from fdasync.errors import WeightsDiffer
 from fdasync.telemetry.sight.summary import Summary
 from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine, until
 

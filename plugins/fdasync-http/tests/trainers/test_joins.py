@@ -21,8 +21,8 @@ from fdasync_http.server import Listen, serving
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
-from fdasync import Engine, Instance, UpdateUnderWay, WeightsGroup
-from fdasync.errors import FdasyncError
+from fdasync import Engine, Instance, WeightsGroup
+from fdasync.errors import FdasyncError, UpdateUnderWay
 from fdasync.testing import until
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "fdasync-transformers" / "tests" / "support"))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_rows import assert_same, rows, sets_of
 
-from fdasync import BadInput, Routing
+from fdasync import Routing
+from fdasync.errors import BadInput
 from tests.support.helpers import case_settings
 
 GOOD = np.array([[[0, 1], [7, 2]]], np.uint8)

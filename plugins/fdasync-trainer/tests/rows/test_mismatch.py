@@ -14,7 +14,8 @@ from fdasync_trainer.rows.mismatch import Mismatch, mismatch, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync import BadInput, Routing
+from fdasync import Routing
+from fdasync.errors import BadInput
 from tests.support.helpers import case_settings
 
 logprobs = st.floats(-30, 0)

@@ -32,7 +32,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_rows import assert_same, rows, sets_of
 
-from fdasync import BadInput, Routing
+from fdasync import Routing
+from fdasync.errors import BadInput
 from tests.support.helpers import case_settings
 
 LAYOUT = RoutingLayout(layer_ids=(1, 3), num_experts=8, top_k=2)

@@ -32,7 +32,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_rows import assert_same, is_right, routings, rows, tokens_of
 
-from fdasync import BadInput, Routing
+from fdasync import Routing
+from fdasync.errors import BadInput
 from tests.support.helpers import case_settings
 
 

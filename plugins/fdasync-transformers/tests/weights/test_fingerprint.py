@@ -12,8 +12,8 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import identity
 from live_weights import Live
 
-from fdasync import Engine, EngineConfig, SamplingParams, WeightsDiffer, WeightsFingerprint
-from fdasync.errors import BadInput, WeightsRejected
+from fdasync import Engine, EngineConfig, SamplingParams, WeightsFingerprint
+from fdasync.errors import BadInput, WeightsDiffer, WeightsRejected
 from fdasync.request import first_difference
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from fdasync_fleet.cli.local.folder import Folder
 from fdasync_fleet.link.address import remove_dead
 
-from fdasync import ConfigError
+from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,8 @@ from fdasync_transformers import WeightsSender
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from group_play import engine_config, fresh_tokens, send, sender_of, tokens
 
-from fdasync import Engine, WeightsGroup, WeightsRejected
+from fdasync import Engine, WeightsGroup
+from fdasync.errors import WeightsRejected
 from fdasync.testing import until
 
 if TYPE_CHECKING:

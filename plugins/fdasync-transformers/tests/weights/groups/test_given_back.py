@@ -20,8 +20,8 @@ import pytest
 from group_play import checkpoint, engine_config, fresh_tokens, tokens
 from safetensors.torch import load_file
 
-from fdasync import Engine, GroupTensors, TensorMeta, WeightsBroken, WeightsGroup, WeightsRejected
-from fdasync.errors import FdasyncError
+from fdasync import Engine, GroupTensors, TensorMeta, WeightsGroup
+from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
 from fdasync.testing import until
 from fdasync.testing.harness.leaks import children
 

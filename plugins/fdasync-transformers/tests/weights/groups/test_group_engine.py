@@ -25,7 +25,8 @@ from group_play import (
 )  # fmt: skip
 from safetensors.torch import load_file
 
-from fdasync import BadInput, Engine, GroupTensors, TensorMeta, UpdateUnderWay, WeightsBroken, WeightsRejected
+from fdasync import Engine, GroupTensors, TensorMeta
+from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsRejected
 
 if TYPE_CHECKING:
     from pathlib import Path

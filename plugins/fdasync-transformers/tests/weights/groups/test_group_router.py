@@ -11,7 +11,8 @@ import pytest
 from group_play import checkpoint, engine_config, fingerprint, fresh_tokens, parts_of, send, sender_of, tokens
 
 import fdasync
-from fdasync import BadInput, Instance, UpdateUnderWay, WeightsBroken, WeightsRejected
+from fdasync import Instance
+from fdasync.errors import BadInput, UpdateUnderWay, WeightsBroken, WeightsRejected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
