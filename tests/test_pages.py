@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fdasync.events.catalog import AnyEvent, Notice
+from tests.support.picture import picture
 from tests.support.plugins import install_plugin
 
 ROOT = Path(__file__).parent.parent
@@ -189,9 +190,13 @@ TOUR = ROOT / "ARCHITECTURE.md"
 
 def test_pages_are_short() -> None:
     tour = TOUR.read_text().splitlines()
-    assert len(tour) <= 224
+    assert len(tour) <= 200
     assert [line for line in tour if len(line) > 100] == []
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_the_picture_of_the_house_is_that_of_the_imports() -> None:
+    assert f"\n\n{picture()}\n" in TOUR.read_text(), "draw it anew: python -m tests.support.picture"
 
 
 def test_the_tour_names_every_room() -> None:
