@@ -401,7 +401,7 @@ uvloop.run(main())
 async def test_two_processes(tmp_path):
     address = f"ipc://{tmp_path}/a"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _OTHER, address, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
+        sys.executable, "-c", _OTHER, address, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[1] / "support"
     )
     owner = Owner("one")
     links = Links(ZmqWire(), owner, LINKS)
