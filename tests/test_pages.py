@@ -193,6 +193,7 @@ def test_pages_are_short() -> None:
     assert len(tour) <= 200
     assert [line for line in tour if len(line) > 100] == []
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 8 << 10
 
 
 def test_the_picture_of_the_house_is_that_of_the_imports() -> None:
