@@ -23,7 +23,11 @@ def test_what_is_public_is_listed() -> None:
 def test_everything_that_is_listed_can_be_imported() -> None:
     for one in LISTED:
         module, _, name = one.rpartition(".")
-        assert getattr(importlib.import_module(module), name) is not None, one
+        try:
+            assert getattr(importlib.import_module(module), name) is not None, one
+        except ModuleNotFoundError as error:
+            # of an extra that is not installed
+            assert not str(error.name).startswith("fdasync"), one
 
 
 def test_the_front_door_is_small() -> None:
