@@ -56,8 +56,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step_s: (running requests, seconds of a decode step), between which the time is interpolated. Of
-            docs/performance.md, "One H200": 352, 3,858 and 11,245 tokens/s at 1, 64 and 256 running.
-        prompt_token_s: seconds for each token of a prompt; 79,827 tokens/s (same table).
+            `benchmarks/results/gpu_serving_df.json`: 352, 3,858 and 11,245 tokens/s at 1, 64 and 256 running.
+        prompt_token_s: seconds for each token of a prompt; 79,827 tokens/s (same file).
         block_tokens: tokens of a block of that model.
     """
 

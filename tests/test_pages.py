@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 import tokenize
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,60 @@ def test_files_that_docstrings_and_comments_name_exist(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# -- docs/performance.md ------------------------------------------------------------------------------
+
+FIGURES = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def spelt_out(key: str) -> list[str]:
+    """`a_{1,64}` stands for `a_1` and `a_64`."""
+    before, _, rest = key.partition("{")
+    choices, _, after = rest.partition("}")
+    return [before + choice + after for choice in choices.split(",")]
+
+
+def kept(path: Path, key: str) -> Decimal:
+    """The figure in its file. Some files have several runs: `key#2` is of the second one that has the key."""
+    name, _, number = key.partition("#")
+    runs = json.loads(path.read_text(), parse_float=Decimal, parse_int=Decimal)
+    found: list[Decimal] = [
+        run["figures"][name] for run in (runs if isinstance(runs, list) else [runs]) if name in run["figures"]
+    ]
+    return found[int(number or 1) - 1]
+
+
+def test_figures_are_those_of_their_files() -> None:
+    """Of each row `| question | figure | aim | command: keys |`; the page's first lines have the convention."""
+    path, compared = RESULTS, 0
+    wrong: list[str] = []
+    for line in FIGURES.read_text().splitlines():
+        cells = line.split("|")[1:-1]
+        if len(cells) != 4 or cells[0] == " question " or set(line) == {"|", "-"}:
+            continue
+        if link := re.search(r"\]\((\S+\.json)\)", cells[3]):
+            path = (FIGURES.parent / link[1]).resolve()
+        # a command has spaces, a key has none
+        names = [name for name in re.findall(r"`([^`]+)`", cells[3]) if " " not in name]
+        keys = [key for name in names for key in spelt_out(name)]
+        figures = re.findall(r"(\d[\d,]*(?:\.\d+)?(?:e-\d+)?)(?: ([MG]B))?", cells[1])
+        assert len(keys) == len(figures) > 0, f"as many keys as figures: {line}"
+        for key, (figure, unit) in zip(keys, figures, strict=True):
+            shown, there = Decimal(figure.replace(",", "")), kept(path, key) / {"": 1, "MB": 10**6, "GB": 10**9}[unit]
+            # half of the last digit that is shown
+            if abs(shown - there) > Decimal("0.5").scaleb(int(shown.as_tuple().exponent)):
+                wrong.append(f"{path.name} has {there} for {key}, the page {figure} {unit}")
+        compared += len(keys)
+    assert not wrong, "\n".join(wrong)
+    assert compared > 250
+
+
+def test_pages_cite_the_results_that_are_kept() -> None:
+    """And no others. A file that no page cites tells nobody anything."""
+    cited = {name for page in PAGES for name in re.findall(r"benchmarks/results/([\w.-]+\.json)", page.read_text())}
+    assert cited == {path.name for path in RESULTS.glob("*.json")}
+
+
 # -- ARCHITECTURE.md, README.md -----------------------------------------------------------------------
 
 TOUR = ROOT / "ARCHITECTURE.md"
@@ -194,6 +250,7 @@ def test_pages_are_short() -> None:
     assert [line for line in tour if len(line) > 100] == []
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
     assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 8 << 10
+    assert len(FIGURES.read_bytes()) <= 25 << 10
 
 
 def test_the_picture_of_the_house_is_that_of_the_imports() -> None:
