@@ -1,5 +1,5 @@
-"""Tests here run on the loops of the core's tests. A library's pool of threads outlives the test that fills it, so leaks
-are not looked for."""
+"""Tests here run on the loops of the core's tests. Leaks are not looked for: a library's pool of threads outlives the
+test that fills it."""
 
 from __future__ import annotations
 
