@@ -464,8 +464,8 @@ class Generator(Protocol):
         A version is the caller's word, and may return with other weights, as from a trainer that starts again; it is
         the weights id that tells weights apart. Tensors are always carried out. A folder that comes under the version
         in use is compared first: if it holds the weights in use nothing is loaded, and no request ends or starts again
-        (where others are expected, BadInput says so). Of the tensors of a group that come in one pause, which the
-        caller asked for, None names the version of those before: no step runs between them.
+        (where others are expected, BadInput says so). While the caller's own pause lasts no step runs, so a group's
+        tensors may come in several updates under one version: None as the version then names that of the last update.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no

@@ -426,9 +426,8 @@ class Runner(ABC):
         May block its loop for `limit_s`. Raises WeightsRejected, as this default does, where it cannot join, and where
         it was stopped.
         """
-        where = f"on {interface}" if interface else "on the loopback interface"
-        limits = f"within {limit_s:g} s, stop={stop}"
-        raise WeightsRejected(f"this runner joins no process group ({group.name!r}, {where}, {limits})")
+        del interface, limit_s, stop
+        raise WeightsRejected(f"this runner joins no process group ({group.name!r})")
 
     async def leave_group(self, name: str) -> None:  # noqa: B027 - a runner that joins none leaves none
         """Leave a group, if there is one of that name. Its other ranks see the end of the connection."""
@@ -444,8 +443,8 @@ class Runner(ABC):
         The group is left where this fails: what its rank 0 has sent by then is not known. Raises WeightsRejected
         before the first byte, as this default does; WeightsBroken after.
         """
-        which = f"first={first}, last={last}, within {limit_s:g} s"
-        raise WeightsRejected(f"this runner joins no process group ({source.group!r}; {which})")
+        del limit_s, first, last
+        raise WeightsRejected(f"this runner joins no process group ({source.group!r})")
 
     async def end_received(self) -> None:
         """End an update of which all tensors have come, the last ones by `receive_tensors` without `last`. Raises

@@ -226,7 +226,7 @@ class WorkerRunner(Runner):
         await self._ask_beside(CheckGrammar(grammar))
 
     async def load_folder(self, path: str) -> str:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in the eleven that follow."""
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in all calls for weights below."""
         return await self._ask(LoadFolder(path), _WEIGHTS_ID)
 
     async def read_weights_id(self, path: str) -> str:
