@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from fdasync_trainer import rows as formats
 from fdasync_trainer.rows import RoutingLayout
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks._report import Report, calibrate_us
 from fdasync import Routing
-from fdasync import routing as formats
 
 if TYPE_CHECKING:
     from collections.abc import Callable

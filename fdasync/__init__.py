@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Result,
         Routing,
         Sample,
+        TopLogprobs,
         Usage,
         WeightSpan,
     )
@@ -64,6 +65,7 @@ _HOMES = {
     "Result": "fdasync.result",
     "Routing": "fdasync.result",
     "Sample": "fdasync.result",
+    "TopLogprobs": "fdasync.result",
     "Usage": "fdasync.result",
     "WeightSpan": "fdasync.result",
     # new weights
@@ -125,6 +127,7 @@ __all__ = [
     "SleepMode",
     "TensorMeta",
     "TokenStream",
+    "TopLogprobs",
     "Usage",
     "WakeTag",
     "WeightSpan",

@@ -23,6 +23,7 @@ from fdasync.cache.store.file.recovery import lock_holder
 from fdasync.cache.store.file.store import FileConfig, FileStore
 from fdasync.cli.main import main
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
+from tests.support.commands import interruptible
 
 KV_NBYTES, ROWS_NBYTES = 30_000, 512
 NAMESPACES = [bytes([number]) * 16 for number in (1, 2, 0xAB)]
@@ -259,8 +260,7 @@ def test_what_cannot_run_says_why(tmp_path):
 
 @pytest.mark.ci
 def test_ctrl_c_ends_it(tmp_path):
-    # seconds of work, of which a machine that is busy may do some before it is interrupted
-    shape = Shape(16 << 20, 4000, 1)
+    shape = Shape(16 << 20, 400, 1)
     with (tmp_path / shape.name).open("wb") as file:
         file.write(encode_head(shape, CLEAN))
         for slot in range(shape.slots):
@@ -269,7 +269,7 @@ def test_ctrl_c_ends_it(tmp_path):
             file.write(encode_record(record, shape, slot))
         file.truncate(shape.nbytes)  # sparse: no room is taken
     command = [sys.executable, "-c", "from fdasync.cli.main import main; main()", "store", "verify", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=interruptible)
     until = time.monotonic() + 60
     while not lock_holder(tmp_path):
         assert time.monotonic() < until

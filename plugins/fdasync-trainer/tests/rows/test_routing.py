@@ -152,7 +152,7 @@ class TestEachFormat:
 def test_the_benchmark_writes_what_payloads_weigh(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.routing_bytes", "--tokens", "31", "--runs", "1", "--json", str(out)]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
