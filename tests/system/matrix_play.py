@@ -218,8 +218,7 @@ class Play:
             assert stats.swapped_in_blocks > 0 or (self.real and self._calm)
         if self.wants("tier", *STORES):
             assert stats.written_blocks > 0
-            # a store of the world may be slower than the engine
-            assert stats.dropped_writes == 0 or self.real
+            assert stats.dropped_writes == 0
         self._check_update(life)
 
     def _check_update(self, life: Life) -> None:

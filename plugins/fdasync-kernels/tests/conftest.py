@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import every_test
+
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 ON_GPU = torch.cuda.is_available()
+
+pytest_asyncio_loop_factories = every_test.pytest_asyncio_loop_factories
+if not ON_GPU:
+    # a driver opens files whenever it likes, and Triton compiles, which blocks, where a kernel is first used
+    no_tasks_left, nothing_left = every_test.no_tasks_left, every_test.nothing_left
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +37,3 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     full, like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: like(*args, **kwargs).fill_(float("nan")))
-
-
-if not ON_GPU:
-    # a driver opens files whenever it likes, and Triton compiles, which blocks, where a kernel is first used
-
-    @pytest.fixture(autouse=True)
-    def nothing_left(no_leaks: None, no_blocking: None) -> None:
-        """Leaks of the process and blocking calls fail the test that made them."""

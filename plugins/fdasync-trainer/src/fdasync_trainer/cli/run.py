@@ -6,6 +6,7 @@ log-probs is compared with a rollout's file. Called by `command.py`.
 
 from __future__ import annotations
 
+import importlib
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,7 @@ def _find_module(
 
 def _plugin() -> Any:
     try:
-        import fdasync_transformers  # noqa: F401
+        importlib.import_module("fdasync_transformers")
     except ImportError as error:
         raise PluginError(
             "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install 'fdasync-trainer[torch]'"
