@@ -1,5 +1,7 @@
-"""Tests here run on the loops of the core's tests, and nothing blocks a loop. Leaks are not looked for: a pool of threads
-of a library outlives the test that fills it."""
+"""Tests here run on the loops of the core's tests, and nothing blocks a loop.
+
+Leaks are not looked for: a pool of threads of a library outlives the test that fills it.
+"""
 
 from __future__ import annotations
 
