@@ -275,7 +275,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_trainer.cli": (
             "fdasync.cli.common.*", "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result",
             "fdasync.runner.*", "fdasync_fleet.cli.demo.*", "fdasync_fleet.cli.local.*", "fdasync_fleet.router.*",
-            "fdasync_trainer", "fdasync_transformers",
+            "fdasync_trainer",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
