@@ -48,7 +48,7 @@ help:
 	@echo "make test-ray  the tests of fleets on Ray alone, which it installs; as root, in networks of their own"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
-	@echo "make bench-gpu measure completion, capture, attention, copies, serving, published shapes and exactness on a CUDA GPU"
+	@echo "make bench-gpu measure serving and exactness on a CUDA GPU, and play published shapes"
 	@echo "make clean     remove what was made here"
 
 venv: $(STAMP)
@@ -145,39 +145,30 @@ types: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.engine_step
-	$(BIN)/python -m benchmarks.stores
-	$(BIN)/python -m benchmarks.tiers
+	$(BIN)/python -m benchmarks engine_step
+	$(BIN)/python -m benchmarks stores
+	$(BIN)/python -m benchmarks tiers
 
 # in real time for the most part: long
 bench-pd: $(STAMP)
-	$(BIN)/python -m benchmarks.link
-	$(BIN)/python -m benchmarks.transports
-	$(BIN)/python -m benchmarks.pd_isolation
-	$(BIN)/python -m benchmarks.pd_headline
-	$(BIN)/python -m benchmarks.chaos
-	$(BIN)/python -m benchmarks.fleet_scale
-	-$(BIN)/python -m benchmarks.network  # needs root
+	$(BIN)/python -m benchmarks link
+	$(BIN)/python -m benchmarks transports
+	$(BIN)/python -m benchmarks pd_isolation
+	$(BIN)/python -m benchmarks pd_headline
+	$(BIN)/python -m tests.nightly chaos
+	$(BIN)/python -m benchmarks fleet_scale
+	-$(BIN)/python -m benchmarks network  # needs root
 
 # needs a CUDA GPU with 100 GB and more, and torch's CUDA build in the environment that PYTHON names
 bench-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_pages.py plugins
-	$(PYTHON) -m benchmarks.gpu_completion
-	$(PYTHON) -m benchmarks.gpu_capture
-	$(PYTHON) -m benchmarks.gpu_attention
-	$(PYTHON) -m benchmarks.gpu_copies
-	$(PYTHON) -m benchmarks.gpu_experts
-	$(PYTHON) -m benchmarks.gpu_sampler
-	$(PYTHON) -m benchmarks.experts_tiles --tokens 1,64,256,1024
-	$(PYTHON) -m benchmarks.gpu_exact
-	$(PYTHON) -m benchmarks.gpu_swap
-	$(PYTHON) -m benchmarks.gpu_serving
-	$(PYTHON) -m benchmarks.gpu_shapes
-	$(PYTHON) -m benchmarks.gpu_shapes --quantised
-	$(PYTHON) -m benchmarks.gpu_speculation
-	$(PYTHON) -m benchmarks.gpu_mtp
-	-$(PYTHON) -m benchmarks.gpu_pd  # needs two
-	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
+	$(PYTHON) -m benchmarks gpu_exact
+	$(PYTHON) -m benchmarks gpu_serving
+	$(PYTHON) -m tests.nightly shapes
+	$(PYTHON) -m tests.nightly shapes --quantised
+	$(PYTHON) -m benchmarks gpu_mtp
+	-$(PYTHON) -m benchmarks gpu_pd  # needs two
+	-$(PYTHON) -m benchmarks gpu_tp  # likewise
 
 clean:
 	rm -rf $(COSTS) $(CHECKS) $(VENV) .venv-oldest .venv-oldest.txt .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

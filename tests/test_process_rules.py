@@ -45,8 +45,8 @@ def test_rooms_are_small_and_say_what_they_are(home, files, rooms):
 
 def test_tests_mirror_the_package_in_small_files():
     tests = HOME.parent / "tests"
-    # what several folders share, whole systems, benchmarks and the proof of the suite stand beside the rooms
-    beside = {tests / name for name in ("support", "system", "benchmarks", "mutants")}
+    # beside the rooms: what several folders share, whole systems, nightly plays, benchmarks, the proof of the suite
+    beside = {tests / name for name in ("support", "system", "nightly", "benchmarks", "mutants")}
     folders = {path.parent for path in tests.rglob("*.py")} - {tests}
     folders = {folder for folder in folders if not beside.intersection([folder, *folder.parents])}
     assert len(folders) > 20

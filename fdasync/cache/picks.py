@@ -3,7 +3,7 @@
 The runner's side counts as it writes rows (`AuxArena.scatter`), the engine's side reads whenever it is asked. The first
 `WHOLE_ROWS` rows are all counted, but for a long step of which `MOST_AT_FIRST` are. Later a step is looked at once in
 `EVERY_ROWS` rows, and `MOST_ROWS` of its rows stand for all that were written since: evenly spread, and others each
-time. So counting costs next to nothing, however fast the engine is (`python -m benchmarks.picks`). One writer. Knows no
+time. So counting costs next to nothing, however fast the engine is (docs/performance.md). One writer. Knows no
 weights: the engine takes the difference from the counts at the time of an update.
 """
 

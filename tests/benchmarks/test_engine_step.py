@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_engine_step_writes_figures_and_conditions(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.engine_step", "--steps", "20", "--runs", "1", "--only", "_32"]
+    command = [sys.executable, "-m", "benchmarks", "engine_step", "--steps", "20", "--runs", "1", "--only", "_32"]
     done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
@@ -30,7 +30,7 @@ def test_engine_step_writes_figures_and_conditions(tmp_path: Path) -> None:
 
 def test_trip_counts_what_a_request_crosses(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.trip", "--list", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "trip", "--list", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks._fleet_scale_meter import Meter
-from benchmarks._fleet_scale_replay import replay
-from benchmarks._fleet_scale_work import Work
-from benchmarks._fleet_scale_world import LINKS, Plan, World
-from benchmarks._report import Report
-from benchmarks.fleet_scale import full_at, measure_memory, play, request_us
+from benchmarks.fleet.fleet_scale import full_at, measure_memory, play, request_us
+from benchmarks.fleet.scale_meter import Meter
+from benchmarks.fleet.scale_replay import replay
+from benchmarks.fleet.scale_work import Work
+from benchmarks.fleet.scale_world import LINKS, Plan, World
+from benchmarks.lib.report import Report
 
 pytestmark = pytest.mark.ci
 

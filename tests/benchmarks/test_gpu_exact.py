@@ -12,12 +12,12 @@ import pytest
 import torch
 from fdasync_transformers import make_random_checkpoint
 
-from benchmarks import _gpu_plays as plays
-from benchmarks import gpu_exact
-from benchmarks._gpu_half import HalfJudge
-from benchmarks._gpu_judge import Answer, Judge
-from benchmarks._gpu_parts import Parts
-from benchmarks._report import Report
+from benchmarks.gpu import exact as gpu_exact
+from benchmarks.gpu import plays
+from benchmarks.gpu.half import HalfJudge
+from benchmarks.gpu.judge import Answer, Judge
+from benchmarks.gpu.parts import Parts
+from benchmarks.lib.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

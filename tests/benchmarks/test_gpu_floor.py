@@ -1,10 +1,8 @@
-"""What the benchmarks of serving and of experts count with: bytes of a step, models, skewed routing, drawn experts."""
+"""What the benchmarks of serving count with: bytes of a step, models, skewed routing."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +12,11 @@ from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.recurrent.probe import find_state
 from fdasync_transformers.weights import loading
 
-from benchmarks import experts_tiles, gpu_experts
-from benchmarks._gpu_experts import EXPERTS, PRODUCTS_PER_S, draw_routing, small
-from benchmarks._gpu_floor import StepBytes, bytes_of, distinct
-from benchmarks._gpu_models import DEEPSEEK_V2_LITE, HYBRID_MODEL, MODELS, QWEN3_NEXT
-from benchmarks._gpu_scale import large, tiny, write_folder
-from benchmarks._gpu_skew import find_skew
-from benchmarks._shape_folder import empty_model
+from benchmarks.gpu.floor import StepBytes, bytes_of, distinct
+from benchmarks.gpu.models import DEEPSEEK_V2_LITE, HYBRID_MODEL, MODELS, QWEN3_NEXT
+from benchmarks.gpu.scale import large, tiny, write_folder
+from benchmarks.gpu.skew import find_skew
+from tests.nightly.shapes.folder import empty_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +25,6 @@ pytestmark = pytest.mark.ci
 
 CPU = torch.device("cpu")
 GB = 1e9
-
-
-@pytest.fixture
-def no_blocking() -> None:
-    """In place of the one that looks: the benchmark of experts computes on its own loop."""
 
 
 def plain_model(folder: Path, name: str) -> Any:
@@ -171,106 +162,3 @@ def test_a_model_whose_routers_are_not_called_is_refused(tmp_path: Path) -> None
     model.config.num_hidden_layers = 1
     with pytest.raises(RuntimeError, match=r"not called \['model.layers.1.mlp.gate'\]"):
         find_skew(model, routers, 1.0, prompts=4, tokens=16)
-
-
-def test_the_floor_of_experts_is_bytes_or_products() -> None:
-    qwen, mixtral = EXPERTS["qwen3-30b-a3b"], EXPERTS["mixtral-8x7b"]
-    assert (qwen.num_experts, qwen.top_k, qwen.hidden, qwen.inner) == (128, 8, 2048, 768)
-    assert (EXPERTS["glm-4.5-air"].hidden, EXPERTS["glm-4.5-air"].inner) == (4096, 1408)
-    assert (EXPERTS["deepseek-v2-lite"].num_experts, EXPERTS["deepseek-v2-lite"].top_k) == (64, 6)
-    assert (mixtral.num_experts, mixtral.inner) == (8, 14336)
-    # what was measured once: 278 us at 64 tokens, of bytes; 8,192 tokens are bound by products
-    assert qwen.floor_s(64, 126, 4277 * GB) * 1e6 == pytest.approx(278, abs=1)
-    assert qwen.floor_s(8192, 128, 4277 * GB) == pytest.approx(8192 * 8 * 6 * 2048 * 768 / PRODUCTS_PER_S)
-
-
-def test_a_round_reads_a_gigabyte_before_it_comes_back() -> None:
-    for experts in EXPERTS.values():
-        for chosen in (experts.top_k, experts.num_experts):
-            calls = experts.calls(chosen, 4)
-            assert calls % 4 == 0
-            assert calls * chosen * experts.expert_nbytes >= 1e9
-    assert EXPERTS["qwen3-30b-a3b"].calls(128, 4) == 4
-
-
-def test_drawn_routing_is_distinct_per_token_and_skewed_by_a_bias() -> None:
-    random = np.random.default_rng(0)
-    ids, weights = draw_routing(random, 200, 32, 4)
-    assert ids.shape == weights.shape == (200, 4)
-    assert ids.flags.c_contiguous
-    assert all(len(set(row)) == 4 for row in ids.tolist())
-    assert weights.sum(1) == pytest.approx(np.ones(200), abs=1e-5)
-    assert (np.diff(weights, axis=1) <= 0).all()
-    bias = np.zeros(32, np.float32)
-    bias[:4] = 20.0
-    assert set(draw_routing(random, 50, 32, 4, bias)[0].flatten().tolist()) == {0, 1, 2, 3}
-
-
-def test_the_experts_benchmark_is_rehearsed_on_the_librarys_modules(tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
-    with pytest.raises(SystemExit) as ended:
-        gpu_experts.main(["--tiny", "--chains", "library", "--tokens", "1,5", "--json", str(out)])
-    assert ended.value.code == 0
-    report = json.loads(out.read_text())
-    rows = report["conditions"]["tables"]["deepseek-v2-lite uniform"]
-    assert [row["tokens"] for row in rows] == [1, 5]
-    assert rows[0]["experts"] == small(EXPERTS["deepseek-v2-lite"]).top_k == 4
-    assert report["figures"]["experts_library_us_glm_4_5_air_skewed_5"] > 0
-    assert "void" in report["conditions"]
-
-
-def test_the_experts_benchmark_plays_our_kernels(tmp_path: Path) -> None:
-    """In Triton's interpreter, against the library's modules, whose results they must give."""
-    out = tmp_path / "figures.json"
-    arguments = ["--tiny", "--shapes", "qwen3-30b-a3b", "--routing", "uniform", "--tokens", "3", "--json", str(out)]
-    with pytest.raises(SystemExit) as ended:
-        gpu_experts.main(arguments)
-    assert ended.value.code == 0
-    report = json.loads(out.read_text())
-    [row] = report["conditions"]["tables"]["qwen3-30b-a3b uniform"]
-    assert row["ours_us"] > 0
-    assert row["off"] < 1e-5, "in float32"
-    ratio = report["figures"]["experts_library_over_ours_qwen3_30b_a3b_uniform_3"]
-    assert ratio == pytest.approx(row["library_us"] / row["ours_us"], rel=0.01)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_benchmark_of_tiles_says_what_it_needs() -> None:
-    with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
-        experts_tiles.main(["--tokens", "1"])
-
-
-def test_processes_that_compile_for_too_long_are_ended() -> None:
-    """In a process of its own: multiprocessing leaves a helper behind in one that it was used in."""
-    program = (
-        "from benchmarks import experts_tiles as tiles; tiles._COMPILE_S = 0.0; tiles.os.cpu_count = lambda: 3; "
-        "tiles.compile_all('qwen3-30b-a3b', [])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == "1 processes did not compile their candidates within 0 s"
-
-
-@pytest.mark.parametrize("arguments", [["--shapes", "gpt-5"], ["--routing", "even"], ["--tokens", "0"]])
-def test_the_experts_benchmark_refuses_what_is_not_there(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        gpu_experts.parse(arguments)
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_a_result_that_is_not_the_librarys_fails_its_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    library = gpu_experts.chain_of("library")
-
-    def chain_of(name: str) -> gpu_experts.Chain:
-        return library if name == "library" else lambda *call: library(*call) * 1.1
-
-    monkeypatch.setattr(gpu_experts, "chain_of", chain_of)
-    out = tmp_path / "figures.json"
-    with pytest.raises(SystemExit) as ended:
-        gpu_experts.main(["--tiny", "--shapes", "qwen3-30b-a3b", "--json", str(out)])
-    assert ended.value.code == 1
-    assert "off the library's" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import gpu_pd
-from benchmarks._report import Report
+from benchmarks.gpu import pd as gpu_pd
+from benchmarks.lib.report import Report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,19 @@ def test_figures_are_those_of_the_answers(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.nightly
 def test_a_rehearsal_on_a_cpu(tmp_path: Path):
     out = tmp_path / "pd.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_pd", "--tiny", "--seconds", "3", "--warm-up", "1", "--rate", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "gpu_pd",
+        "--tiny",
+        "--seconds",
+        "3",
+        "--warm-up",
+        "1",
+        "--rate",
+        "3",
+    ]
     subprocess.run([*command, "--json", str(out)], check=True, timeout=600)
     found = json.loads(out.read_text())
     assert found["conditions"]["answers_pd"] == found["conditions"]["answers_mixed"] > 0

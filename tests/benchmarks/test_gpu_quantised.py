@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_quantised
+from benchmarks.gpu import quantised as gpu_quantised
 
 pytestmark = pytest.mark.ci
 
@@ -36,7 +36,7 @@ def test_both_models_have_one_shape() -> None:
 @pytest.mark.nightly
 def test_a_rehearsal_finds_the_same_rows_and_logits(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_quantised", "--tiny", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "gpu_quantised", "--tiny", "--json", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import _gpu_children, gpu_serving
-from benchmarks import _gpu_profile as profiling
-from benchmarks._gpu_decode import ratio
-from benchmarks._gpu_profile import Event
-from benchmarks._gpu_scale import Scale, large, tiny, write_folder
-from benchmarks._report import Report
+from benchmarks.gpu import children as _gpu_children
+from benchmarks.gpu import profile as profiling
+from benchmarks.gpu import serving as gpu_serving
+from benchmarks.gpu.decode import ratio
+from benchmarks.gpu.profile import Event
+from benchmarks.gpu.scale import Scale, large, tiny, write_folder
+from benchmarks.lib.report import Report
 
 pytestmark = pytest.mark.ci
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 def rehearse(out: Path, *arguments: str) -> dict[str, Any]:
     """The report of a rehearsal that went well."""
-    command = [sys.executable, "-m", "benchmarks.gpu_serving", "--tiny", "--json", str(out), *arguments]
+    command = [sys.executable, "-m", "benchmarks", "gpu_serving", "--tiny", "--json", str(out), *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -105,8 +106,8 @@ def test_the_library_answers_in_a_process_of_its_own(model: str, tmp_path: Path)
 
 
 def test_a_child_that_fails_or_hangs_is_told() -> None:
-    assert "exit status 2" in _gpu_children.child(["benchmarks._gpu_startup", "--no-such-option"], 60.0)
-    assert "stopped after 0 s" in _gpu_children.child(["benchmarks._gpu_startup", "."], 0.01)
+    assert "exit status 2" in _gpu_children.child(["benchmarks.gpu.startup", "--no-such-option"], 60.0)
+    assert "stopped after 0 s" in _gpu_children.child(["benchmarks.gpu.startup", "."], 0.01)
 
 
 def arguments(*given: str) -> Scale:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_tp
-from benchmarks.gpu_serving import Run
+from benchmarks.gpu import tp as gpu_tp
+from benchmarks.gpu.serving import Run
 
 pytestmark = pytest.mark.ci
 
@@ -54,7 +54,7 @@ def test_ratios_and_the_share_of_sums_follow_from_the_rates() -> None:
 @pytest.mark.nightly
 def test_a_rehearsal_finds_the_same_tokens_and_rows(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_tp", "--tiny", "--only", "x", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "gpu_tp", "--tiny", "--only", "x", "--json", str(out)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
 
-from benchmarks import gpu_http
-from benchmarks._http_client import tokens_of
-from benchmarks._http_load import Counted, Load, Tally
+from benchmarks.http.client import tokens_of
+from benchmarks.http.load import Counted, Load, Tally
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +48,7 @@ def test_tokens_of_an_event_are_counted_without_parsing_it(event: bytes, count: 
 
 def test_a_tally_counts_what_comes_in_its_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     now = 100.0
-    monkeypatch.setattr("benchmarks._http_load.time.monotonic", lambda: now)
+    monkeypatch.setattr("benchmarks.http.load.time.monotonic", lambda: now)
     tally = Tally(msgspec.structs.replace(LOAD, warm_s=1.0, count_s=2.0))
     last = tally.event(7, 0.0)
     for now in (101.25, 101.5, 102.5):  # noqa: B007 - the clock reads it
@@ -73,7 +71,7 @@ def test_a_tally_counts_what_comes_in_its_time(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.nightly
 def test_a_short_run_has_every_figure(tmp_path: Path):
     out = tmp_path / "http.json"
-    command = [sys.executable, "-m", "benchmarks.http", "--runs", "1", "--streams", "3", "--seconds", "3"]
+    command = [sys.executable, "-m", "benchmarks", "http", "--runs", "1", "--streams", "3", "--seconds", "3"]
     subprocess.run([*command, "--probes", "4", "--json", str(out)], check=True, timeout=600)
     figures = json.loads(out.read_text())["figures"]
     assert {f"{name}_3" for name in ("http_over_direct", "tokens_per_event", "gap_p99_ms")} < figures.keys()
@@ -85,21 +83,3 @@ def test_a_short_run_has_every_figure(tmp_path: Path):
     for name in ("front_us_per_chunk", "engine_step_moved", "rollout_mb_s", "base64_mb_s"):
         assert figures[name] > 0
     assert "ttft_added_ms_p50" in figures
-
-
-@pytest.mark.nightly
-def test_a_rehearsal_of_the_gpu_on_a_cpu(tmp_path: Path):
-    out = tmp_path / "http.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_http", "--tiny", "--pairs", "2", "--seconds", "3"]
-    subprocess.run([*command, "--json", str(out)], check=True, timeout=600)
-    found = json.loads(out.read_text())
-    assert found["figures"]["http_over_direct_2"] > 0
-    assert found["figures"]["rows_mb_s"] > 0
-    assert "rehearsal" in found["conditions"]["void"]
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["gpu_http"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="--tiny"):
-        gpu_http.main()

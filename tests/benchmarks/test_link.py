@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_link_writes_figures_and_conditions(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.link", "--runs", "1", "--messages", "2000", "--trips", "50"]
+    command = [sys.executable, "-m", "benchmarks", "link", "--runs", "1", "--messages", "2000", "--trips", "50"]
     done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
@@ -29,7 +29,7 @@ def test_link_writes_figures_and_conditions(tmp_path: Path) -> None:
 
 def test_what_keys_cost(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.link", "--curve", "--runs", "1", "--messages", "2000"]
+    command = [sys.executable, "-m", "benchmarks", "link", "--curve", "--runs", "1", "--messages", "2000"]
     done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]

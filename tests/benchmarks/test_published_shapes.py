@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks._published_shapes import SHAPES, tiny
-from benchmarks._shape_folder import fp8_of, write_config, write_shards
+from benchmarks.lib.published_shapes import SHAPES, tiny
+from tests.nightly.shapes.folder import fp8_of, write_config, write_shards
 
 if TYPE_CHECKING:
     from pathlib import Path

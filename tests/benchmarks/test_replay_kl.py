@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks._replay_sides import Ask, Pass, Sampled, asks, sampled_rows
-from benchmarks.replay_kl import Figures, check_replay, compare
+from benchmarks.trainer.replay_kl import Figures, check_replay, compare
+from benchmarks.trainer.replay_sides import Ask, Pass, Sampled, asks, sampled_rows
 from fdasync.result import Routing
 
 pytestmark = pytest.mark.ci
@@ -47,7 +47,7 @@ def k3(by: float) -> float:
 @pytest.mark.nightly
 def test_a_small_run_writes_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.replay_kl", "--tokens", "400", "--steps", "4", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "replay_kl", "--tokens", "400", "--steps", "4", "--json", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import stores
-from benchmarks._page_cache import drop, settle
-from benchmarks._raw_file import RawFiles
-from benchmarks._report import Report
-from benchmarks._tier import Blocks
-from benchmarks._timed_loop import Ticker, TimedLoop
+from benchmarks.lib.report import Report
+from benchmarks.lib.timed_loop import Ticker, TimedLoop
+from benchmarks.stores import stores
+from benchmarks.stores.page_cache import drop, settle
+from benchmarks.stores.raw_file import RawFiles
+from benchmarks.stores.tier import Blocks
 from fdasync.cache.store.file.layout import Shape
 
 pytestmark = pytest.mark.ci
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(out: Path, *arguments: str) -> dict[str, dict]:
-    command = [sys.executable, "-m", "benchmarks.stores", *arguments, "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "stores", *arguments, "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import trainer_step
+from benchmarks.trainer import trainer_step
 
 if TYPE_CHECKING:
     from pathlib import Path

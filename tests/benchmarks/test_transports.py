@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._transport_bench import Bench
+from benchmarks.fleet.transport_bench import Bench
 
 pytestmark = pytest.mark.ci
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_figures(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ("--blocks", "8", "--block-nbytes", "65536", "--pairs", "2")
-    command = [sys.executable, "-m", "benchmarks.transports", *sizes, "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "transports", *sizes, "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["figures"]

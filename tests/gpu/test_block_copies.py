@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 from collections import deque
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._block_kernel import KernelWay, move_blocks, word_view
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken, RunnerError
 from fdasync.gpu.block_copies import BlockCopies
@@ -406,43 +404,6 @@ def test_pages_are_registered_in_pieces_between_blocks():
         RegisteredHost(Driver(library), host, piece_nbytes=host.stride_nbytes)
     assert not library.pages
     host.close()
-
-
-async def test_the_benchmarks_kernel_moves_the_same_bytes(device):
-    """Through the same calls as the other ways, and with a block's last tile not full."""
-    nbytes = 20_004
-    bed = Bed(device, "batch", nbytes=nbytes)
-    bed.copies._way = KernelWay(bed.blocks.view(torch.uint8), bed.host, programs=2)
-    await bed.copies.out([3, 0, 11], [8, 2, 0])
-    bed.host_bytes[[8, 2, 0]] = bed.pool_bytes[[3, 0, 11]]
-    np.testing.assert_array_equal(bed.host.kv, bed.host_bytes)
-    await bed.copies.back([8, 5], [1, 2])
-    bed.pool_bytes[[1, 2]] = bed.host_bytes[[8, 5]]
-    np.testing.assert_array_equal(bed.pool(), bed.pool_bytes)
-    bed.copies._way = bed.copies._rows
-    # Triton's interpreter leaves a cycle that holds the tensors of the last launch
-    gc.collect()
-    await bed.close()
-
-
-@pytest.mark.parametrize(("nbytes", "stride", "word"), [(64, 64, 8), (64, 68, 4), (6, 8, 1), (12, 16, 4)])
-def test_the_benchmarks_kernel_moves_words_as_wide_as_they_divide(device, nbytes, stride, word):
-    pool = torch.arange(4 * stride, dtype=torch.int64).to(torch.uint8).reshape(4, stride)[:, :nbytes].to(device)
-    host = torch.zeros((3, stride), dtype=torch.uint8)
-    host = (host.pin_memory() if device.type == "cuda" else host)[:, :nbytes]
-    expected = pool.cpu()[[3, 1]]
-    wide = word_view(pool), word_view(host)
-    if device.type == "cpu":
-        assert {view.dtype.itemsize for view in wide} == {word}
-    if wide[0].dtype != wide[1].dtype:
-        wide = pool, host
-    ids = np.array([3, 1]), np.array([0, 2])
-    kept = move_blocks(*wide, *ids, out=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    del kept
-    assert torch.equal(host[[0, 2]], expected)
-    assert not host[1].any()
 
 
 def test_streams_have_the_same_names_everywhere(device):

@@ -1,6 +1,6 @@
 """Network namespaces as hosts, and what joins them. A namespace has no name: a child process holds it and ends with its
 standard input, so that nothing is left when the test process is killed. Used by the tests of this folder,
-`benchmarks.network` and `benchmarks.chaos`.
+`benchmarks.fleet.network` and `tests.nightly.chaos.chaos`.
 Needs root, `unshare`, `ip` and `nsenter`; a `Cable` needs `tc` with the queue discipline tbf.
 """
 

@@ -11,11 +11,11 @@ from fdasync_fleet.link.keys import new_keys
 from fdasync_fleet.router.config import RouterConfig
 
 import fdasync
-from benchmarks._chaos_proxy import Proxy
 from fdasync import Instance, SamplingParams
 from fdasync.errors import ConfigError, InstanceLost, PeerRefused
 from fdasync.scheduler import LeaseRules
 from fdasync.testing import synthetic_config, until
+from tests.nightly.chaos.proxy import Proxy
 
 PROMPT = tuple(range(40))
 PARAMS = SamplingParams(max_tokens=4)

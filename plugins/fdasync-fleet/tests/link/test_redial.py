@@ -9,8 +9,8 @@ from fdasync_fleet.link.zmq_listener import descriptors
 from fdasync_fleet.link.zmq_wire import ZmqWire
 from link_world import Owner, note
 
-from benchmarks._chaos_proxy import Proxy
 from fdasync.testing import until
+from tests.nightly.chaos.proxy import Proxy
 
 CONFIG = LinkConfig(beat_s=0.2, lost_s=1.5)
 

@@ -10,8 +10,8 @@ import time
 import httpx2
 import pytest
 
-from benchmarks._http_attacker import IDLE
-from benchmarks._http_process import front, memory_of
+from tests.nightly.http.attacker import IDLE
+from tests.nightly.http.process import front, memory_of
 
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 _MIB = 1 << 20
@@ -42,7 +42,7 @@ async def test_an_attack_is_bounded_and_others_are_served(name, tmp_path):
             assert (await client.post("/generate", json=BODY)).status_code == 200
             before = memory_of([server.pid]).rss
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks._http_attacker", name, str(server.port),
+                sys.executable, "-m", "tests.nightly.http.attacker", name, str(server.port),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             )  # fmt: skip
             slowest_s, most, served = 0.0, before, 0

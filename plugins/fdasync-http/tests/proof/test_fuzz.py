@@ -13,10 +13,10 @@ import pytest
 from fdasync_http import app
 from fdasync_http.server import Listen, serving
 
-from benchmarks import http_fuzz
+from tests.nightly.http import fuzz
 
 _PYTHON = os.environ.get("FDASYNC_FUZZ_PYTHON", sys.executable)
-_CASES = Path(http_fuzz.__file__).with_name("_http_cases.py")
+_CASES = Path(fuzz.__file__).with_name("cases.py")
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def test_every_answer_is_as_described_and_memory_does_not_grow():
-    told = http_fuzz.run(_PYTHON, 1500, seed=1)
+    told = fuzz.run(_PYTHON, 1500, seed=1)
     for group, least in (("use", 900), ("control", 500)):
         assert told[group]["failures"] == {}
         assert told[group]["cases"] >= least

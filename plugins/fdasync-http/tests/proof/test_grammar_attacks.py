@@ -22,12 +22,12 @@ import httpx2
 import pytest
 from fdasync_transformers import make_random_checkpoint
 
-from benchmarks._http_process import children_of, front, memory_of
+from tests.nightly.http.process import children_of, front, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from benchmarks._http_process import Front
+    from tests.nightly.http.process import Front
 
 PAIRS = 5
 WINDOW_S = 2.5
@@ -131,7 +131,7 @@ async def attack(name: str, server: Front, seen: set[str]) -> AsyncIterator[None
         yield
         return
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks._http_attacker", name, str(server.port),
+        sys.executable, "-m", "tests.nightly.http.attacker", name, str(server.port),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None

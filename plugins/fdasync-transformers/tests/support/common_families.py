@@ -1,4 +1,4 @@
-"""Entries of the catalogue that tests of single parts play; `benchmarks.families` plays engines of all of them."""
+"""Entries of the catalogue that tests of single parts play; `tests.nightly.families` plays engines of all of them."""
 
 from __future__ import annotations
 

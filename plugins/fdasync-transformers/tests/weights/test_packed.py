@@ -1,6 +1,7 @@
 """Checkpoints of compressed-tensors, AWQ, GPTQ and modelopt: loaded as the plain form that numpy says they stand for.
 
-That the forms are those of the packages, and numpy's results theirs, `python -m benchmarks.quantised_packages` shows.
+That the forms are those of the packages, and numpy's results theirs, `python -m benchmarks.quantised_packages` (tag
+`benchmarks-whole`) showed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ page* (`shm_peer.py`). It holds the token and the inode of each other region, so
 that is used again is taken for the sender's.
 
 The receiver hashes each slice of its copy while the CPU's caches hold it, which is faster than hashing a whole block
-after it was copied (`benchmarks/transports.py`). Knows no messages. Made by `transports.py`.
+after it was copied (`benchmarks/fleet/transports.py`). Knows no messages. Made by `transports.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tiles of the experts' kernels by regime: a table made offline for Hopper, and a rule elsewhere.
 
 Regimes go by the pairs of a step and by how many of them an expert gets on average. Tiles change the time and never a
-bit of the results, so the table may be made anew at any time (`python -m benchmarks.experts_tiles`). Knows no
-tensors. Called by `chain.py`.
+bit of the results, so the table may be made anew at any time (`python -m benchmarks.experts_tiles` at the tag
+`benchmarks-whole` made this one). Knows no tensors. Called by `chain.py`.
 """
 
 from __future__ import annotations

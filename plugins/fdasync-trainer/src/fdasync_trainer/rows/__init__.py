@@ -1,7 +1,7 @@
 """Expert rows between a result and a trainer: one function each way for each trainer's documented format.
 
 The functions are plain numpy on the caller's thread and take tens of milliseconds to seconds for long samples
-(`python -m benchmarks.routing_bytes`): call them in a thread of their own, not on an event loop. The package knows no
+(docs/routing.md): call them in a thread of their own, not on an event loop. The package knows no
 engine and no network. Users call it; docs/routing.md says which function is for which trainer.
 """
 

@@ -2,7 +2,7 @@
 
 A checkpoint takes milliseconds to write and to load. All weights are noise, biases, routers, sinks and norms too, so
 that nothing passes by symmetry, of a width at which greedy output wanders. Knows nothing of engines. Called by tests
-and by `python -m benchmarks.families`.
+and by `python -m tests.nightly families`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An entry is a small config with odd values, so that what sets the family apart changes tokens and rows: windows shorter
 than prompts, groups of experts, dense layers among MoE layers, sinks, latents. It also says whether the family is to be
 served, or else the true reason that a refusal must name. Knows configs, and neither models nor engines.
-`checkpoints.py` makes checkpoints of the entries; tests and `python -m benchmarks.families` play them.
+`checkpoints.py` makes checkpoints of the entries; tests and `python -m tests.nightly families` play them.
 """
 
 from __future__ import annotations

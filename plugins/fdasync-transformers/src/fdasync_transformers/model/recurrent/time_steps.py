@@ -3,7 +3,7 @@
 The two forms would else be two functions: of nemotron_h, whose lower bound is above 0, a decoded token would leave
 another state than the same token of a prompt, or of a trainer's pass. A bounded forward is the library's code with
 another function under one of its names; the library's module stays as it is. Knows no state. Called by `steps.py`, and
-by `benchmarks.families` for the library's `generate`.
+by `tests.nightly.families.families` for the library's `generate`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,211 @@
+"""What a decode step costs the engine process, in CPU microseconds.
+
+The whole engine (bus, scheduler, driver, row copies, output) on a uvloop loop with the synthetic runner in
+its free mode: 1,000-token prompts, prefix cache, stop ids and routing on (48 layers, top-8, uint8, real
+scatter into the arena). Counted over at least 500 steady steps: all requests decode, none arrives or ends.
+The runner's own time, measured alone without its scatter, is subtracted when it runs in process; the
+scatter stays in the figure. Page faults of the arena's first touch are paid before the count begins, as
+in an engine that has run for a while. Those of the results' own arrays are in the figure: the first run of a
+process pays them, later runs find most of that memory in the allocator. So the faults of each run stand beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import resource
+import statistics
+import time
+from typing import Any, Literal, NamedTuple
+
+import uvloop
+
+from benchmarks.lib.report import Report, calibrate_us
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.events.actions import Chunk, RunStep, SeqStart
+from fdasync.events.catalog import StepDone
+from fdasync.request import SamplerSpec
+from fdasync.runner.base import RunnerLimits
+from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
+
+Process = Literal["inline", "worker"]
+
+PROMPT_TOKENS = 1000
+WARM_STEPS = 60
+BLOCK_TOKENS = 16
+
+AIMS = {"step_us_final_128": 200.0, "step_us_final_256": 400.0, "step_us_stream_128": 800.0}
+
+
+class Cost(NamedTuple):
+    """Of one step of this process, the runner's own time not subtracted.
+
+    Attributes:
+        cpu_us: CPU microseconds.
+        faults: pages touched for the first time.
+    """
+
+    cpu_us: float
+    faults: float
+
+
+def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
+    blocks = -(-(PROMPT_TOKENS + new_tokens) // BLOCK_TOKENS) + 1
+    return {
+        "num_moe_layers": 48,
+        "top_k": 8,
+        "num_experts": 128,
+        "vocab_size": 150_000,
+        "eos_id": 149_999,
+        "max_context_tokens": PROMPT_TOKENS + new_tokens + 1,
+        "num_blocks": running * (blocks + 1),
+        "block_tokens": BLOCK_TOKENS,
+        "free": True,
+    }
+
+
+async def measure(
+    running: int, steps: int, *, streams: bool, depth: int, process: Process, profile: cProfile.Profile | None = None
+) -> Cost:
+    new_tokens = steps + 2 * WARM_STEPS + 64
+    config = EngineConfig(
+        runner="synthetic",
+        runner_config=runner_config(running, new_tokens),
+        process=process,
+        max_running=running,
+        max_step_tokens=max(8192, running),
+        max_requests=running,
+        pipeline_depth=depth,
+    )
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, stop_token_ids=(149_998, 149_997))
+    async with Engine(config) as engine:
+        if engine._runtime._arena is not None:
+            for rows in engine._runtime._arena.rows.values():
+                rows.fill(0)
+        taken = 0
+
+        async def read(number: int) -> None:
+            nonlocal taken
+            # apart by less than a stop id, so that the free mode's tokens never reach one
+            prompt = [(number * PROMPT_TOKENS + i) % 140_000 for i in range(PROMPT_TOKENS)]
+            async with engine.generate(prompt, params) as stream:
+                async for _delta in stream:
+                    taken += 1
+
+        async def complete(number: int) -> None:
+            prompt = [(number * PROMPT_TOKENS + i) % 140_000 for i in range(PROMPT_TOKENS)]
+            await engine.complete(prompt, params)
+
+        tasks = [asyncio.create_task((read if streams else complete)(i)) for i in range(running)]
+        try:
+            return await _count(engine, running, steps, profile)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Profile | None) -> Cost:
+    async with engine.bus.subscribe(StepDone, limit=1 << 20) as done:
+        async for event in done:
+            assert isinstance(event, StepDone)
+            if len(event.tokens) == running:
+                first = event.step_id
+                break
+    stats = engine.stats
+    await _reach(engine, first + WARM_STEPS)
+    begin_step, begin, faults = stats().scheduler.steps, time.process_time(), _faults()
+    if profile is not None:
+        profile.enable()
+    await _reach(engine, begin_step + steps)
+    if profile is not None:
+        profile.disable()
+    spent, end_step = time.process_time() - begin, stats().scheduler.steps
+    faults = _faults() - faults
+    if stats().scheduler.running != running:
+        raise RuntimeError("requests ended while steps were counted")
+    count = end_step - begin_step
+    return Cost(spent / count * 1e6, faults / count)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+async def _reach(engine: Engine, step: int) -> None:
+    # polled, and rarely: a tap that gets every step would be in the figure
+    while engine.stats().scheduler.steps < step:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+
+
+async def runner_alone(running: int, steps: int) -> float:
+    """CPU microseconds per step of the free synthetic runner itself, without arena."""
+    config = SyntheticConfig(**runner_config(running, steps + WARM_STEPS))
+    limits = RunnerLimits(max_running=running, max_step_tokens=1 << 20, capture=False)
+    runner = SyntheticRunner(config, limits)
+    capacity = await runner.open()
+    await runner.bind(capacity.num_blocks, None)
+    spec = SamplerSpec(1, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+    per = -(-(steps + WARM_STEPS + 2) // BLOCK_TOKENS)
+    starts = tuple(
+        SeqStart(key, (key).to_bytes(4, "little"), 0, tuple(range(key * per, (key + 1) * per)), (), (), spec)
+        for key in range(running)
+    )
+    await runner.launch(RunStep(0, starts=starts, chunks=tuple(Chunk(key, 1, True) for key in range(running))))
+    for step in range(1, WARM_STEPS):
+        await runner.launch(RunStep(step))
+    begin = time.process_time()
+    for step in range(WARM_STEPS, WARM_STEPS + steps):
+        runner.launch(RunStep(step))
+        if step % 64 == 0:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    spent = time.process_time() - begin
+    await runner.aclose()
+    return spent / steps * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--steps", type=int, default=500, help="steady steps to count in each run (default 500)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each case; medians are reported (default 3)")
+    parser.add_argument(
+        "--profile", action="store_true", help="profile 128 requests, final-only, by cumulative time; no figures"
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
+    args = parser.parse_args()
+    if args.profile:
+        profile = cProfile.Profile()
+        uvloop.run(measure(128, args.steps, streams=False, depth=1, process="inline", profile=profile))
+        pstats.Stats(profile).sort_stats("cumulative").print_stats("fdasync")
+        return
+    report = Report("Engine CPU per decode step, microseconds")
+    report.conditions |= {"steps": args.steps, "prompt_tokens": PROMPT_TOKENS, "rows": "48 layers x top-8 uint8"}
+    cases: list[tuple[str, int, dict[str, Any]]] = []
+    for running in (32, 128, 256):
+        cases.append((f"step_us_final_{running}", running, {"streams": False, "depth": 1, "process": "inline"}))
+        cases.append((f"step_us_stream_{running}", running, {"streams": True, "depth": 1, "process": "inline"}))
+    cases.append(("step_us_final_128_depth2", 128, {"streams": False, "depth": 2, "process": "inline"}))
+    cases.append(("step_us_stream_128_depth2", 128, {"streams": True, "depth": 2, "process": "inline"}))
+    cases.append(("step_us_final_128_worker", 128, {"streams": False, "depth": 1, "process": "worker"}))
+    calibration = []
+    for name, running, how in cases:
+        if args.only not in name:
+            continue
+        values: list[Cost] = []
+        own: list[float] = []
+        for _ in range(args.runs):
+            calibration.append(calibrate_us())
+            own.append(uvloop.run(runner_alone(running, args.steps)) if how["process"] == "inline" else 0.0)
+            values.append(uvloop.run(measure(running, args.steps, **how)))
+        # the median of several: one noisy measurement of the runner must not end up in the engine's figure
+        runner_us = statistics.median(own)
+        report.conditions[f"{name}_faults"] = [round(value.faults, 1) for value in values]
+        report.conditions[f"{name}_runner_us"] = round(runner_us, 2)
+        report.add(name, [value.cpu_us - runner_us for value in values], aim=AIMS.get(name))
+    report.add("calibration_us", calibration)
+    report.finish(args.json)

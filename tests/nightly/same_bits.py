@@ -1,0 +1,84 @@
+"""Whether a trainer has a rollout's bits, family by family: `fdasync verify-trainer` on a tiny checkpoint of each.
+
+Each rollout has prefix hits, chunks of odd sizes, preemption, two steps in flight, an update in the middle, and a
+prefill and a decode instance; the trainer computes its log-probs in padded batches. One log-prob of other bits voids
+the run. On a GPU steps run from graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+
+from benchmarks.lib.report import Report
+
+#: dense and sparse, with windows, chunks, sinks, latents, shared experts, groups, sigmoids and identity experts
+FAMILIES = (
+    "qwen3_moe",
+    "qwen3_moe_swa",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "glm4_moe",
+    "llama4_text",
+    "phimoe",
+    "granitemoe",
+    "longcat_flash",
+)
+_LIMIT_S = 3600
+
+
+def verified(family: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of `fdasync verify-trainer` for a fresh checkpoint. Raises SystemExit where it could not run."""
+    make_tiny_checkpoint(folder, family)
+    command = [sys.executable, "-m", "fdasync", "verify-trainer", "--model", str(folder), "--json"]
+    command += ["--tokens", str(options.tokens), "--dtype", options.dtype, "--device", options.device]
+    command += ["--num-threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise SystemExit(f"{family}: verify-trainer ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas (default: all twelve)")
+    parser.add_argument("--tokens", type=int, default=20_000, help="sampled tokens of each, at least (default 20000)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
+    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    options = parser.parse_args()
+    report = Report("same_bits: log-probs of a rollout, and of a trainer with fixed numerics")
+    tokens = differing = 0
+    with tempfile.TemporaryDirectory(prefix="fdasync-same-bits-") as name:
+        for family in options.families.split(","):
+            began = time.perf_counter()
+            found = verified(family, Path(name) / family, options)
+            tokens += found["tokens"]
+            differing += found["differing"]
+            report.add(f"differing_{family}", [found["differing"]], aim=0)
+            kept = ("tokens", "preemptions", "hit_tokens", "steps", "moved_blocks", "crossed_tokens", "not_covered")
+            report.conditions[family] = {one: found[one] for one in kept}
+            report.conditions[family]["seconds"] = round(time.perf_counter() - began, 1)
+    report.add("tokens", [tokens])
+    report.add("differing", [differing], aim=0)
+    report.conditions |= {
+        "dtype": options.dtype,
+        "device": options.device,
+        "versions": {one: version(one) for one in ("torch", "transformers")},
+    }
+    report.finish(options.json_path)
+    if differing:
+        raise SystemExit(f"{differing} of {tokens:,} log-probs have other bits")
