@@ -1,7 +1,7 @@
 """The models of `gpu_serving --model`: published shapes, with as many layers as fit beside their KV.
 
 A layer is left out only where weights and the KV of 256 contexts would take more than 120 GB; every width is as
-published. Knows no torch. Read by `scale.py` and `gpu_experts.py`.
+published. Knows no torch. Read by `scale.py`.
 """
 
 from __future__ import annotations

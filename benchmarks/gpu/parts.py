@@ -1,6 +1,7 @@
 """Parts of a benchmark on a rented machine: one that fails does not lose the others, and nothing waits for the end.
 
-Figures go to the JSON file after every part. Knows nothing of what is measured. Used by `exact.py`, `gpu_swap.py`.
+Figures go to the JSON file after every part. Knows nothing of what is measured. Used by `exact.py` and by
+`tests/nightly/shapes`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the front and its clients as processes, and counts the CPU that each side spends meanwhile.
 
-Knows no figures. Used by `http.py` and `gpu_http.py`.
+Knows no figures. Used by `http.py`.
 """
 
 from __future__ import annotations

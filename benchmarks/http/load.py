@@ -1,7 +1,7 @@
 """What the benchmarks of the HTTP front ask of both arms, and what each arm counts.
 
 The same requests go through the front (`client.py`) and to a router (`readers.py`), each arm in a process
-of its own. Knows neither HTTP nor routers. Used by `http.py` and `gpu_http.py`.
+of its own. Knows neither HTTP nor routers. Used by `http.py`.
 """
 
 from __future__ import annotations

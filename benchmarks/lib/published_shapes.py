@@ -6,8 +6,8 @@ drawn plain unless a run asks for the form that was published. Keys that the lib
 concerns training and further predicted tokens) are left out.
 
 Sources: config.json of each model's repository on the Hugging Face hub, by the copies of them in public code and
-documents. `tests/benchmarks/test_gpu_shapes.py` holds every value against the library's defaults for the family where
-the library took its defaults from that model. Knows no engine. Used by `gpu_shapes` and `_gpu_scale`.
+documents. `tests/benchmarks/test_published_shapes.py` holds every value against the library's defaults for the family
+where the library took its defaults from that model. Knows no engine. Used by `benchmarks/gpu` and `tests/nightly`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Prints "ready" when the attack is under way, goes on until its standard input ends, and prints one JSON object: answers
 by status, the slowest answer, connections held. It runs at the lowest priority, so that the cores that it shares are no
-part of what it costs. Run by `http_attack.py` and by tests.
+part of what it costs. Run by `attack.py` and by tests.
 """
 
 from __future__ import annotations

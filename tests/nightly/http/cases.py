@@ -6,7 +6,7 @@ nothing of fdasync, and runs in an environment that has Schemathesis.
 Each operation gets cases that fit the description, cases that break it, and cases near a body that is right; each with
 parameters and headers that no description names. Every answer must have a status, a media type and a body as
 described, within the deadline. Control cases are followed by `/continue_generation`, while other threads generate.
-Prints one JSON object. Run by `http_fuzz.py`.
+Prints one JSON object. Run by `fuzz.py`.
 """
 
 from __future__ import annotations

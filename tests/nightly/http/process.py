@@ -1,6 +1,6 @@
 """`fdasync http` as a process of its own, for programs that fuzz or attack it; and how much memory its processes hold.
 
-Called by `http_fuzz.py` and `http_attack.py`.
+Called by `fuzz.py` and `attack.py`.
 """
 
 from __future__ import annotations
