@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from attention_reference import Case, assert_close, make_case, reference
+from attention_reference import Case, assert_close
 from fdasync_kernels.attention.decode import attend_decode, decode_workspace
-from fdasync_kernels.attention.latent import HOPPER, LatentLaunch, attend_latents, latent_launch, latent_splits
-from fdasync_kernels.attention.latent_hopper import fits_hopper
+from fdasync_kernels.attention.latent import LatentLaunch, attend_latents, latent_launch, latent_splits
+from fdasync_kernels.attention.latent_hopper import LAUNCH, fits_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from latent_layers import SCALE, Shape, decode, expected, last, make_latents, make_query
 
 from fdasync.errors import BadInput
-
-SCALE = 0.3
-
-
-class Shape(NamedTuple):
-    """Of a latent layer."""
-
-    heads: int = 4
-    rank: int = 16
-    dims: int = 8
-    dtype: torch.dtype = torch.float32
-
 
 SHAPES = {
     "few heads": Shape(),
@@ -38,46 +27,6 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 SMALL = LatentLaunch(16, 16, 4, 2, 2)
 MANY_HEADS = LatentLaunch(64, 32, 8, 3, 1)
-
-
-def make_latents(shape: Shape, lengths: list[int], device: torch.device, **more: Any) -> Case:
-    return make_case(
-        device, lengths, key_dim=shape.rank + shape.dims, value_dim=shape.rank, latent=True, dtype=shape.dtype, **more
-    )
-
-
-def make_query(shape: Shape, rows: int, device: torch.device) -> torch.Tensor:
-    """[rows, heads, rank + dims], a view of [heads, rows, ...] as products by head leave it."""
-    draw = torch.Generator().manual_seed(rows)
-    query = torch.randn(shape.heads, rows, shape.rank + shape.dims, generator=draw).to(shape.dtype)
-    return (query / (shape.rank + shape.dims) ** 0.25).to(device).transpose(0, 1)
-
-
-def decode(
-    shape: Shape, case: Case, query: torch.Tensor, lanes: torch.Tensor, positions: torch.Tensor, **more: Any
-) -> torch.Tensor:
-    """Of whatever strides: the two parts of the query lie in one tensor or not, the output is a view by head."""
-    out = torch.full((shape.heads, len(lanes), shape.rank), torch.nan, dtype=shape.dtype, device=query.device)
-    workspace = decode_workspace(len(lanes), shape.heads, shape.rank, query.device)
-    workspace.partials.fill_(torch.nan)
-    workspace.stats.fill_(torch.nan)
-    attend_latents(
-        query[..., : shape.rank], query[..., shape.rank :].contiguous(), case.keys, case.tables, lanes, positions,
-        scale=SCALE, out=out.transpose(0, 1), workspace=workspace, **more,
-    )  # fmt: skip
-    return out.transpose(0, 1)
-
-
-def expected(case: Case, query: torch.Tensor, whose: list[tuple[int, int]]) -> torch.Tensor:
-    """For each row of the query, (sequence, position)."""
-    return torch.stack([
-        reference(row, at, case.flat_keys[number], case.flat_values[number], SCALE, ("full", 0), None)
-        for row, (number, at) in zip(query.cpu(), whose, strict=True)
-    ])  # fmt: skip
-
-
-def last(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(lengths, device=device) - 1
 
 
 @pytest.mark.ci(after=4)
@@ -169,7 +118,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
     def ask(sequences: int, heads: int, launch: LatentLaunch, max_context: int = 1 << 15, room: int = 256) -> int:
         return latent_splits(sequences, heads, max_context, launch, room * heads, 132)
 
-    assert (many.heads, many.resident) == (HOPPER.heads, HOPPER.resident)
+    assert (many.heads, many.resident) == (LAUNCH.heads, LAUNCH.resident)
     assert ask(1, 128, many) == 64, "two tiles of heads, 64 splits: 128 programs"
     assert ask(16, 128, many) == 4
     assert ask(64, 128, many) == ask(256, 128, many) == 1

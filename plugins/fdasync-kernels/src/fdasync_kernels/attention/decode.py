@@ -42,6 +42,7 @@ from fdasync_kernels.attention.tile import (
 from fdasync_kernels.chip import chip_of
 from fdasync_kernels.overlap import overlap, wait_for_inputs
 from fdasync_kernels.pages import head_offset
+from fdasync_kernels.registry import operation
 
 MAX_SPLITS = 64
 # programs per processor that a launch aims at: as many as run at once there
@@ -278,6 +279,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
+@operation
 def attend_decode(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -2,9 +2,8 @@
 
 All query heads share one latent per position, [rank | rotary part]: it is the key, and its first `rank` elements are
 the value. So a program loads each tile of latents once and multiplies it twice; heads are the rows of its tile. A
-sequence's positions are split among programs and joined as in `decode.py`. On Hopper `latent_hopper.py` attends many
-heads of the published shape, but for the fixed order (`fixed.py`), which is this module's kernel's. Knows views, tables
-and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU runners.
+sequence's positions are split among programs and joined as in `decode.py`. Knows views, tables and positions; knows no
+scheduling and no model. Called by the attention of the plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -19,19 +18,12 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync_kernels.attention.decode import MAX_SPLITS, PARTS_AT_ONCE
 from fdasync_kernels.attention.fixed import Grain, finish, grain_of, join, most_parts, weigh
-from fdasync_kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync_kernels.attention.join import join_parts, span_of
-from fdasync_kernels.attention.latent_hopper import (
-    HEADS_TILE,
-    POSITIONS_TILE,
-    REGISTERS,
-    fits_hopper,
-    latents_hopper,
-)
 from fdasync_kernels.attention.tile import LOG2E, add_weights, load_rows, multiply
 from fdasync_kernels.chip import chip_of
 from fdasync_kernels.overlap import overlap, wait_for_inputs
-from fdasync_kernels.pages import pages_of
+from fdasync_kernels.pages import Pages, pages_of
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from fdasync_kernels.attention.decode import Workspace
@@ -58,12 +50,8 @@ class LatentLaunch:
     resident: int
 
 
-# of the kernel in `latent_hopper.py`, which starts eight more warps itself and has two tiles in memory
-HOPPER = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 4, 2, 1)
-
-
 def latent_launch(heads: int, dtype: torch.dtype, *, large: bool = True) -> LatentLaunch:
-    """The tile for layers with so many query heads, of any rank up to 512, where Hopper's own kernel does not fit.
+    """The tile for layers with so many query heads, of any rank up to 512.
     `large`: the device has Hopper's shared memory; others have 99 KB at least."""
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
@@ -248,6 +236,75 @@ def _join_latents(  # type: ignore[no-untyped-def]
     tl.store(out_rows, sums.to(out.dtype.element_ty), mask=inside)
 
 
+def check_latents(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    latents: torch.Tensor,
+    lanes: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+) -> Pages:
+    """Where the latents are. Raises BadInput as `attend_latents` says."""
+    sequences, heads, rank = query.shape
+    dims = rotary.shape[2]
+    if not len(rotary) == len(lanes) == len(positions) == len(out) == sequences:
+        raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
+    if query.stride(2) != 1 or rotary.stride(2) != 1 or out.stride(2) != 1:
+        raise BadInput("query", "the last dimension of queries and output must be contiguous")
+    here = pages_of(latents)
+    if (
+        not dims
+        or (here.heads, here.dim) != (1, rank + dims)
+        or rotary.shape[1] != heads
+        or out.shape[1:] != (heads, rank)
+    ):
+        raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
+    if not query.dtype == rotary.dtype == latents.dtype:
+        raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
+    return here
+
+
+def room_of(workspace: Workspace, rank: int) -> int:
+    """How many partial results of `rank` sums a workspace holds."""
+    return workspace.partials.shape[0] if workspace.partials.shape[1] >= rank else 0
+
+
+def choose_splits(
+    splits: int | None,
+    sequences: int,
+    heads: int,
+    max_context: int,
+    launch: LatentLaunch,
+    workspace: Workspace,
+    rank: int,
+) -> int:
+    """The caller's splits, or those of `latent_splits`. Raises BadInput where the workspace has no room for them."""
+    capacity = room_of(workspace, rank)
+    if splits is None:
+        return latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
+    if splits > 1 and splits * sequences * heads > capacity:
+        raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
+    return splits
+
+
+def join_latents(
+    workspace: Workspace, lanes: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, splits: int, keys: int
+) -> None:
+    """Queue the join of what `splits` programs left in the workspace, whose tiles had `keys` positions."""
+    partials, stats = workspace.partials, workspace.stats
+    sequences, heads, rank = out.shape
+    at_once = triton.next_power_of_2(splits)
+    # few splits: wide programs, or there are thousands; many: narrow ones, whose loads are all in flight at once
+    wide = max(16, min(triton.next_power_of_2(rank), max(64, 4096 // at_once)))
+    _join_latents[(sequences, heads, triton.cdiv(rank, wide))](
+        partials, stats, lanes, positions, out, splits, stats.stride(0), partials.stride(0),
+        out.stride(0), out.stride(1),
+        HEADS=heads, RANK=rank, BLOCK_N=keys, SPLITS=at_once, WIDTH=wide,
+        num_warps=4, **overlap(out.device),
+    )  # fmt: skip
+
+
+@operation
 def attend_latents(
     query: torch.Tensor,
     rotary: torch.Tensor,
@@ -279,37 +336,16 @@ def attend_latents(
     dims = rotary.shape[2]
     if not sequences:
         return
-    if not len(rotary) == len(lanes) == len(positions) == len(out) == sequences:
-        raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
-    if query.stride(2) != 1 or rotary.stride(2) != 1 or out.stride(2) != 1:
-        raise BadInput("query", "the last dimension of queries and output must be contiguous")
-    here = pages_of(latents)
-    if (
-        not dims
-        or (here.heads, here.dim) != (1, rank + dims)
-        or rotary.shape[1] != heads
-        or out.shape[1:] != (heads, rank)
-    ):
-        raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
-    if not query.dtype == rotary.dtype == latents.dtype:
-        raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
+    here = check_latents(query, rotary, latents, lanes, positions, out)
     if fixed and rank % 16:
         # a product takes 16 dimensions at once, and the queries of a prefill have no gap between their parts
         raise BadInput("query", f"of rank {rank} has no fixed order: it must be a multiple of 16")
-    hopper = (
-        not fixed
-        and launch is None
-        and query.is_cuda
-        and chip_of(query.device).capability[0] == 9
-        and fits_hopper(query, rotary, latents)
-    )
-    if launch is None:
-        launch = HOPPER if hopper else latent_launch(heads, query.dtype, large=chip_of(query.device).large)
+    launch = launch or latent_launch(heads, query.dtype, large=chip_of(query.device).large)
     partials, stats = workspace.partials, workspace.stats
-    capacity = partials.shape[0] if partials.shape[1] >= rank else 0
     max_context = tables.shape[1] * here.block_tokens
     most = 1
     if fixed:
+        capacity = room_of(workspace, rank)
         grain = grain or grain_of(rank + dims, query.dtype)
         launch = replace(launch, positions=grain.keys)
         most = most_parts(max_context, None, grain)
@@ -319,33 +355,19 @@ def attend_latents(
                 splits = min(most, latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors))
         elif splits > 1 and most * sequences * heads > capacity:
             raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
-    elif splits is None:
-        splits = latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
-    elif splits > 1 and splits * sequences * heads > capacity:
-        raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
-    rows = (tables, lanes, positions, out, partials, stats)
-    numbers = (
-        scale * LOG2E, splits, stats.stride(0), partials.stride(0),
-        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1),
-    )  # fmt: skip
-    behind = (tables.stride(0), out.stride(0), out.stride(1))
-    grid = (triton.cdiv(heads, launch.heads), sequences, splits)
-    places = page_rows(latents) if hopper else None
-    if places is not None:
-        latents_hopper[grid](
-            query, rotary, page_descriptor(latents, places), *rows, *numbers, places.block, *behind,
-            HEADS=heads, BLOCK_TOKENS=here.block_tokens, SPLIT=splits > 1, num_warps=launch.warps, maxnreg=REGISTERS,
-            **overlap(query.device),
-        )  # fmt: skip
     else:
-        _latents[grid](
-            query, rotary, latents, *rows, *numbers, most, here.block, here.token, *behind,
-            HEADS=heads, BLOCK_TOKENS=here.block_tokens, RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
-            ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
-            APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
-            PART=grain.part if fixed and grain else 0,
-            num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
-        )  # fmt: skip
+        splits = choose_splits(splits, sequences, heads, max_context, launch, workspace, rank)
+    _latents[(triton.cdiv(heads, launch.heads), sequences, splits)](
+        query, rotary, latents, tables, lanes, positions, out, partials, stats,
+        scale * LOG2E, splits, stats.stride(0), partials.stride(0),
+        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1), most, here.block, here.token,
+        tables.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, BLOCK_TOKENS=here.block_tokens, RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
+        ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
+        APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
+        PART=grain.part if fixed and grain else 0,
+        num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
+    )  # fmt: skip
     if splits > 1 and fixed and grain:
         join_parts[(sequences, heads)](
             partials, stats, lanes, positions, None, out, 0, most, stats.stride(0), partials.stride(0),
@@ -354,12 +376,4 @@ def attend_latents(
             PART=grain.part, AT_ONCE=PARTS_AT_ONCE, num_warps=4, **overlap(query.device),
         )  # fmt: skip
     elif splits > 1:
-        at_once = triton.next_power_of_2(splits)
-        # few splits: wide programs, or there are thousands; many: narrow ones, whose loads are all in flight at once
-        wide = max(16, min(triton.next_power_of_2(rank), max(64, 4096 // at_once)))
-        _join_latents[(sequences, heads, triton.cdiv(rank, wide))](
-            partials, stats, lanes, positions, out, splits, stats.stride(0), partials.stride(0),
-            out.stride(0), out.stride(1),
-            HEADS=heads, RANK=rank, BLOCK_N=launch.positions, SPLITS=at_once, WIDTH=wide,
-            num_warps=4, **overlap(query.device),
-        )  # fmt: skip
+        join_latents(workspace, lanes, positions, out, splits, launch.positions)

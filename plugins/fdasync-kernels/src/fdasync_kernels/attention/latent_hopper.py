@@ -4,23 +4,35 @@ Two groups of four warps take tiles of 64 positions in turns: one multiplies a t
 exponents of the tile before. Both weigh the values of every tile in the tiles' order, half of the dimensions each
 (`latent_groups.py`). Two more warps ask the copy engine for pages, half a tile at a time, as soon as nothing reads what
 lay there. Written in Gluon, Triton's language with explicit layouts, which has no interpreter: `latent.py` is what runs
-everywhere else, and says what is right. Called by `latent.py`.
+everywhere else, and says what is right; it alone has the fixed order (`fixed.py`). `registry.py` calls it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fdasync_kernels.attention.hopper_pages import page_rows
+from fdasync.errors import BadInput
+from fdasync_kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync_kernels.attention.hopper_tile import LATER_NAMES, barrier, copy_in
+from fdasync_kernels.attention.latent import LatentLaunch, check_latents, choose_splits, join_latents
 from fdasync_kernels.attention.latent_groups import attend_half
-from fdasync_kernels.overlap import wait_for_inputs
+from fdasync_kernels.attention.tile import LOG2E
+from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import Kernel
+
+if TYPE_CHECKING:
+    from fdasync_kernels.attention.decode import Workspace
 
 # what a program takes
 HEADS_TILE, POSITIONS_TILE = 64, 64
+# the kernel starts eight more warps itself and has two tiles in memory
+LAUNCH = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 4, 2, 1)
 # of a thread when it starts, with 12 warps; `latents_hopper` shares them out again
 REGISTERS = 168
 _RANK, _ROTARY = 512, 64
@@ -144,3 +156,55 @@ def latents_hopper(  # type: ignore[no-untyped-def]
         # of a thread of the second group and of the loading warps; the first group has as many as the second
         [232, 40, 40],
     )  # fmt: skip
+
+
+def _fits(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    latents: torch.Tensor,
+    *_tensors: torch.Tensor,
+    launch: LatentLaunch | None = None,
+    fixed: bool = False,
+    **_options: Any,
+) -> bool:
+    return not fixed and launch is None and fits_hopper(query, rotary, latents)
+
+
+def _attend(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    latents: torch.Tensor,
+    tables: torch.Tensor,
+    lanes: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    workspace: Workspace,
+    splits: int | None = None,
+    **_options: Any,
+) -> None:
+    """`attend_latents`, for heads and pools that `fits_hopper` names; `_options` have the values that fit."""
+    sequences, heads, rank = query.shape
+    if not sequences:
+        return
+    here = check_latents(query, rotary, latents, lanes, positions, out)
+    places = page_rows(latents)
+    if places is None:
+        raise BadInput("latents", "the copy engine cannot load from this pool")
+    max_context = tables.shape[1] * here.block_tokens
+    splits = choose_splits(splits, sequences, heads, max_context, LAUNCH, workspace, rank)
+    partials, stats = workspace.partials, workspace.stats
+    latents_hopper[(triton.cdiv(heads, LAUNCH.heads), sequences, splits)](
+        query, rotary, page_descriptor(latents, places), tables, lanes, positions, out, partials, stats,
+        scale * LOG2E, splits, stats.stride(0), partials.stride(0),
+        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1), places.block,
+        tables.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, BLOCK_TOKENS=here.block_tokens, SPLIT=splits > 1, num_warps=LAUNCH.warps, maxnreg=REGISTERS,
+        **overlap(query.device),
+    )  # fmt: skip
+    if splits > 1:
+        join_latents(workspace, lanes, positions, out, splits, LAUNCH.positions)
+
+
+KERNELS = {"attend_latents": Kernel(_fits, _attend)}

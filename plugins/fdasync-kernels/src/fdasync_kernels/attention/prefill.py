@@ -3,9 +3,8 @@
 A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
 so that a few kv heads fill the tensor cores as well as many do. A query's bits do not depend on the queries beside it:
 tiles of keys are as large for every query of a layer and stand at multiples of their size, sums go through them in
-order, and a tile of which a row sees nothing changes nothing. On Hopper `prefill_hopper.py` attends the heads that fit
-it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU
-runners.
+order, and a tile of which a row sees nothing changes nothing. Knows views, tables and positions; knows no scheduling
+and no model. Called by the attention of the plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import triton
 import triton.language as tl
 
 from fdasync_kernels.attention.fixed import Grain, finish, grain_of, join, weigh
-from fdasync_kernels.attention.prefill_hopper import attend_hopper, fits_hopper
 from fdasync_kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
@@ -33,6 +31,7 @@ from fdasync_kernels.attention.tile import (
     split_dims,
 )
 from fdasync_kernels.pages import head_offset
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,10 +222,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
+@operation
 def attend_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -264,14 +260,6 @@ def attend_prefill(
     if not len(tiles):
         return
     grain = (grain or grain_of(key_dim, query.dtype)) if fixed else None
-    hopper = launch is None and values is not None and _is_hopper(query.device)
-    if hopper and values is not None and fits_hopper(query, keys, values, grain):
-        attend_hopper(
-            query, keys, values, tables, lanes, starts, first_rows, counts, tiles,
-            tile=PREFILL_TILE, scale=scale * LOG2E, reach=REACH_CODES[reach_kind], reach_size=reach_size,
-            sinks=sinks, out=out, grain=grain,
-        )  # fmt: skip
-        return
     kv_heads = here.heads
     group = heads // kv_heads
     launch = launch or prefill_launch(key_dim, query.dtype)

@@ -6,12 +6,12 @@ memory; each of two groups of four warps owns 64 rows (query, head of the group)
 A processor takes one program after another, so that the next program's keys are loaded while the last one is stored,
 and programs without queries, which a graph's padding is full of, cost next to nothing. Written in Gluon, Triton's
 language with explicit layouts, which has no interpreter: `prefill.py` is what runs elsewhere and what this is held
-against. Knows no scheduling and no model. Called by `prefill.py`.
+against. Knows no scheduling and no model. `registry.py` calls it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,11 +20,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from fdasync.errors import BadInput
+from fdasync_kernels.attention.fixed import Grain, grain_of
 from fdasync_kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync_kernels.attention.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
+from fdasync_kernels.attention.prefill import PREFILL_TILE
+from fdasync_kernels.attention.tile import LOG2E, REACH_CODES, check_views
+from fdasync_kernels.chip import processors_of
+from fdasync_kernels.registry import Kernel
 
 if TYPE_CHECKING:
-    from fdasync_kernels.attention.fixed import Grain
+    from fdasync_kernels.attention.tile import Launch, ReachKind
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # of a thread when it starts, with 12 warps; `_prefill_hopper` shares them out again
@@ -259,7 +264,24 @@ def fits_hopper(
     return here is not None and there is not None and here.per_share == there.per_share
 
 
-def attend_hopper(
+def _fits(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    *_tensors: torch.Tensor,
+    launch: Launch | None = None,
+    fixed: bool = False,
+    grain: Grain | None = None,
+    **_options: Any,
+) -> bool:
+    return launch is None and fits_hopper(query, keys, values, _grain(query, fixed, grain))
+
+
+def _grain(query: torch.Tensor, fixed: bool, grain: Grain | None) -> Grain | None:
+    return (grain or grain_of(query.shape[2], query.dtype)) if fixed else None
+
+
+def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -270,34 +292,40 @@ def attend_hopper(
     counts: torch.Tensor,
     tiles: torch.Tensor,
     *,
-    tile: int,
     scale: float,
-    reach: int,
+    reach_kind: ReachKind,
     reach_size: int,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
+    value_dim: int | None = None,
+    fixed: bool = False,
     grain: Grain | None = None,
+    **_options: Any,
 ) -> None:
-    """`attend_prefill` where it fits, on a GPU of capability 9.0; see there for the tensors.
-
-    `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries. `grain`: in the fixed order.
-    """
+    """`attend_prefill`, for heads and pools that `fits_hopper` names; `_options` have the values that fit."""
+    check_views(query, keys, values, value_dim)
     heads, dim = query.shape[1:]
     here, there = page_rows(keys), page_rows(values)
     if here is None or there is None or here.per_share != there.per_share:
         raise BadInput("keys", "the copy engine cannot load from this pool")
+    if not len(tiles):
+        return
     kv_heads = keys.shape[2:-1].numel()
     group = heads // kv_heads
-    pieces = triton.cdiv(tile * group, 2 * ROWS)
+    pieces = triton.cdiv(PREFILL_TILE * group, 2 * ROWS)
     programs = len(tiles) * pieces * kv_heads
-    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    grain = _grain(query, fixed, grain)
     keys_at_once, stages = _TILES[dim] if grain is None else (grain.keys, 256 // grain.keys)
-    _prefill_hopper[(min(programs, processors),)](
+    _prefill_hopper[(min(programs, processors_of(query.device)),)](
         page_descriptor(keys, here), page_descriptor(values, there), query,
         tables, lanes, starts, first_rows, counts, tiles, sinks, out,
-        programs, scale, reach_size, here.block, here.share, there.block, there.share,
+        programs, scale * LOG2E, reach_size, here.block, here.share, there.block, there.share,
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
-        KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
-        PER_SHARE=here.per_share, SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
-        OVERLAP=True, PART=0 if grain is None else grain.part, num_warps=4, maxnreg=REGISTERS,
+        KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1], DIM=dim,
+        PER_SHARE=here.per_share, SINKS=sinks is not None, REACH=REACH_CODES[reach_kind], BLOCK_N=keys_at_once,
+        STAGES=stages, ROWS=ROWS, OVERLAP=True, PART=0 if grain is None else grain.part, num_warps=4,
+        maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+KERNELS = {"attend_prefill": Kernel(_fits, _attend)}

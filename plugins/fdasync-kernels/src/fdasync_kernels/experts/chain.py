@@ -32,6 +32,7 @@ from fdasync_kernels.experts.stored_kernels import stored_down, stored_gate_up
 from fdasync_kernels.experts.tiles import choose_stored_tiles, choose_tiles
 from fdasync_kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync_kernels.overlap import overlap
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from fdasync_kernels.experts.tiles import Tile, Tiles
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _SILU = Activation("silu")
 
 
+@operation
 def experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,

@@ -20,11 +20,13 @@ from fdasync_kernels.linear.kernel import linear_kernel
 from fdasync_kernels.linear.many import linear_many_kernel
 from fdasync_kernels.linear.tiles import Tile, choose_tile
 from fdasync_kernels.overlap import overlap
+from fdasync_kernels.registry import operation
 
 # a batch is the second dimension of a grid
 _MOST_BATCHES = 65535
 
 
+@operation
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:

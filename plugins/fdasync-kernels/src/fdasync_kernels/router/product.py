@@ -20,6 +20,7 @@ from fdasync.errors import BadInput
 from fdasync_kernels.chip import chip_of
 from fdasync_kernels.limits import FLOATS, NARROW
 from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import operation
 from fdasync_kernels.router.select import nearest, rounded
 
 _BLOCK = 128
@@ -217,6 +218,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     tl.store(logits + offset, nearest(rounded(total, x, ROUNDED), logits), mask=here & real)
 
 
+@operation
 def router_logits(
     x: torch.Tensor,
     weight: torch.Tensor,
