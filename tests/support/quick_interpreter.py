@@ -7,7 +7,7 @@ own options (`debug=False`) leave out. Types of blocks, the shapes of their tens
 for each value anew; and so is, for the two values of each operation, that they have one type and one shape already.
 
 `conftest.py` calls `quicken` once, where kernels are interpreted. It replaces private names of Triton:
-`tests/gpu/test_quick_interpreter.py` fails if they mean something else.
+`test_quick_interpreter.py` of the kernels fails if they mean something else.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from fdasync_trainer.rows.mismatch import Mismatch, mismatch, table
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,6 +151,7 @@ class TestLogprobs:
             assert mismatch(rollout, trainer, mask=[[True] * len(one) for one in rollout]) == wanted
 
     def test_tensors(self):
+        torch = pytest.importorskip("torch")
         one, two = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
         wanted = mismatch([-1.0, -2.0], [-1.5, -2.0])
         assert mismatch(one, two) == mismatch(list(one), list(two)) == mismatch(one.half(), two.double()) == wanted
