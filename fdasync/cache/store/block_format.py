@@ -30,10 +30,6 @@ MAGIC = b"fdablock"
 VERSION = 1
 _PREAMBLE = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-# how msgpack writes an integer that needs more than 4 bytes
-_MSGPACK_U64 = struct.Struct(">BQ")
-_MSGPACK_U64_MARK = 0xCF
-_MSGPACK_U64_LEAST = 1 << 32
 _TABLE_MAX_NBYTES = PAGE_NBYTES - _PREAMBLE.size - _CHECKSUM.size
 _KEY = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})\.(0|[1-9][0-9]{0,8})")
 MAX_RANK = 10**9 - 1
@@ -200,36 +196,6 @@ def write_header(header: BlockHeader) -> bytes:
         raise BadInput("sections", f"the table of a block takes {len(table)} bytes", limit=_TABLE_MAX_NBYTES)
     page = (_PREAMBLE.pack(MAGIC, VERSION, len(table), header.nbytes) + table).ljust(PAGE_NBYTES - 8, b"\0")
     return page + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(page))
-
-
-class HeaderPages:
-    """The header pages of a schema's blocks, as `write_header` writes them, faster: nearly all their bytes are equal.
-
-    It keeps a page and fills in what differs. Another rank than 0, or a checksum so small that msgpack writes it in
-    fewer bytes, takes the long way.
-    """
-
-    def __init__(self, schema: BlockSchema, *, with_state: bool = False) -> None:
-        """`with_state`: those of blocks that carry a state. Raises BadInput if the table does not fit into a page."""
-        self._schema = schema
-        # found by bytes that no text has, and no number but a checksum
-        namespace, name = b"\xff" * 16, b"\xfe" * 16
-        checksums = [2**64 - 1 - number for number in range(len(schema.layout_of(with_state=with_state)))]
-        page = write_header(make_header(schema, object_key(namespace, name), checksums))
-        self._body = page[: -_CHECKSUM.size]
-        self._namespace, self._name = page.index(namespace), page.index(name)
-        self._checksums = [page.index(_MSGPACK_U64.pack(_MSGPACK_U64_MARK, number)) for number in checksums]
-
-    def page(self, key: str, checksums: Sequence[int]) -> bytes:
-        """The page of the block with this key, which `object_key` made, whose sections have these checksums."""
-        if not key.endswith(".0") or min(checksums) < _MSGPACK_U64_LEAST:
-            return write_header(make_header(self._schema, key, checksums))
-        body = bytearray(self._body)
-        body[self._namespace : self._namespace + 16] = bytes.fromhex(key[:32])
-        body[self._name : self._name + 16] = bytes.fromhex(key[33:65])
-        for place, checksum in zip(self._checksums, checksums, strict=True):
-            _MSGPACK_U64.pack_into(body, place, _MSGPACK_U64_MARK, checksum)
-        return bytes(body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)))
 
 
 def read_header(page: bytes | bytearray | memoryview, nbytes: int | None = None) -> BlockHeader:

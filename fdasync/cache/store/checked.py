@@ -20,7 +20,6 @@ from fdasync.cache.store.block_format import (
     MAX_RANK,
     BlockSchema,
     DamagedBlock,
-    HeaderPages,
     check_key,
     check_schema,
     is_object_key,
@@ -254,13 +253,16 @@ class CheckedStore(Store):
     def _sections(self, item: Item) -> list[Part]:
         return [item.parts[place] for place in self._whole_forms[len(item.parts)].sections]
 
+    def _header_page(self, key: str, checksums: Sequence[int]) -> bytes:
+        return write_header(make_header(self._schema, key, checksums))
+
     def _write_header(self, item: Item, checksums: Sequence[int]) -> None:
-        self._view(item.parts[0])[:] = self._whole_forms[len(item.parts)].headers.page(item.key, checksums)
+        self._view(item.parts[0])[:] = self._header_page(item.key, checksums)
 
     def _problem(self, item: Item, checksums: Sequence[int]) -> str:
         page = bytes(self._view(item.parts[0]))
         form = self._whole_forms[len(item.parts)]
-        if page == form.headers.page(item.key, checksums):
+        if page == self._header_page(item.key, checksums):
             # what this engine would write about these bytes; anything else is looked at for the reason
             return ""
         try:
@@ -297,7 +299,6 @@ class _Form(Form):
         with_state: which of the two.
         sizes: bytes of the parts of an item: the header page, then the sections.
         zeros, trash: the padding behind each of these parts, to be written, and to be read into; some are empty.
-        headers: their header pages.
     """
 
     def __init__(self, schema: BlockSchema, *, with_state: bool) -> None:
@@ -306,7 +307,6 @@ class _Form(Form):
         rests = [page_aligned(nbytes) - nbytes for nbytes in self.sizes]
         self.zeros = [Part(schema.zeros.region, schema.zeros.offset, rest) for rest in rests]
         self.trash = [Part(schema.trash.region, schema.trash.offset, rest) for rest in rests]
-        self.headers = HeaderPages(schema, with_state=with_state)
         places = list(accumulate([2 if rest else 1 for rest in rests[:-1]]))
         super().__init__([nbytes for pair in zip(self.sizes, rests, strict=True) for nbytes in pair if nbytes], places)
 

@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from fdasync.cache.store import block_moves
 from fdasync.cache.store.base import Item
-from fdasync.cache.store.block_format import HeaderPages, Section, make_header, object_key, write_header
+from fdasync.cache.store.block_format import Section, object_key
 from fdasync.cache.store.checked import CheckedStore, _whole
 from fdasync.cache.store.memory import MemoryConfig
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from tests.cache.store.block_objects import SCHEMA, Beside, object_of
 from tests.support.helpers import case_settings
-
-_ID = st.binary(min_size=16, max_size=16)
-_CHECKSUM = st.integers(0, 2**64 - 1) | st.integers(0, 2**33) | st.sampled_from([2**32 - 1, 2**32, 127, 2**64 - 1])
-_WORD = st.text(max_size=12) | st.sampled_from(["\xff" * 8, "þ" * 16, "\xcf"])
 
 
 def schema_of(sizes, layout="pages", dtype="uint8", state_nbytes=0):
@@ -30,25 +26,6 @@ def schema_of(sizes, layout="pages", dtype="uint8", state_nbytes=0):
         sections=(msgspec.structs.replace(sections[0], name="kv"), *sections[1:]),
         state=Section("state", "uint8", (state_nbytes,), state_nbytes) if state_nbytes else None,
     )
-
-
-@given(_ID, _ID, st.integers(0, 12), st.lists(_CHECKSUM, min_size=2, max_size=5), _WORD, _WORD, st.booleans())
-@example(b"\xff" * 16, b"\xfe" * 16, 0, [2**64 - 1, 2**64 - 2], "\xff" * 8, "", False)
-@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "", False)
-@example(b"\xfe" * 16, b"\xff" * 16, 0, [2**32, 2**32 - 1], "", "", True)
-@case_settings(200)
-def test_pages_are_those_of_the_format(namespace, key, rank, checksums, layout, dtype, with_state):
-    sizes = [5000 + number for number in range(len(checksums) - with_state)]
-    schema = schema_of(sizes, layout, dtype, state_nbytes=6000)
-    name = object_key(namespace, key, rank)
-    pages = HeaderPages(schema, with_state=with_state)
-    expected = write_header(make_header(schema, name, checksums))
-    assert pages.page(name, checksums) == expected
-    # and nothing of one page is in the next
-    other = object_key(key, namespace)
-    again = [checksum ^ 2**63 for checksum in checksums]
-    assert pages.page(other, again) == write_header(make_header(schema, other, again))
-    assert pages.page(name, checksums) == expected
 
 
 class Way:
