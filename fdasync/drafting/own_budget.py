@@ -1,11 +1,11 @@
 """How many tokens the runner's own drafter drafts behind each step: as many as make more tokens in a second.
 
-Every sequence of a step gets as many, so a number of drafts has one price at a number of running sequences: what steps
-take that draft and verify so many. It is measured and not modelled, since the passes of a drafter cost what rows do not
-tell. How often the first draft is right, the second one behind a right first one and so on, is a running mean over all
-sequences. A number that was never played is tried for some steps, and so are none and the best near a new number of
-sequences; later the others are looked at in turn, ever more rarely while nothing changes. Where steps tell no times,
-since all of them compute prompts too, the most are drafted as long as they are often right.
+Every sequence of a step gets as many (docs/design.md, rule 43), so a number of drafts has one price at a number of
+running sequences: what steps take that draft and verify so many. It is measured and not modelled, since the passes of a
+drafter cost what rows do not tell. How often the first draft is right, the second one behind a right first one and so
+on, is a running mean over all sequences. A number that was never played is tried for some steps, and so are none and
+the best near a new number of sequences; later the others are looked at in turn, ever more rarely while nothing changes.
+Where steps tell no times, since all of them compute prompts too, the most are drafted as long as they are often right.
 
 Numbers in, numbers out: it knows no sequence, no drafter and no clock. Called by `fdasync.scheduler.drafts`.
 """

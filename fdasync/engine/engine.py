@@ -2,8 +2,8 @@
 
 An engine owns one supervisor task, and through it everything that runs (`runtime.py`); `frontend.py` takes requests in.
 A request's failure ends that request alone. A broken invariant, a failed step or a dead worker fails the engine: every
-pending and later call raises `EngineFailed`, and the caller's own task is never cancelled. Knows no other instance.
-Called by embedders and `fdasync_fleet/instance/instance.py`.
+pending and later call raises `EngineFailed`, and the caller's own task is never cancelled (docs/design.md, section 2).
+Knows no other instance. Called by embedders and `fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def namespace_of(capacity: Capacity) -> bytes:
         # blocks with debug rows never match blocks with expert ids
         parts = (*parts, "routing_debug")
     if capacity.numerics != "default":
-        # blocks of other bits; the default adds nothing, so that stores filled before the setting existed stay in use
+        # blocks of other bits; the default adds nothing, so that older stores stay in use (docs/design.md, rule 39)
         parts = (*parts, f"numerics={capacity.numerics}")
     if capacity.sum_slices > 1:
         parts = (*parts, f"sum_slices={capacity.sum_slices}")

@@ -1,8 +1,8 @@
 """The event bus: stamps events and queues them for the next turn of the driver.
 
-`publish` returns nothing, is not awaited, and cannot block or raise. Taps (metrics, traces, plugins) read from bounded
-queues and can never hold up the engine. Each engine has one bus; it knows no scheduler and no actions. The engine's
-services publish to it; the driver attaches itself and drains it. Events that come earlier wait for the driver.
+`publish` returns nothing, is not awaited, and cannot block or raise (docs/design.md, section 2). Taps (metrics, traces,
+plugins) read from bounded queues and can never hold up the engine. Each engine has one bus; it knows no scheduler and
+no actions. The engine's services publish to it; the driver attaches itself and drains it. Earlier events wait for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Events and page-locked buffers that are used again: taken, held while the device may use them, released once.
 
 A caller gives a hold to a completion port with the work that uses it, and the port releases it when the work is done.
-The waiting task never releases it: it may be cancelled long before. Pools belong to one loop and are not safe to use
-from other threads.
+The waiting task never releases it: it may be cancelled long before (docs/design.md, section 2). Pools belong to one
+loop and are not safe to use from other threads.
 
 Knows nothing of ports or streams. Called by runners.
 """

@@ -113,7 +113,7 @@ class ChildProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL and reap; idempotent. On return the child writes to no shared memory any more.
+        """SIGKILL and reap; idempotent. On return the child writes nothing any more (docs/design.md, section 2).
 
         Raises DeadlineExceeded if the kernel does not let go of the child.
         """

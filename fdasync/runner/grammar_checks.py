@@ -1,7 +1,7 @@
 """Has the runner check each grammar before a request of it is prepared; requests of one grammar share a check.
 
-Thousands of rollouts may come at once with one new grammar, and a check takes milliseconds of one process.
-Knows no grammar's contents and no runner. Called by `engine/prepare.py`.
+Thousands of rollouts may come at once with one new grammar, and a check takes milliseconds of one process
+(docs/design.md, rule 38). Knows no grammar's contents and no runner. Called by `engine/prepare.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many ranks a group has at most, and which part of a KV block each of them holds and copies. Pure.
 
-A block's bytes are shares of equal size, one after the other, however many ranks there are (ARCHITECTURE.md, *A block's
-places*). Runners that compute in groups call this.
+A block's bytes are shares of equal size, one after the other, however many ranks there are (docs/design.md, section
+4). Runners that compute in groups call this.
 """
 
 from __future__ import annotations

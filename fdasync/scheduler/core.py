@@ -1,9 +1,9 @@
 """The pure scheduler: `handle(events) -> actions`. It takes every decision of the engine.
 
 It has no await, no torch, no I/O, no text, no clock but the time stamped on events, and iterates over no set: the same
-events give the same actions, so every decision can be tested with plain calls and replayed from a trace. This module
-says what events mean and how a request ends. `step_planner.py` plans the next step, `tiers/` decides what happens below
-the device, `disagg/` what goes to other instances, `state/queues.py` keeps where every sequence stands.
+events give the same actions, so every decision can be tested with plain calls and replayed (docs/design.md, section 2).
+This module says what events mean and how a request ends. `step_planner.py` plans the next step, `tiers/` decides what
+happens below the device, `disagg/` what goes to other instances, `state/queues.py` keeps where every sequence stands.
 
 Called by `engine/driver.py`, once per loop turn.
 """

@@ -1,10 +1,10 @@
 """Gives sequences the tokens of a step that may yield several tokens of one sequence. Pure.
 
-The tokens of a sequence are its run. A run is cut behind the token that ends its sequence: the stop id, or the last
-token of its length limit. Tokens behind the cut are overrun and only counted; their KV stays in a block that is not
-sealed. So are all tokens of a later step that was in flight: they follow on tokens that the sequence does not have.
-A run is empty where the block table that the step was planned with had no room left. This module knows no blocks'
-identities and no queues.
+The tokens of a sequence are its run (docs/design.md, rule 40). A run is cut behind the token that ends its sequence:
+the stop id, or the last token of its length limit. Tokens behind the cut are overrun and only counted; their KV stays
+in a block that is not sealed. So are all tokens of a later step that was in flight: they follow on tokens that the
+sequence does not have. A run is empty where the block table that the step was planned with had no room left. This
+module knows no blocks' identities and no queues.
 
 Called by `core.py` for a `StepDone` with counts. Where `one_each` holds, `core.py` handles the step as one without
 counts.

@@ -9,11 +9,11 @@ Where a step may yield a run of tokens, the block table bounds the run. With a s
 where the next one begins: behind one token of the step in flight at least, behind its longest run at most. It preempts
 others for the block of the next token, where that token may need one. It takes the blocks that a longer run may fill if
 they are free, and the sequence keeps them if the run does not fill them. A sequence whose next token has no room after
-all yields none in that step.
+all yields none in that step (docs/design.md, rule 40).
 
 A prefill under way takes the rest of the budget. So when a newcomer is admitted, every running prefill is planned to
 its end: the identities that running sequences will still compute are pending, in this step or an earlier one. That
-makes the leader rule (docs/design.md, rule 4) a look at pending blocks.
+makes the leader rule a look at pending blocks (docs/design.md, rules 4 and 29).
 
 This module decides matching, pinning, chunking and preemption. It knows no events. Called by `core.py`.
 """

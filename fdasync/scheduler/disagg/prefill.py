@@ -1,8 +1,8 @@
 """The prefill side: asks decode instances for leases, and hands off requests that it prefilled. Pure.
 
 The samples of a request are one hand-off. A hand-off is admitted once a decode instance has granted a lease: a prefill
-instance holds no block while it waits for a decode instance, and a decode instance that does not answer costs the
-hand-offs to other instances nothing. Questions are bounded per decode instance (`asks_per_peer`) and overall (`asks`).
+instance holds no block while it waits for one, and a decode instance that does not answer costs the hand-offs to others
+nothing (docs/design.md, section 6). Questions are bounded per instance (`asks_per_peer`) and overall (`asks`).
 `ahead_tokens` bounds the work that has a lease and is not begun, so that a decode instance's memory does not wait for
 this instance's queue. The bound counts all leases granted and the questions to the one decode instance: instances that
 answer at the same time may each grant as much. If a lease is lost before any hand-over, another one is looked for, and

@@ -1,11 +1,11 @@
 """Offers blocks to decode instances and hands samples over to them. Pure.
 
-Blocks are offered as they seal. To a decode instance that reads this one's device they are offered where they are, and
-pinned. Else they go by way of the host, where a bounded number of them waits for decode instances to copy them (the
-staging ring; one decode instance gets half of it at most). A sample's hand-over closes with its first
-token and its open block, after all other blocks were offered. Blocks that a decode instance may be reading stay in
-place until it says that it has ended. The recurrent state behind a prompt goes with the hand-over, by way of the host,
-where a decode instance gets half of the places at most. This module knows no questions for leases. Called by
+Blocks are offered as they seal (docs/design.md, rule 18). To a decode instance that reads this one's device they are
+offered where they are, and pinned. Else they go by way of the host, where a bounded number of them waits for decode
+instances to copy them (the staging ring; one decode instance gets half of it at most). A sample's hand-over closes with
+its first token and its open block, after all other blocks were offered. Blocks that a decode instance may be reading
+stay in place until it says that it has ended. The recurrent state behind a prompt goes with the hand-over, by way of
+the host, where a decode instance gets half of the places at most. This module knows no questions for leases. Called by
 `disagg/prefill.py`.
 """
 

@@ -228,11 +228,11 @@ class SequenceQueues:
         """Preempt the last sequence in the policy's order (in order of arrival: the lowest priority, then the newest).
         None: fewer than two run.
 
-        The first sequence is never preempted, and it is admitted before all others, so it gets through. Places are
-        permanent, and a policy bounds for how long newcomers may take a place before an older sequence
-        (`Policy.passed_for_s`). So every sequence becomes the first of its priority in the end, and none is preempted
-        for ever. The blocks of the preempted sequence come back now, or when its last step in flight completes; then it
-        waits again.
+        The first sequence is never preempted, and it is admitted before all others, so it gets through (docs/design.md,
+        section 5). Places are permanent, and a policy bounds for how long newcomers may take a place before an older
+        one (`Policy.passed_for_s`). So every sequence becomes the first of its priority in the end, and none is
+        preempted for ever. The blocks of the preempted sequence come back now, or when its last step in flight
+        completes; then it waits again.
         """
         running = sorted(self._running(), key=lambda seq: seq.order)
         if len(running) < 2:

@@ -4,7 +4,7 @@ A request whose prefix ends on the device and the host may find more of it in th
 reading should be faster than computing, and once for all requests that want the same blocks. A request waits no longer
 than the estimate plus a tenth of the recompute time (`cost_model.py`), and is then matched again. A fetched block is a
 block of the host like any other, except that it stays until the first request that waited for it is admitted. Fetches
-ahead of admission are bounded by half of the host tier: a request beyond that asks in its turn.
+ahead of admission are bounded by half of the host tier (docs/design.md, rule 32): beyond that requests ask in turn.
 
 Blocks that shall be kept are written from the host in the background. No request waits for a write. `chains.py` says
 which writes still make sense, and which blocks have to be written again. A transfer whose wait ended before its work
@@ -183,8 +183,8 @@ class StorePlanner:
     # -- reading ------------------------------------------------------------------------------------
 
     def consider(self, seq: Sequence, now: float) -> bool:
-        """Whether `seq`, which waits to be admitted, waits for the store first: the one place where that is decided.
-        Asks the store where that is worth it. Called when it comes to the queue (`tiers.py`), and at its admission."""
+        """Whether `seq`, which waits to be admitted, waits for the store first: decided here alone (docs/design.md,
+        rule 31). Asks it where it pays. Called when `seq` comes to the queue (`tiers.py`), and at its admission."""
         if self.enabled and not seq.hashing and seq.store.waits_for is None:
             self._consider(seq, now)
         return seq.store.waits_for is not None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # a copy is worth a message, and must not hold a queue up
 _MAX_COPY_BLOCKS = 64
 _MAX_OUTWARD = 4
-# idle blocks are copied out ahead of need, so that a decode rarely waits for one
+# idle blocks are copied out ahead of need, so that a decode rarely waits for one (docs/design.md, rule 32)
 _AHEAD_SHARE = 16
 _AHEAD_MAX_BLOCKS = 64
 

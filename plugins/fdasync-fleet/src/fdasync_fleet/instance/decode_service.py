@@ -189,7 +189,7 @@ class DecodeService:
 
     def _decide(self, peer: Peer, name: LeaseName, message: LeaseRequest, good: bool) -> None:
         if not good:
-            # blocks under wrong identities would serve other requests too (docs/design.md, section 8: wrong rows)
+            # blocks under wrong identities would serve other requests too (docs/design.md, section 6)
             self._deny(peer, name, "the identities given are not those of the prompt's blocks", -1.0)
             return
         problem = self._take(peer, name, message)

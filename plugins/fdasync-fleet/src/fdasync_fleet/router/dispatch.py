@@ -1,7 +1,7 @@
 """Sends a router's requests to instances, reads the replies, tries again where that is allowed, and ends each request.
 
 Each try has a new name, so that late messages of an earlier try have no effect. A request is tried again as long as no
-output of it has reached its caller. Every caller gets exactly one end.
+output of it has reached its caller (docs/design.md, rule 21). Every caller gets exactly one end.
 
 Knows no sockets; `choice.py` chooses the instances, `router/request.py` is the request. Called by
 `router/router.py`, which has the callers and the links.

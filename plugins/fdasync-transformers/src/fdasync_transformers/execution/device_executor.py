@@ -8,7 +8,8 @@ step may be launched while the step before it runs, and nothing here waits for t
 
 A sequence under a grammar needs a mask that depends on its last token. If that token is still on the device, the step
 is queued in two parts: the model at once, and sampling when the step before has ended and the masks are made, which
-takes the host less time than the model takes the device. Launches behind it wait for the second part in their order.
+takes the host less time than the model takes the device (docs/design.md, rule 38). Launches behind it wait for the
+second part in their order.
 
 Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
 (`parallel/on_device.py`). A step is computed in a way that follows from what all ranks know, so all make the same sums.

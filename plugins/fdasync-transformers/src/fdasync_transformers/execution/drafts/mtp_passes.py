@@ -2,10 +2,10 @@
 
 In a step the layers go over the model's own rows, with the hidden state of the row before. So their KV of a position
 comes of the pass whose row of it stands, a graph of the step holds them too, and nothing of it depends on what is
-sampled. What the step leaves of each sequence, the states of its last position that stands, is kept by lane; blocks
-carry it too (`mtp/specs.py`), and a sequence that starts on cached blocks gets it from there. Knows lanes and blocks;
-knows no steps and no sampling. Made by `execution/device_step.py`, which calls it in every pass; what follows a step is
-called by `execution/drafts/own_drafts.py`.
+sampled (docs/design.md, rule 43). What the step leaves of each sequence, the states of its last position that stands,
+is kept by lane; blocks carry it too (`mtp/specs.py`), and a sequence that starts on cached blocks gets it from there.
+Knows lanes and blocks; knows no steps and no sampling. Made by `execution/device_step.py`, which calls it in every
+pass; what follows a step is called by `execution/drafts/own_drafts.py`.
 """
 
 from __future__ import annotations

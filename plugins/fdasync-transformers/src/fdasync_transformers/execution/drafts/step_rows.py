@@ -5,9 +5,9 @@ finished steps have left: a decode gets as many rows as it can have drafts, wher
 leaves padding where it needs fewer. What depends on a position (slots of rows, the noise of a sample) is planned for
 the whole span in which the step may lie. When the step has ended, `settle` says which rows stand, and where.
 
-A sequence whose samples depend on more than the tokens' positions (`takes_drafts`) has none, and is never uncertain.
-Where the model's own layers draft on the device, a sequence without a path of the host takes those drafts: the host
-knows that there are some, and not which.
+A sequence whose samples depend on more than the tokens' positions (`takes_drafts`) has none, and is never uncertain
+(docs/design.md, rule 42). Where the model's own layers draft on the device, a sequence without a path of the host takes
+those drafts: the host knows that there are some, and not which.
 
 Knows lanes and numbers; knows no device. Called by `device_drafts.py`.
 """
