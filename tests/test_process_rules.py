@@ -91,6 +91,30 @@ def test_torch_is_imported_in_gpu_rooms_and_runners_only():
             assert not {name.split(".")[0] for name in imports_of(path.read_text())} & heavy, module
 
 
+def test_structs_of_many_fields_are_made_by_name():
+    """A swapped pair of numbers would be a silent lie."""
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    bases = {
+        node.name: {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_struct(name: str) -> bool:
+        return name == "Struct" or any(is_struct(base) for base in bases.get(name, ()) if base != name)
+
+    found = [
+        f"{module}:{node.lineno} makes {name} of {len(node.args)} values without names"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and len(node.args) > 6
+        and is_struct(name := getattr(node.func, "id", getattr(node.func, "attr", "")))
+    ]
+    assert found == []
+
+
 def test_nothing_is_global():
     for module, path in MODULES.items():
         source = path.read_text()

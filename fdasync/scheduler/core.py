@@ -396,7 +396,19 @@ class Scheduler:
         cached = seq.cached_tokens or (0, 0, 0)
         spans = tuple([span for span in seq.spans if span[0] < keep])
         drafts = None if self._drafts is None else self._drafts.end(seq, self._now)
-        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note, drafts))
+        self._finishes.append(
+            FinishRequest(
+                key=seq.key,
+                reason=reason,
+                token_ids=output,
+                num_rows=num_rows,
+                cached_tokens=cached,
+                spans=spans,
+                matched_stop=matched,
+                note=note,
+                drafts=drafts,
+            )
+        )
         self._count_end(seq, keep)
         del self._sequences[seq.key]
         seq.stop_ids = frozenset()

@@ -185,7 +185,17 @@ class StepPlanner:
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
         drafts, own = (None, None) if self._drafts is None else self._drafts.propose(decodes, now)
         takes = () if self._snapshots is None else self._snapshots.takes()
-        return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks, drafts, own, takes), plan
+        return RunStep(
+            step_id=step_id,
+            leaves=leaves,
+            starts=tuple(starts),
+            appends=tuple(appends),
+            skips=skipped,
+            chunks=chunks,
+            drafts=drafts,
+            own_drafts=own,
+            snapshots=takes,
+        ), plan
 
     def _attend(
         self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int], step_id: int
@@ -469,14 +479,14 @@ class StepPlanner:
             # it was preempted: what is scored stays
             sampler = msgspec.structs.replace(sampler, score_from=seq.score_from)
         return SeqStart(
-            seq.key,
-            array("i", seq.tokens).tobytes(),
-            seq.planned,
-            tuple([block.id for block in seq.blocks]),
-            tuple([slot.id for slot in slots]),
-            tuple([slot.generation for slot in slots]),
-            sampler,
-            -1 if self._snapshots is None else self._snapshots.started(seq, step_id),
+            key=seq.key,
+            tokens=array("i", seq.tokens).tobytes(),
+            num_cached=seq.planned,
+            blocks=tuple([block.id for block in seq.blocks]),
+            slots=tuple([slot.id for slot in slots]),
+            generations=tuple([slot.generation for slot in slots]),
+            sampler=sampler,
+            snapshot=-1 if self._snapshots is None else self._snapshots.started(seq, step_id),
         )
 
     # -- shortage ---------------------------------------------------------------------------------

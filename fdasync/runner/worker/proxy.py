@@ -173,15 +173,15 @@ class WorkerRunner(Runner):
             num_host_snapshots, snapshot_nbytes = snapshots.num_blocks, snapshots.block_nbytes
             fds.append(snapshots.region.fd)
         message = Bind(
-            num_blocks,
-            num_slots,
-            block_tokens,
-            specs,
-            num_host_blocks,
-            block_nbytes,
-            picks,
-            num_host_snapshots,
-            snapshot_nbytes,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            block_tokens=block_tokens,
+            specs=specs,
+            num_host_blocks=num_host_blocks,
+            block_nbytes=block_nbytes,
+            picks=picks,
+            num_host_snapshots=num_host_snapshots,
+            snapshot_nbytes=snapshot_nbytes,
         )
         await self._ask(message, _NOTHING, fds)
 

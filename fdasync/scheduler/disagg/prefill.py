@@ -280,15 +280,15 @@ class PrefillSide:
         answer_by = min(hand_off.stop_at, now + rules.queue_s) if others else hand_off.stop_at
         self.actions.append(
             AskLease(
-                hand_off.group,
-                hand_off.attempt,
-                hand_off.peer,
-                self._weights.namespace,
-                tuple(seq.keys[: hand_off.full]),
-                min(now + rules.silent_s, answer_by),
-                answer_by,
-                now + rules.total_s,
-                rules.ttl_s,
+                group=hand_off.group,
+                attempt=hand_off.attempt,
+                peer=hand_off.peer,
+                namespace=self._weights.namespace,
+                keys=tuple(seq.keys[: hand_off.full]),
+                silent_by=min(now + rules.silent_s, answer_by),
+                answer_by=answer_by,
+                over_by=now + rules.total_s,
+                ttl_s=rules.ttl_s,
             )
         )
 

@@ -129,16 +129,16 @@ class BlockReceiver:
             slots = [block.slot for block in receive.blocks if block.slot is not None]
             self._actions.append(
                 ReceiveBlocks(
-                    number,
-                    lease.group,
-                    tuple(offers),
-                    tuple(receive.indices),
-                    () if receive.on_device else tuple([block.host for block in receive.blocks]),
-                    tuple([slot.id for slot in slots]),
-                    tuple([slot.generation for slot in slots]),
-                    tuple(rows),
-                    min(lease.over_by, now + self._rules.receive_s),
-                    tuple([block.id for block in receive.blocks]) if receive.on_device else (),
+                    receive_id=number,
+                    group=lease.group,
+                    offers=tuple(offers),
+                    indices=tuple(receive.indices),
+                    host=() if receive.on_device else tuple([block.host for block in receive.blocks]),
+                    slots=tuple([slot.id for slot in slots]),
+                    generations=tuple([slot.generation for slot in slots]),
+                    rows=tuple(rows),
+                    deadline=min(lease.over_by, now + self._rules.receive_s),
+                    device=tuple([block.id for block in receive.blocks]) if receive.on_device else (),
                 )
             )
         return problem
@@ -160,7 +160,19 @@ class BlockReceiver:
         self._receives[number] = receive
         until = min(lease.over_by, now + self._rules.receive_s)
         self._actions.append(
-            ReceiveBlocks(number, lease.group, (offer,), (index,), (), (), (), (0,), until, (), (state.host,))
+            ReceiveBlocks(
+                receive_id=number,
+                group=lease.group,
+                offers=(offer,),
+                indices=(index,),
+                host=(),
+                slots=(),
+                generations=(),
+                rows=(0,),
+                deadline=until,
+                device=(),
+                snapshots_host=(state.host,),
+            )
         )
         return True
 

@@ -170,15 +170,15 @@ class BlockSender:
         slots = [export.block.slot for export in exports if export.block.slot is not None]
         self._actions.append(
             SendBlocks(
-                number,
-                hand_off.group,
-                hand_off.attempt,
-                hand_off.peer,
-                tuple([index for index, _ in batch]),
-                tuple([export.block.host for export in exports if not export.on_device]),
-                tuple([slot.id for slot in slots]),
-                tuple([slot.generation for slot in slots]),
-                tuple([export.block.id for export in exports if export.on_device]),
+                offer=number,
+                group=hand_off.group,
+                attempt=hand_off.attempt,
+                peer=hand_off.peer,
+                indices=tuple([index for index, _ in batch]),
+                host=tuple([export.block.host for export in exports if not export.on_device]),
+                slots=tuple([slot.id for slot in slots]),
+                generations=tuple([slot.generation for slot in slots]),
+                device=tuple([export.block.id for export in exports if export.on_device]),
             )
         )
 
@@ -194,21 +194,21 @@ class BlockSender:
         on_device = export is not None and export.on_device
         self._actions.append(
             HandOver(
-                number,
-                hand_off.group,
-                hand_off.attempt,
-                hand_off.peer,
-                seq.key,
-                seq.sampler.index,
-                seq.tokens[seq.prompt_len],
-                -1 if block is None else hand_off.full,
-                seq.prompt_len % self._block_tokens,
-                -1 if block is None or on_device else block.host,
-                -1 if slot is None else slot.id,
-                -1 if slot is None else slot.generation,
-                seq.cached_tokens or (0, 0, 0),
-                block.id if block is not None and on_device else -1,
-                -1 if hand.state is None else hand.state.host,
+                offer=number,
+                group=hand_off.group,
+                attempt=hand_off.attempt,
+                peer=hand_off.peer,
+                key=seq.key,
+                index=seq.sampler.index,
+                token=seq.tokens[seq.prompt_len],
+                tail=-1 if block is None else hand_off.full,
+                tail_rows=seq.prompt_len % self._block_tokens,
+                host=-1 if block is None or on_device else block.host,
+                slot=-1 if slot is None else slot.id,
+                generation=-1 if slot is None else slot.generation,
+                cached=seq.cached_tokens or (0, 0, 0),
+                device=block.id if block is not None and on_device else -1,
+                snapshot_host=-1 if hand.state is None else hand.state.host,
             )
         )
 

@@ -316,14 +316,14 @@ class StorePlanner:
         slots = [block.slot for block in blocks if block.slot is not None]
         self._asks.append(
             FetchBlocks(
-                number,
-                self._namespace,
-                tuple(fetch.keys),
-                tuple([block.host for block in blocks]),
-                tuple([slot.id for slot in slots]),
-                tuple([slot.generation for slot in slots]),
-                fetch.deadline,
-                fetch.places(),
+                fetch_id=number,
+                namespace=self._namespace,
+                keys=tuple(fetch.keys),
+                host=tuple([block.host for block in blocks]),
+                slots=tuple([slot.id for slot in slots]),
+                generations=tuple([slot.generation for slot in slots]),
+                deadline=fetch.deadline,
+                snapshots_host=fetch.places(),
             )
         )
         return fetch
@@ -565,7 +565,15 @@ class StorePlanner:
         host = tuple([block.host for block in blocks])
         slots = [block.slot for block in blocks if block.slot is not None]
         ids, generations = tuple([slot.id for slot in slots]), tuple([slot.generation for slot in slots])
-        return StoreBlocks(number, self._namespace, tuple(keys), host, ids, generations, put.places())
+        return StoreBlocks(
+            put_id=number,
+            namespace=self._namespace,
+            keys=tuple(keys),
+            host=host,
+            slots=ids,
+            generations=generations,
+            snapshots_host=put.places(),
+        )
 
     def store_ended(self, event: StoreEnded) -> None:
         put = self._puts.pop(event.put_id, None)

@@ -121,13 +121,13 @@ class Bench:
         pairs += [self._use(block) for block in used[whole + len(pairs) :]]
         sampler = msgspec.structs.replace(sampler, prompt_len=len(tokens) if prompt_len is None else prompt_len)
         return SeqStart(
-            key,
-            array("i", tokens).tobytes(),
-            cached,
-            tuple(used),
-            tuple([slot for slot, _ in pairs if slot >= 0]),
-            tuple([generation for slot, generation in pairs if slot >= 0]),
-            sampler,
+            key=key,
+            tokens=array("i", tokens).tobytes(),
+            num_cached=cached,
+            blocks=tuple(used),
+            slots=tuple([slot for slot, _ in pairs if slot >= 0]),
+            generations=tuple([generation for slot, generation in pairs if slot >= 0]),
+            sampler=sampler,
         )
 
     def append(self, key: int, block: int) -> BlockAppend:

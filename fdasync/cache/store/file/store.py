@@ -340,7 +340,17 @@ class FileStore(Store):
         for number in numbers:
             place = places[number]
             fd, shape = place.segment.fd, place.segment.shape
-            slots.append(WriteSlot(fd, shape, place.slot, place.stale, records[number], items[number], self._moves))
+            slots.append(
+                WriteSlot(
+                    fd=fd,
+                    shape=shape,
+                    slot=place.slot,
+                    stale=place.stale,
+                    record=records[number],
+                    item=items[number],
+                    moves=self._moves,
+                )
+            )
         try:
             await self._room.mark(places[number].segment for number in numbers)
         except OSError as error:

@@ -84,14 +84,14 @@ def _outputs(name: str, sample: Sample) -> Iterator[Outputs]:
         run = slice(first, first + RUN_TOKENS)
         raw, processed, top = sample.raw_logprobs, sample.processed_logprobs, sample.top_logprobs
         yield Outputs(
-            name,
-            sample.index,
-            min(first, count),
-            array("i", sample.token_ids[run]).tobytes(),
-            sample.text[start : start + RUN_CHARS],
-            None if raw is None else raw[run].astype("<f4").tobytes(),
-            None if processed is None else processed[run].astype("<f4").tobytes(),
-            None if top is None else top[run],
+            request=name,
+            index=sample.index,
+            first=min(first, count),
+            token_ids=array("i", sample.token_ids[run]).tobytes(),
+            text=sample.text[start : start + RUN_CHARS],
+            raw=None if raw is None else raw[run].astype("<f4").tobytes(),
+            processed=None if processed is None else processed[run].astype("<f4").tobytes(),
+            top=None if top is None else top[run],
         )
 
 
@@ -108,7 +108,15 @@ def prompt_logprobs_of(params: SamplingParams) -> PromptLogprobs | None:
 def score_messages(name: str, attempt: int, scores: PromptLogprobs) -> Iterator[ScoredPrompt]:
     """The log-probs of a prompt so far, in runs."""
     for run in scores.runs(RUN_TOKENS):
-        yield ScoredPrompt(name, attempt, run.start, run.logprobs, run.top, run.top_ids, run.top_logprobs)
+        yield ScoredPrompt(
+            request=name,
+            attempt=attempt,
+            first=run.start,
+            logprobs=run.logprobs,
+            top=run.top,
+            top_ids=run.top_ids,
+            top_logprobs=run.top_logprobs,
+        )
 
 
 def add_scores(scores: PromptLogprobs | None, message: ScoredPrompt, most: int, vocab_size: int) -> None:

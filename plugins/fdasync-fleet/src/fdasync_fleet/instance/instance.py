@@ -113,18 +113,18 @@ _MAX_PORT = 65535
 def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
     """The shape of an instance with this runner; `text`: the digest of `text_digest.py`."""
     return Shape(
-        root_key(capacity.fingerprint.encode()),
-        capacity.kv_layout,
-        capacity.kv_dtype,
-        capacity.block_tokens,
-        capacity.block_nbytes,
-        capacity.aux_specs,
-        capacity.vocab_size,
-        tuple(sorted(capacity.eos_ids)),
-        capacity.routing_debug,
-        text,
-        capacity.numerics,
-        capacity.sum_slices,
+        model=root_key(capacity.fingerprint.encode()),
+        kv_layout=capacity.kv_layout,
+        kv_dtype=capacity.kv_dtype,
+        block_tokens=capacity.block_tokens,
+        block_nbytes=capacity.block_nbytes,
+        aux=capacity.aux_specs,
+        vocab_size=capacity.vocab_size,
+        eos_ids=tuple(sorted(capacity.eos_ids)),
+        routing_debug=capacity.routing_debug,
+        text=text,
+        numerics=capacity.numerics,
+        sum_slices=capacity.sum_slices,
     )
 
 
@@ -474,39 +474,39 @@ class Instance:
         engine, capacity = self.engine, self.engine.capacity
         told = engine.facts()
         facts = Facts(
-            brief(capacity.model),
-            capacity.vocab_size,
-            capacity.max_context_tokens,
-            capacity.num_blocks,
-            capacity.moe_layer_ids,
-            capacity.num_experts,
-            capacity.top_k_by_layer,
-            told.tokenizer,
-            told.model_path,
-            engine.config.max_step_tokens,
-            self._weights.state.version,
-            engine.config.max_requests,
-            self._weights.state.order,
-            told.top_k,
-            told.dtype,
-            told.num_hidden_layers,
-            capacity.grammars,
-            capacity.scores_prompts,
-            capacity.tensor_parallel,
-            told.can_sleep,
+            model=brief(capacity.model),
+            vocab_size=capacity.vocab_size,
+            max_context_tokens=capacity.max_context_tokens,
+            num_blocks=capacity.num_blocks,
+            moe_layer_ids=capacity.moe_layer_ids,
+            num_experts=capacity.num_experts,
+            top_k_by_layer=capacity.top_k_by_layer,
+            tokenizer=told.tokenizer,
+            model_path=told.model_path,
+            max_step_tokens=engine.config.max_step_tokens,
+            weight_version=self._weights.state.version,
+            max_requests=engine.config.max_requests,
+            weight_order=self._weights.state.order,
+            top_k=told.top_k,
+            dtype=told.dtype,
+            num_hidden_layers=told.num_hidden_layers,
+            grammars=capacity.grammars,
+            scores_prompts=capacity.scores_prompts,
+            tensor_parallel=capacity.tensor_parallel,
+            can_sleep=told.can_sleep,
         )
         role = engine.config.role
         assert role != "alone"
         assert self._context is not None
         return Hello(
-            PROTOCOL,
-            self._name or self.address,
-            role,
-            self.address,
-            self._shape,
-            self._transports.sources(),
-            self._context.namespace(),
-            facts,
+            protocol=PROTOCOL,
+            name=self._name or self.address,
+            role=role,
+            address=self.address,
+            shape=self._shape,
+            sources=self._transports.sources(),
+            namespace=self._context.namespace(),
+            facts=facts,
         )
 
     def check(self, hello: Hello) -> Refused | None:
@@ -529,19 +529,19 @@ class Instance:
         engine_stats = self.engine.stats()
         stats = engine_stats.scheduler
         return Status(
-            "draining" if self._context.draining else engine_stats.doing,
-            stats.waiting,
-            stats.queued_tokens,
-            stats.running,
-            stats.leased,
+            state="draining" if self._context.draining else engine_stats.doing,
+            waiting=stats.waiting,
+            queued_tokens=stats.queued_tokens,
+            running=stats.running,
+            leased=stats.leased,
             # blocks promised to leases count as taken; more may be promised than are free now
-            max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
-            stats.num_blocks,
-            self._totals(engine_stats),
-            brief(engine_stats.store_problem),
-            brief("; ".join([f"{tap.name}: {tap.problem}" for tap in engine_stats.taps if tap.problem])),
-            sum([tap.dropped for tap in engine_stats.taps]),
-            brief("; ".join(self._prefill_service.unreached.values())),
+            free_blocks=max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
+            num_blocks=stats.num_blocks,
+            totals=self._totals(engine_stats),
+            store_problem=brief(engine_stats.store_problem),
+            tap_problem=brief("; ".join([f"{tap.name}: {tap.problem}" for tap in engine_stats.taps if tap.problem])),
+            dropped_events=sum([tap.dropped for tap in engine_stats.taps]),
+            peer_problem=brief("; ".join(self._prefill_service.unreached.values())),
         )
 
     def _totals(self, engine_stats: EngineStats) -> Totals:
@@ -722,10 +722,19 @@ class Instance:
         self._context.tell(
             peer,
             Done(
-                message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
-                expected, held, weights.doing, weights.is_delta,
+                message.number,
+                error=error,
+                problem=problem,
+                namespace=self._context.namespace(),
+                weight_version=weights.version,
+                weight_order=weights.order,
+                field=field,
+                expected=expected,
+                held=held,
+                state=weights.doing,
+                is_delta=weights.is_delta,
             ),
-        )  # fmt: skip
+        )
 
     async def _update(self, peer: Peer, message: Command) -> None:
         weights = self._weights

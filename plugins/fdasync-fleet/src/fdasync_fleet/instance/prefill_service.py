@@ -345,17 +345,17 @@ class PrefillService:
             refs = {at: BlockRef(at, blocks[at], each) for at, each in zip(blocks, sums, strict=True)}
         message = HandOff(
             *lease.name,
-            action.index,
-            action.offer,
-            action.token,
+            index=action.index,
+            offer=action.offer,
+            token=action.token,
             # the last one: the token is computed again if the weights change
-            raw[-1] if raw else None,
-            processed[-1] if processed else None,
-            top[-1] if top else None,
-            action.cached,
-            refs.get(full),
-            action.tail_rows,
-            refs.get(full + 1),
+            raw=raw[-1] if raw else None,
+            processed=processed[-1] if processed else None,
+            top=top[-1] if top else None,
+            cached=action.cached,
+            tail=refs.get(full),
+            tail_rows=action.tail_rows,
+            state=refs.get(full + 1),
         )
         try:
             assert lease.peer is not None

@@ -172,14 +172,14 @@ def _runs(name: str, delta: Delta) -> list[Piece]:
         run, chars = slice(at * RUN_TOKENS, (at + 1) * RUN_TOKENS), slice(at * RUN_CHARS, (at + 1) * RUN_CHARS)
         pieces.append(
             Piece(
-                name,
-                delta.index,
-                delta.token_ids[run],
-                delta.text[chars],
-                None if raw is None else raw[run],
-                None if processed is None else processed[run],
-                None if top is None else top[run],
-                delta.finish_reason if at == number - 1 else None,
+                request=name,
+                index=delta.index,
+                token_ids=delta.token_ids[run],
+                text=delta.text[chars],
+                raw_logprobs=None if raw is None else raw[run],
+                processed_logprobs=None if processed is None else processed[run],
+                top_logprobs=None if top is None else top[run],
+                finish_reason=delta.finish_reason if at == number - 1 else None,
             )
         )
     return pieces

@@ -71,7 +71,8 @@ def submit_of(request: GenerateRequest, request_deadline_s: float) -> Submit:
         if start >= len(tokens) // 4:
             raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {len(tokens) // 4 - 1}")
     return Submit(
-        "-", "-", text, tokens, (), params, request.streams, priority, float(deadline_s), routing, aux, start, salt,
+        request="-", request_id="-", text=text, tokens=tokens, decoders=(), params=params, streams=request.streams,
+        priority=priority, deadline_s=float(deadline_s), routing=routing, aux=aux, start=start, salt=salt,
         trace=request.trace,
     )  # fmt: skip
 

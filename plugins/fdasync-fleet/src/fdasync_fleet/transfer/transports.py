@@ -160,7 +160,7 @@ class Transports:
         if not any(_is_device(copy_spec) for copy_spec in copy_specs):
             return await self._receive(sources, copy_specs, deadline)
         source = dict(sources).get("device")
-        if self._device is None or source is None or not all(map(_is_device, copy_specs)):
+        if self._device is None or source is None or not all(map(_is_between_devices, copy_specs)):
             return [refused("blocks of a device come to this device alone")] * len(copy_specs)
         firsts = [_cut(copy_spec, slice(0, 1)) for copy_spec in copy_specs]
         others = [_cut(copy_spec, slice(1, None)) for copy_spec in copy_specs]
@@ -217,6 +217,11 @@ def _is_device(copy_spec: CopySpec) -> bool:
     return bool(copy_spec.parts) and copy_spec.parts[0].region == DEVICE_REGION
 
 
+def _is_between_devices(copy_spec: CopySpec) -> bool:
+    """Whether the first part comes from a device, too: a sender may name any part as the source."""
+    return _is_device(copy_spec) and copy_spec.ref_parts[0].region == DEVICE_REGION
+
+
 def _apart(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
     """Parts of shared memory, and parts of devices as the transport between devices numbers them."""
     memory = [part for part in parts if part.region != DEVICE_REGION]
@@ -224,8 +229,8 @@ def _apart(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
 
 
 def _of_devices(part: Part) -> Part:
-    # a part of shared memory in the place of a device's is in no region of devices
-    return msgspec.structs.replace(part, region=0 if part.region == DEVICE_REGION else DEVICE_REGION)
+    """A part of a device, in the numbers of the transport between devices, which has one region."""
+    return msgspec.structs.replace(part, region=0)
 
 
 def _cut(copy_spec: CopySpec, which: slice) -> CopySpec:

@@ -41,7 +41,23 @@ _SNAPSHOT_SHARE, _LEAST_SNAPSHOTS = 0.5, 16
 # enough to measure the cost of a token, and few enough for a quick start
 _SPEED_TOKENS = 256
 
-_GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+_GREEDY = SamplerSpec(
+    prompt_len=0,
+    seed=0,
+    index=0,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    stop_ids=(),
+    raw=False,
+    processed=False,
+    top=0,
+)
 
 
 def choose_num_blocks(
@@ -186,7 +202,11 @@ def _fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int)
     starts = []
     for key, count in enumerate(counts):
         blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))
-        starts.append(SeqStart(key, bytes(4 * count), 0, blocks, (), (), _GREEDY))
+        starts.append(
+            SeqStart(
+                key=key, tokens=bytes(4 * count), num_cached=0, blocks=blocks, slots=(), generations=(), sampler=_GREEDY
+            )
+        )
     chunks = tuple(Chunk(key, count, False) for key, count in enumerate(counts))
     return table.plan(RunStep(0, starts=tuple(starts), chunks=chunks)), table, pool
 

@@ -46,7 +46,23 @@ _TOLERANCE = {
 # least share of (position, layer) whose set of experts is the same
 _AGREEMENT = {torch.float64: 0.99, torch.float32: 0.99, torch.bfloat16: 0.85, torch.float16: 0.85}
 
-_GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+_GREEDY = SamplerSpec(
+    prompt_len=0,
+    seed=0,
+    index=0,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    stop_ids=(),
+    raw=False,
+    processed=False,
+    top=0,
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +194,17 @@ def paged_passes(
             if done[key] == 0:
                 blocks = tuple(order[used : used + needed[key]].tolist())
                 used += needed[key]
-                starts.append(SeqStart(key, ids.astype("<i4").tobytes(), 0, blocks, (), (), _GREEDY))
+                starts.append(
+                    SeqStart(
+                        key=key,
+                        tokens=ids.astype("<i4").tobytes(),
+                        num_cached=0,
+                        blocks=blocks,
+                        slots=(),
+                        generations=(),
+                        sampler=_GREEDY,
+                    )
+                )
             # the tokens after this chunk come one by one, as decodes
             chunks.append(Chunk(key, counts[key], max(all_chunks[key][number + 1 :], default=0) <= 1))
         rows_of = [*decodes, *[chunk.key for chunk in chunks]]

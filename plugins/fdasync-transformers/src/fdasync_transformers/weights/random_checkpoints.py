@@ -44,10 +44,10 @@ class _Size(msgspec.Struct, frozen=True):
 
 
 SIZES = {
-    "tiny": _Size(2, 32, 4, 2, 8, 64, 16, 8, 2),
-    "small": _Size(4, 64, 4, 2, 16, 128, 32, 16, 4),
-    "medium": _Size(8, 256, 8, 2, 32, 512, 128, 64, 8),
-    "deep": _Size(16, 256, 8, 2, 32, 512, 128, 64, 8),
+    "tiny": _Size(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, dense=64, expert=16, experts=8, top_k=2),
+    "small": _Size(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, dense=128, expert=32, experts=16, top_k=4),
+    "medium": _Size(layers=8, hidden=256, heads=8, kv_heads=2, head_dim=32, dense=512, expert=128, experts=64, top_k=8),
+    "deep": _Size(layers=16, hidden=256, heads=8, kv_heads=2, head_dim=32, dense=512, expert=128, experts=64, top_k=8),
 }
 FAMILIES = ("qwen3_moe", "ernie4_5_moe", "glm4_moe")
 
