@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import rollout_bits
 import torch
 import torch.distributed as dist
 from fdasync_trainer import fixed_numerics
@@ -63,11 +65,13 @@ def test_two_ranks_have_the_bits_of_the_whole_model(
     family: str, mixed: int, checkpointing: int, tmp_path: Path
 ) -> None:
     ranks = []
+    # a helper of the transformers plugin's tests
+    environment = {**os.environ, "PYTHONPATH": str(Path(rollout_bits.__file__).parent)}
     try:
         for rank in range(2):
             parts = [rank, 2, tmp_path / "store", family, mixed, checkpointing]
             command = [sys.executable, str(SCRIPT), *map(str, parts)]
-            ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            ranks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
         for process in ranks:
             _, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
