@@ -191,7 +191,8 @@ class Frontend:
                     ask, keys, rows=bool(request.specs), arrived_at=arrived_at, deadline=now + limit_s
                 )
                 request.asked = ask, events[0]
-                await self._lend(request, keys, len(events[0].tokens), candidate)
+                if request.params.chosen_positions_start is not None:
+                    await self._lend(request, keys, len(events[0].tokens), candidate)
             if request.done.done():
                 # aborted, or the engine closed, while it was being prepared
                 self._forget(request, entered)

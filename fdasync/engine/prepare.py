@@ -254,8 +254,8 @@ class Preparer:
         chosen = params.chosen_positions_start
         if chosen is not None and chosen >= count:
             raise BadInput("chosen_positions_start", f"{chosen} is not inside the prompt", limit=f"0 to {count - 1}")
-        nbytes, most = chosen_nbytes(self.capacity.chosen, params, count), self._config.chosen_positions_nbytes
-        if nbytes > most:
+        most = self._config.chosen_positions_nbytes
+        if chosen is not None and (nbytes := chosen_nbytes(self.capacity.chosen, params, count)) > most:
             raise BadInput(
                 "chosen_positions_start", f"up to {nbytes} bytes of positions are more than the engine takes",
                 limit=most, hint="ask from a later position on, for fewer tokens, or raise chosen_positions_nbytes",
@@ -315,7 +315,9 @@ class Preparer:
         bias = params.logit_bias
         bias_ids, bias_values = array("i", bias).tobytes(), array("f", bias.values()).tobytes()
         score_from = -1 if params.prompt_logprobs_start is None or not scores else params.prompt_logprobs_start
-        chosen = chosen_starts(params, len(tokens)) or (-1,) * len(keys)
+        chosen: tuple[int, ...] = (-1,) * len(keys)
+        if params.chosen_positions_start is not None:
+            chosen = chosen_starts(params, len(tokens))
         return [
             RequestPrepared(
                 key=key,

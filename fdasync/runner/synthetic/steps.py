@@ -228,7 +228,7 @@ class SyntheticSteps(Runner):
                     self._behind.append(self.oracle.states(self._kv[index][start:], self._states.live[lane]))
                     digests[end - count : end] ^= self.oracle.folded(self._behind[-1])
         self._chosen = []
-        for run in self._lent.runs(batch, self.lanes):
+        for run in self._lent.runs(batch, self.lanes) if self.config.chosen_top_k else ():
             own = slice(run.at, run.at + run.count)
             self._chosen.append((run, self.oracle.chosen(digests[own], batch.positions[own])))
         rows: dict[str, NDArray[np.generic]] = {}
