@@ -1,59 +1,49 @@
 """Hand-overs between two hosts: blocks over the tcp transport against a plain socket, on networks that delay and lose.
 
-Two network namespaces are the hosts. A pair of veth devices of 1 Gbit/s joins them, or a process between two TUN
-devices that delays and loses (`tests/system/network`); it takes root. Both arms bring the same blocks in turn, over
-connections that stay: `ours` is `TcpTransport.receive`, asked for and checked block by block; `raw` is a plain socket
-whose other end sends the same bytes at once, which is the bound. A figure of `goodput` is the ratio of the medians, of
-`p99` that of the 99th percentiles; `bare` is one more network, as fast as the process between the devices.
+Two network namespaces are the hosts. A process between two TUN devices, which delays and loses, joins them
+(`tests/system/network`); it takes root. Both arms bring the same blocks in turn, over connections that stay: ours is
+`TcpTransport.receive`, asked for and checked block by block; raw is a plain socket whose other end sends the same bytes
+at once, which is the bound. `goodput` is the ratio of the medians.
+
+As a module this is the receiver: `python -m benchmarks.fleet.network JSON`, with the arguments of `receive`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
+from functools import partial
 from typing import Any
 
+import uvloop
+
+from benchmarks.fleet.transport_bench import Bench
+from benchmarks.fleet.transport_sender import transport_of
+from benchmarks.lib.child import Child
+from benchmarks.lib.rates import add_ratio
 from benchmarks.lib.report import Report, calibrate_us
-from tests.system.network.hosts import NETWORKS, Host, Wire, join, why_no_cable, why_not
+from tests.system.network.hosts import NETWORKS, Host, join, why_not
 
 A, B = "10.9.0.1", "10.9.0.2"
 AIM = 0.9
-_BARE = "bare"
 
 
 def play(network: str, blocks: int, nbytes: int, pairs: int) -> dict[str, Any]:
-    """Seconds of both arms over one network."""
-    a, b = Host(), Host()
-    joined = Wire(a, b, A, B) if network == _BARE else join(network, a, b, A, B, seed=1)
-    side = [sys.executable, "-m", "benchmarks.fleet.network_side"]
-    with (
-        a,
-        b,
-        joined,
-        subprocess.Popen(
-            a.command([*side, "send", A, str(blocks), str(nbytes)]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as sender,
-    ):
-        try:
-            assert sender.stdout is not None
-            told = sender.stdout.readline().strip()
-            receiver = b.command([*side, "receive", B, str(pairs), told])
-            done = subprocess.run(receiver, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
-        finally:
-            sender.kill()
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    """Seconds of both arms over one network, and the bytes that each moved."""
+    with Host() as a, Host() as b, join(network, a, b, A, B, seed=1):
+        words = json.dumps([blocks, nbytes, pairs, a.command([])])
+        with Child("benchmarks.fleet.network", words, before=b.command([])) as receiver:
+            return dict(json.loads(receiver.line()))
 
 
-def p99(values: list[float]) -> float:
-    """The 99th percentile: of fewer than 100 values the largest."""
-    return sorted(values)[-(-99 * len(values) // 100) - 1]
+async def receive(blocks: int, nbytes: int, pairs: int, before: list[str]) -> None:
+    """On host B: print what `play` returns. `before`: what runs a command on host A."""
+    with Bench(blocks, nbytes, ["tcp"], A, before) as bench:
+        transport = transport_of("tcp", B)
+        async with bench.opened(transport):
+            times = await bench.in_turn({"ours": partial(bench.ours, transport, "tcp"), "raw": bench.raw_tcp}, pairs)
+        print(json.dumps(times | {"nbytes": bench.moved_nbytes}), flush=True)
 
 
 def main() -> None:
@@ -63,21 +53,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=100, help="interleaved pairs of each figure (default 100)")
     parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
-    if reason := why_not() or why_no_cable():
+    if reason := why_not():
         parser.error(reason)
     report = Report("Hand-overs between two hosts")
     report.conditions["calibration_us"] = round(calibrate_us(), 1)
-    for name in (*NETWORKS, _BARE):
+    for name in ("near", "region", "far"):
+        report.conditions[name] = dict(zip(("delay_s", "loss", "rate_mbit"), NETWORKS[name], strict=True))
         found = play(name, options.blocks, options.block_nbytes, options.pairs)
-        ours, raw = found["times"]["ours"], found["times"]["raw"]
-        delay_s, loss, rate_mbit = NETWORKS.get(name, (0.0, 0.0, 0.0))
-        report.conditions[name] = {
-            "delay_ms": delay_s * 1e3, "loss": loss, "rate_mbit": rate_mbit,
-            "ours_s": round(statistics.median(ours), 4), "raw_s": round(statistics.median(raw), 4),
-            "ours_p99_s": round(p99(ours), 4), "raw_p99_s": round(p99(raw), 4),
-            "mb_per_s": round(found["nbytes"] / 1e6 / statistics.median(ours), 1),
-        }  # fmt: skip
-        middle = statistics.median(raw)
-        report.add(f"{name}_goodput", [middle / each for each in ours], aim=AIM)
-        report.add(f"{name}_p99", [p99(ours) / p99(raw)])
+        add_ratio(report, f"{name}_goodput", found["nbytes"], found["ours"], found["raw"], AIM)
     report.finish(options.json_path)
+
+
+if __name__ == "__main__":
+    uvloop.run(receive(*json.loads(sys.argv[1])))

@@ -17,23 +17,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import random
 import sys
+import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvloop
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router
 
-from benchmarks.fleet.pd_fleet import Fleet, busy_s, fleet
+from benchmarks.fleet.pd_process import Spec
+from benchmarks.lib.child import Child
 from benchmarks.lib.report import Report
 from fdasync.errors import FdasyncError
 from fdasync.request import SamplingParams
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
 ARMS = {"ours": 0, "serial": 1, "threads5": 5}
+# seconds after which the bad instance answers, below 0 never
 FAULTS = {"slow": 2.0, "silent": -1.0, "killed": 0.0}
-AIMS = {"goodput_slow": 0.95, "goodput_silent": 0.95, "goodput_killed": 0.95}
+GOODPUT_AIM = 0.95
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 24
 STEP_S = 0.02
@@ -46,11 +55,11 @@ CAPACITY = 1 / (STEP_S + PROMPT_TOKENS * TOKEN_S)
 RULES = {"silent_s": 5.0, "find_s": 30.0, "queue_s": 5.0}
 
 
-def spec(role: str, **keys: Any) -> dict[str, Any]:
-    runner = {"num_blocks": 8192, "step_s": STEP_S, "token_s": TOKEN_S, "max_context_tokens": 4096}
-    config = {
+def config_of(role: str) -> dict[str, Any]:
+    """The configuration of an instance's engine, as plain values."""
+    return {
         "runner": "synthetic",
-        "runner_config": runner,
+        "runner_config": {"num_blocks": 8192, "step_s": STEP_S, "token_s": TOKEN_S, "max_context_tokens": 4096},
         "process": "inline",
         "role": role,
         "host_blocks": 2048,
@@ -58,101 +67,104 @@ def spec(role: str, **keys: Any) -> dict[str, Any]:
         "max_step_tokens": PROMPT_TOKENS,
         "leases": RULES,
     }
-    return {"role": role, "config": config, **keys}
 
 
-class Load:
-    """An open loop of requests, and their times to first token."""
+@contextlib.contextmanager
+def instances(workers: int, answers_s: float) -> Iterator[dict[str, Child]]:
+    """The instances by their addresses, the prefill instance first; the decode instance behind it is the bad one."""
+    with tempfile.TemporaryDirectory(prefix="fdasync-bench-") as folder, contextlib.ExitStack() as stack:
+        specs = [Spec(f"ipc://{folder}/p0", config_of("prefill"), workers=workers)]
+        for number in range(DECODERS):
+            late_s = 0.0 if number else answers_s
+            specs.append(Spec(f"ipc://{folder}/d{number}", config_of("decode"), answers_s=late_s))
+        running = {
+            spec.address: stack.enter_context(Child("benchmarks.fleet.pd_process", msgspec.json.encode(spec).decode()))
+            for spec in specs
+        }
+        for child in running.values():
+            child.line()
+        yield running
 
-    def __init__(self, router: Router, running: Fleet, seed: int) -> None:
-        self._router = router
-        self._fleet = running
-        self._rng = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()
-        # decode instance, arrival, time to first token or None
-        self.seen: list[tuple[int, float, float | None]] = []
 
-    async def run(self, seconds: float) -> None:
-        """Send requests for so many seconds."""
-        loop = asyncio.get_running_loop()
-        begin = loop.time()
-        number, due = 0, 0.0
-        while due < seconds:
-            await asyncio.sleep(begin + due - loop.time())
-            task = loop.create_task(self._one(number, due))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            number += 1
-            due += self._rng.expovariate(0.7 * CAPACITY)
+def busy_s() -> tuple[float, float]:
+    """CPU seconds that all processes of this machine spent, and CPU seconds that it had, since its start."""
+    with open("/proc/stat") as stat:
+        fields = [int(field) for field in stat.readline().split()[1:9]]
+    tick = os.sysconf("SC_CLK_TCK")
+    return (sum(fields) - fields[3] - fields[4]) / tick, sum(fields) / tick
 
-    async def _one(self, number: int, due: float) -> None:
-        to = number % DECODERS
-        prompt = [self._rng.randrange(1000) for _ in range(PROMPT_TOKENS)]
+
+async def load(
+    router: Router, addresses: Sequence[str], seconds: float, limit_s: float, seed: int
+) -> tuple[list[tuple[int, float, float | None]], float]:
+    """Send requests for so many seconds, in an open loop, and wait for their ends for `limit_s`.
+
+    Returns of each request its decode instance, its arrival, its time to first token or None; and the share of its CPU
+    that the machine spent meanwhile.
+    """
+    rng = random.Random(seed)
+    loop = asyncio.get_running_loop()
+    prefill, *decoders = addresses
+    seen: list[tuple[int, float, float | None]] = []
+
+    async def one(to: int, due: float) -> None:
+        prompt = [rng.randrange(1000) for _ in range(PROMPT_TOKENS)]
         params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0)
+        places: Mapping[str, Any] = {"prefill": prefill, "decoders": [decoders[to]]}
         begin = time.perf_counter()
         ttft_s = None
         try:
-            generation = self._router.generate(
-                prompt,
-                params,
-                deadline_s=60.0,
-                routing=False,
-                prefill=self._fleet.addresses["p0"],
-                decoders=[self._fleet.addresses[f"d{to}"]],
-            )
-            async with generation as stream:
+            async with router.generate(prompt, params, deadline_s=60.0, routing=False, **places) as stream:
                 async for _ in stream:
                     ttft_s = ttft_s if ttft_s is not None else time.perf_counter() - begin
         except FdasyncError:
             # a request for the bad instance
             ttft_s = None
         finally:
-            self.seen.append((to, due, ttft_s))
+            seen.append((to, due, ttft_s))
 
-    async def finish(self, limit_s: float) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=limit_s)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=10.0)
+    tasks: list[asyncio.Task[None]] = []
+    begin, due = loop.time(), 0.0
+    before, total = busy_s()
+    while due < seconds:
+        await asyncio.sleep(begin + due - loop.time())
+        tasks.append(loop.create_task(one(len(tasks) % DECODERS, due)))
+        due += rng.expovariate(0.7 * CAPACITY)
+    after, whole = busy_s()
+    _, late = await asyncio.wait(tasks, timeout=limit_s)
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late, timeout=10.0)
+    return seen, (after - before) / (whole - total)
 
 
 async def play(arm: str, fault: str, seconds: float, seed: int) -> tuple[list[float | None], float]:
     """Times to first token of requests for healthy instances after the warm-up; the machine's busy share."""
-    prefill = ("p0", spec("prefill", workers=ARMS[arm]))
-    decoders = [
-        (f"d{number}", spec("decode", answers_s=FAULTS.get(fault, 0.0) if number == 0 else 0.0))
-        for number in range(DECODERS)
-    ]
-    with fleet([prefill, *decoders]) as running:
-        config = RouterConfig(retries=0, require="all")
-        async with Router(list(running.addresses.values()), config) as router:
-            load = Load(router, running, seed)
+    with instances(ARMS[arm], FAULTS.get(fault, 0.0)) as running:
+        addresses = list(running)
+        async with Router(addresses, RouterConfig(retries=0, require="all")) as router:
             if fault == "killed":
-                asyncio.get_running_loop().call_later(WARM_S, running.kill, "d0")
-            before, total = busy_s()
-            await load.run(WARM_S + seconds)
-            after, whole = busy_s()
-            await load.finish(10.0 if arm == "ours" else 5.0)
-    bad = {0} if fault in FAULTS else set()
-    return [ttft for to, due, ttft in load.seen if to not in bad and due >= WARM_S], (after - before) / (whole - total)
+                asyncio.get_running_loop().call_later(WARM_S, running[addresses[1]].kill)
+            limit_s = 10.0 if arm == "ours" else 5.0
+            seen, busy = await load(router, addresses, WARM_S + seconds, limit_s, seed)
+    bad = {0} if fault else set()
+    return [ttft_s for to, due, ttft_s in seen if to not in bad and due >= WARM_S], busy
 
 
-def measure(arm: str, seconds: float, seed: int, report: Report, faults: list[str]) -> None:
+def measure(arm: str, seconds: float, report: Report) -> None:
     name = "" if arm == "ours" else f"{arm}_"
-    print(f"{arm}: all healthy", file=sys.stderr, flush=True)
-    healthy, busy = uvloop.run(play(arm, "", seconds, seed))
+    healthy, busy = uvloop.run(play(arm, "", seconds, seed=1))
     came = sorted(ttft for ttft in healthy if ttft is not None)
     p99_s = came[len(came) * 99 // 100]
-    report.add(f"{name}healthy_ttft_p99_ms", [p99_s * 1e3])
-    report.conditions[f"{name}healthy"] = {"requests": len(healthy), "lost": len(healthy) - len(came), "busy": busy}
+    report.conditions[f"{name}healthy"] = {
+        "requests": len(healthy), "lost": len(healthy) - len(came), "ttft_p99_ms": round(p99_s * 1e3), "busy": busy,
+    }  # fmt: skip
     shares = [busy]
-    for fault in faults:
-        print(f"{arm}: one is {fault}", file=sys.stderr, flush=True)
-        ttfts, busy = uvloop.run(play(arm, fault, seconds, seed + 1))
+    for fault in FAULTS:
+        ttfts, busy = uvloop.run(play(arm, fault, seconds, seed=2))
         good = sum(1 for ttft in ttfts if ttft is not None and ttft <= 3 * p99_s)
-        report.add(f"{name}goodput_{fault}", [good / len(ttfts)], aim=AIMS.get(f"{name}goodput_{fault}"))
+        report.add(f"{name}goodput_{fault}", [good / len(ttfts)], aim=GOODPUT_AIM if arm == "ours" else None)
         report.conditions[f"{name}{fault}"] = {"requests": len(ttfts), "busy": busy}
         shares.append(busy)
     if max(shares) > MAX_BUSY:
@@ -163,16 +175,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run, after its warm-up (default 60)")
-    parser.add_argument("--arm", choices=list(ARMS), action="append", help="only these arms")
-    parser.add_argument("--fault", choices=list(FAULTS), action="append", help="only these faults")
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     report = Report("What one bad decode instance costs the others")
     report.conditions |= {"seconds": args.seconds, "prompt_tokens": PROMPT_TOKENS, "arrivals_per_s": 0.7 * CAPACITY}
-    for arm in args.arm or ARMS:
-        measure(arm, args.seconds, args.seed, report, args.fault or list(FAULTS))
-    silent = report.figures.get("threads5_goodput_silent")
-    if silent is not None and silent >= 0.8:
+    for arm in ARMS:
+        measure(arm, args.seconds, report)
+    silent = report.figures["threads5_goodput_silent"]
+    if silent >= 0.8:
         report.conditions["void"] = f"threads5_goodput_silent is {silent:g}: this load does not tell the arms apart"
     report.finish(args.json)
     if "void" in report.conditions:

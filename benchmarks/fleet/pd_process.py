@@ -1,10 +1,8 @@
 """One instance in a process of its own, for benchmarks of prefill/decode disaggregation: healthy or not.
 
-    python -m benchmarks.fleet.pd_process '{"role": ..., "address": ...}'
+    python -m benchmarks.fleet.pd_process '{"address": ..., "config": ...}'
 
-`workers` of a prefill instance: 0: fdasync's own way to lease room; else so many threads in order, as other systems do
-it. `answers_s` of a decode instance: lease requests reach it so many seconds late; below 0 never. All other messages
-are on time. Started by `pd_fleet.py`.
+`pd_isolation.py` starts it; `pd_headline.py` plays its prefill side in virtual time.
 """
 
 from __future__ import annotations
@@ -16,31 +14,33 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.messages import LeaseRequest
 
 import fdasync.scheduler.core as core
+from benchmarks.lib.child import stay
 from fdasync.engine.config import EngineConfig
 from fdasync.scheduler.disagg.prefill import PrefillSide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fdasync.scheduler.disagg.handoff import HandOff
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class Spec(msgspec.Struct, frozen=True):
     """One instance.
 
     Attributes:
-        role, address, config, transport: of the instance.
-        workers, answers_s: see the module.
+        address: where it listens.
+        config: of its engine, as plain values.
+        workers: of a prefill instance: 0: fdasync's own way to lease room; else so many threads in order, as other
+            systems do it.
+        answers_s: of a decode instance: lease requests reach it so many seconds late; below 0 never. All other messages
+            are on time.
     """
 
-    role: str
     address: str
     config: dict[str, Any]
     workers: int = 0
     answers_s: float = 0.0
-    transport: str = "auto"
 
 
 def in_order(workers: int, prepare_s: float = 0.0) -> type[PrefillSide]:
@@ -88,30 +88,23 @@ def in_order(workers: int, prepare_s: float = 0.0) -> type[PrefillSide]:
 
 def delay_answers(instance: Instance, seconds: float) -> None:
     """Delay the lease requests that reach this instance; below 0 they never do."""
-    decode_service = instance._decode_service
-    handle: Callable[..., None] = decode_service.on_lease_request
+    handle = instance._on[LeaseRequest]
 
     def later(peer: Any, message: Any) -> None:
         if seconds >= 0:
             asyncio.get_running_loop().call_later(seconds, handle, peer, message)
 
-    for kind, handler in list(instance._on.items()):
-        if handler == handle:
-            instance._on[kind] = later
+    instance._on[LeaseRequest] = later
 
 
 async def main(spec: Spec) -> None:
-    config = msgspec.convert(spec.config, EngineConfig)
-    async with Instance(config, listen=spec.address, transport=spec.transport) as instance:
+    if spec.workers:
+        core.PrefillSide = in_order(spec.workers)  # type: ignore[attr-defined]
+    async with Instance(msgspec.convert(spec.config, EngineConfig), listen=spec.address) as instance:
         if spec.answers_s:
             delay_answers(instance, spec.answers_s)
-        print("ready", flush=True)
-        # until it is ended from outside
-        await asyncio.wait_for(asyncio.Event().wait(), 7200.0)
+        await stay("ready")
 
 
 if __name__ == "__main__":
-    spec = msgspec.json.decode(sys.argv[1], type=Spec)
-    if spec.workers:
-        core.PrefillSide = in_order(spec.workers)  # type: ignore[misc]
-    uvloop.run(main(spec))
+    uvloop.run(main(msgspec.json.decode(sys.argv[1], type=Spec)))

@@ -23,7 +23,6 @@ from fdasync.testing.sim.process import process_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextvars import Context
 
     from fdasync_fleet.link.peer import Peer
     from fdasync_fleet.link.wire import Frame, Pipe
@@ -41,26 +40,19 @@ class Meter:
 
     Attributes:
         ns: CPU nanoseconds by what they were spent for.
-        calls: callbacks, by the same names.
+        watched: processes whose callbacks are metered.
         kind: what the callback that runs has turned out to be for; None before that is known.
     """
 
     def __init__(self) -> None:
         self.ns: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.watched: set[SimProcess] = set()
         self.kind: type | None = None
-        self._watched: set[SimProcess] = set()
         self._outside = 0
         self._gc_began = 0
         self._busy = False
         self._run_ns = self._away_ns = 0
         self._away_ns, self._run_ns = self._own_ns()
-
-    def watch(self, process: SimProcess) -> None:
-        self._watched.add(process)
-
-    def wraps(self, context: Context) -> bool:
-        return process_of(context) in self._watched
 
     def run(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.kind, self._outside, self._busy = None, 0, True
@@ -72,7 +64,6 @@ class Meter:
             self._busy = False
             kind = _kind_of(callback) if self.kind is None else self.kind.__name__
             self.ns[kind] += max(spent, 0)
-            self.calls[kind] += 1
 
     def away(self, work: Callable[..., T], *args: Any) -> T:
         """Do work that is not the router's."""
@@ -94,10 +85,6 @@ class Meter:
             self._outside += (spent := thread_time_ns() - self._gc_began)
             self.ns[f"gc{info['generation']}"] += spent
 
-    def reset(self) -> None:
-        self.ns.clear()
-        self.calls.clear()
-
     def _own_ns(self) -> tuple[int, int]:
         """What `away` and `run` take by themselves and do not see: the least of some trials."""
 
@@ -111,12 +98,12 @@ class Meter:
             run.append(self.ns["_nothing"])
             self.run(goes_away, ())
             away.append(self.ns["goes_away"])
-            self.reset()
+            self.ns.clear()
         return (min(away) - min(run)) // _TRIALS, min(run)
 
-    def us(self, *kinds: str) -> float:
-        """CPU microseconds spent for these."""
-        return sum(self.ns[kind] for kind in kinds) / 1000
+    def us_each(self, count: int) -> dict[str, float]:
+        """CPU microseconds for each of so many requests, by what they were spent for, the most first."""
+        return {kind: round(ns / 1000 / count, 2) for kind, ns in self.ns.most_common()}
 
 
 def _nothing() -> None: ...
@@ -139,22 +126,16 @@ class MeteredLoop(SimLoop):
         super().__init__()
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        return self._meter.away(self._call_soon_metered, callback, args, context)
+        return self._meter.away(self._metered, super().call_soon, (), callback, args, context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        return self._meter.away(self._call_at_metered, when, callback, args, context)
+        return self._meter.away(self._metered, super().call_at, (when,), callback, args, context)
 
-    def _call_soon_metered(self, callback: Any, args: Any, context: Any) -> Any:
+    def _metered(self, call: Any, when: Any, callback: Any, args: Any, context: Any) -> Any:
         context = copy_context() if context is None else context
-        if self._meter.wraps(context):
+        if process_of(context) in self._meter.watched:
             callback, args = self._meter.run, (callback, args)
-        return super().call_soon(callback, *args, context=context)
-
-    def _call_at_metered(self, when: float, callback: Any, args: Any, context: Any) -> Any:
-        context = copy_context() if context is None else context
-        if self._meter.wraps(context):
-            callback, args = self._meter.run, (callback, args)
-        return super().call_at(when, callback, *args, context=context)
+        return call(*when, callback, *args, context=context)
 
     def metered_gc(self) -> None:
         """Watch the collector until the loop is closed."""

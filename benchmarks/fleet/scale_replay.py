@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
 
-from fdasync_fleet.link.session import NUMBERS_OF, PAIR_NBYTES, PROCESS_NBYTES, SESSION_NBYTES
-from fdasync_fleet.link.wire import Pipe, Wire
+from fdasync_fleet.link.session import NUMBERS_OF, PAIR_NBYTES
+from fdasync_fleet.router.config import RouterConfig
+from fdasync_fleet.testing.sim.network import SimNetwork, SimPipe
 
 from benchmarks.fleet.scale_meter import Meter, MeteredLoop, MeteredRouter, MeteredWire
 from fdasync.errors import FdasyncError
@@ -27,15 +30,12 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable
 
-    from fdasync_fleet.link.session import LinkConfig
-    from fdasync_fleet.link.wire import Frame
-    from fdasync_fleet.router.config import RouterConfig
-    from fdasync_fleet.testing.sim.network import SimNetwork
+    from fdasync_fleet.link.wire import Frame, Pipe
 
     from fdasync.request import SamplingParams
+    from fdasync.result import Result
 
-# request names begin with so many bytes of their router's incarnation, in hex
-_BASE_NBYTES = 8
+ROUTER = RouterConfig(require="all", connect_s=60.0)
 
 
 class Got(NamedTuple):
@@ -56,37 +56,34 @@ class Recording:
     """What one router got, and what it did.
 
     Attributes:
+        addresses: of the router, whose seed is 0.
         incarnation: of the router's process.
         got: in order.
         sent: numbered messages by the address that they were sent to.
-        addresses, config, seed: of the router.
     """
 
-    def __init__(self, addresses: list[str], config: RouterConfig, seed: int) -> None:
-        self.addresses, self.config, self.seed = addresses, config, seed
+    def __init__(self, addresses: list[str]) -> None:
+        self.addresses = addresses
         self.incarnation = b""
         self.got: list[Got] = []
         self.sent: Counter[str] = Counter()
 
-    def call(self, prompt: array[int], params: SamplingParams, deadline_s: float) -> None:
-        now = asyncio.get_running_loop().time()
-        self.got.append(Got(now, call=(prompt, params, deadline_s)))
 
-    def told_to(self, incarnation: bytes) -> list[Got]:
-        """What was got, as a router of another incarnation must get it."""
-        old, new = self.incarnation, incarnation
-        base, new_base = old[:_BASE_NBYTES].hex().encode(), new[:_BASE_NBYTES].hex().encode()
-
-        def renamed(frame: bytes) -> bytes:
-            at = slice(SESSION_NBYTES, SESSION_NBYTES + PROCESS_NBYTES)
-            if frame[at] == old[:PROCESS_NBYTES]:
-                frame = frame[: at.start] + new[:PROCESS_NBYTES] + frame[at.stop :]
-            return frame.replace(base, new_base)
-
-        return [
-            got if got.frames is None else got._replace(frames=[renamed(got.frames[0]), *got.frames[1:]])
-            for got in self.got
-        ]
+async def ask(
+    router: MeteredRouter, prompt: array[int], params: SamplingParams, deadline_s: float, *, streams: bool = False
+) -> tuple[str, Result | None]:
+    """How a call ended, by the name of its reason or error, and its result. `streams`: its caller reads each delta."""
+    try:
+        if streams:
+            async with router.generate(prompt, params, deadline_s=deadline_s) as stream:
+                async for _ in stream:
+                    pass
+            result = stream.result
+        else:
+            result = await router.complete(prompt, params, deadline_s=deadline_s)
+    except FdasyncError as error:
+        return type(error).__name__, None
+    return str(result.samples[0].finish_reason), result
 
 
 def _count(sent: Counter[str], pipe: Pipe, frames: list[Frame]) -> None:
@@ -122,96 +119,63 @@ class RecordingWire(MeteredWire):
         return super().send(pipe, frames)
 
 
-class _ToldWire(Wire):
+class _ToldWire(MeteredWire):
     """A wire on which nobody is: what arrives is told, and what is sent is counted."""
 
-    def __init__(self, process: SimProcess, meter: Meter) -> None:
+    def __init__(self, process: SimProcess) -> None:
+        super().__init__(SimNetwork(random.Random(0)), process)
         self.sent: Counter[str] = Counter()
-        self.name = b""
-        self._process = process
-        self._meter = meter
-        self._pipes: dict[str, Pipe] = {}
-
-    def open(
-        self, name: bytes, on_frames: Callable[[Pipe, list[Frame]], None], on_room: Callable[[Pipe], None]
-    ) -> None:
-        self.name = name
-        self._on_frames, self._on_room = on_frames, on_room
-
-    def listen(self, address: str) -> str:
-        return address
+        self._dialed: dict[str, SimPipe] = {}
 
     def dial(self, address: str) -> Pipe:
-        return self._pipes.setdefault(address, Pipe(address))
+        pipe = self._dialed[address] = SimPipe(self, address)
+        return pipe
 
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
-        self._meter.away(_count, self.sent, pipe, frames)
+        self.meter.away(_count, self.sent, pipe, frames)
         return True
 
-    def hang_up(self, pipe: Pipe) -> None:
-        self._pipes.pop(pipe.address, None)
-
-    async def aclose(self) -> None:
-        self._pipes.clear()
-
     def tell(self, got: Got) -> None:
-        pipe = self._pipes.get(got.address)
-        if pipe is not None and got.frames is None:
-            self._process.call(self._on_room, pipe)
-        elif pipe is not None:
-            self._process.call(self._on_frames, pipe, got.frames)
+        pipe = self._dialed.get(got.address)
+        if pipe is None or pipe.closed:
+            return
+        if got.frames is None:
+            self.on_room(pipe)
+        else:
+            self.on_frames(pipe, list(got.frames))
 
 
-class Replayed(NamedTuple):
-    """Attributes:
-    meter: CPU from the first request on.
-    calls: how calls ended, by the name of their reason or error.
-    same: as many messages went to each instance as the recorded router sent it.
+def replay(recording: Recording) -> tuple[Meter, Counter[str]]:
+    """A router gets what was recorded, at the same times: its CPU from the first request on, and how calls ended.
+
+    Raises RuntimeError where it sent an instance more messages than the recorded router did, or less.
     """
-
-    meter: Meter
-    calls: Counter[str]
-    same: bool
-
-    @property
-    def us(self) -> float:
-        """CPU for each request, with all rounds of the garbage collector."""
-        return sum(self.meter.ns.values()) / 1000 / max(self.calls.total(), 1)
-
-
-def replay(recording: Recording, links: LinkConfig) -> Replayed:
-    """A router gets what was recorded, at the same times."""
     meter = Meter()
     process = SimProcess("alone")
-    meter.watch(process)
+    meter.watched.add(process)
     loop = MeteredLoop(meter)
 
-    async def main() -> Replayed:
-        wire = _ToldWire(process, meter)
-        router = MeteredRouter(recording.addresses, recording.config, links=links, wire=wire, seed=recording.seed)
+    async def main() -> Counter[str]:
+        wire = _ToldWire(process)
+        wire.meter = meter
+        router = MeteredRouter(recording.addresses, ROUTER, wire=wire, seed=0)
         router.meter = meter
-        starting = process.start(router.start(), "start")
-        await asyncio.sleep(0)
-        told = recording.told_to(wire.name)
-        calls: set[asyncio.Task[str]] = set()
+        # it has the incarnation that frames and names of requests have in them
+        with mock.patch("fdasync_fleet.link.links.os.urandom", lambda count: recording.incarnation[1 : 1 + count]):
+            starting = process.start(router.start(), "start")
+            await asyncio.sleep(0)
+        calls: set[asyncio.Task[tuple[str, Result | None]]] = set()
         ends: Counter[str] = Counter()
 
-        async def call(prompt: array[int], params: SamplingParams, deadline_s: float) -> str:
-            try:
-                result = await router.complete(prompt, params, deadline_s=deadline_s)
-            except FdasyncError as error:
-                return type(error).__name__
-            return str(result.samples[0].finish_reason)
-
-        def ended(task: asyncio.Task[str]) -> None:
+        def ended(task: asyncio.Task[tuple[str, Result | None]]) -> None:
             calls.discard(task)
-            ends[task.result()] += 1  # of a task that is done
+            ends[task.result()[0]] += 1  # of a task that is done
 
         # what was recorded is no object of a router
         gc.collect()
         gc.freeze()
         try:
-            for got in told:
+            for got in recording.got:
                 if got.when > loop.time():
                     await asyncio.sleep(got.when - loop.time())
                 if got.call is None:
@@ -219,9 +183,9 @@ def replay(recording: Recording, links: LinkConfig) -> Replayed:
                     continue
                 if not starting.done():
                     await starting
-                    meter.reset()
+                    meter.ns.clear()
                     loop.metered_gc()
-                task = process.start(call(*got.call), "complete")
+                task = process.start(ask(router, *got.call), "complete")
                 calls.add(task)
                 task.add_done_callback(ended)
             if calls:
@@ -229,6 +193,8 @@ def replay(recording: Recording, links: LinkConfig) -> Replayed:
         finally:
             gc.unfreeze()
             await process.start(router.aclose(), "close")
-        return Replayed(meter, ends, wire.sent == recording.sent)
+        if wire.sent != recording.sent:
+            raise RuntimeError("the router that is alone did not send the same")
+        return ends
 
-    return run_sim(main(), loop)
+    return meter, run_sim(main(), loop)

@@ -35,7 +35,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     requests: int = 100_000
-    per_s: float = 1000.0
+    per_s: float = 2000.0
     tasks: int = 64
     system_tokens: int = 256
     question_tokens: tuple[int, int] = (256, 768)

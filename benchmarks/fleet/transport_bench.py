@@ -1,83 +1,96 @@
-"""A sender and a receiver of a transport. Used by `transports`."""
+"""A receiver of blocks and the process that sends them, by transports and on raw paths.
+
+All arms have the same memory on each side, touched before. Knows no figures. Used by `transports.py` and `network.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
 import mmap
 import os
 import socket
-import subprocess
-import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 from fdasync_fleet.transfer.base import CopySpec
 
-from benchmarks.fleet.transport_sender import ROWS_NBYTES, Announcement, parts_of, regions_of
+from benchmarks.fleet.transport_sender import LOOPBACK, ROWS_NBYTES, Announcement, parts_of, regions_of
+from benchmarks.lib.child import Child
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from fdasync_fleet.transfer.base import Transport
 
-
+WARM_ROUNDS = 2
 _RECEIVE_S = 60.0
 
 
 class Bench:
-    """The sender's process, the receiver's regions, and both raw arms."""
+    """The sender's process, the receiver's regions, and both raw arms. `with` ends and closes them.
 
-    def __init__(self, count: int, nbytes: int, extra: Sequence[str] = ()) -> None:
-        """`extra`: transports of plugins that the sender has, too."""
-        self.count, self.nbytes = count, nbytes
+    Args:
+        count, nbytes: blocks that move, and KV of each.
+        names: transports of the sender besides shm.
+        host: address of the sender.
+        before: a command that runs the sender, such as nsenter.
+
+    Attributes:
+        moved_nbytes: KV and rows of all blocks.
+    """
+
+    def __init__(
+        self, count: int, nbytes: int, names: Sequence[str], host: str = LOOPBACK, before: Sequence[str] = ()
+    ) -> None:
         self.moved_nbytes = count * (nbytes + ROWS_NBYTES)
-        self.regions = regions_of(count, nbytes)
-        command = [sys.executable, "-m", "benchmarks.fleet.transport_sender", str(count), str(nbytes), *extra]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        self.sender = msgspec.msgpack.decode(base64.b64decode(self._process.stdout.readline()), type=Announcement)
+        self._regions = regions_of(count, nbytes)
+        words = (host, str(count), str(nbytes), "shm", *names)
+        self._process = Child("benchmarks.fleet.transport_sender", *words, before=before)
+        self._sender = msgspec.json.decode(self._process.line(), type=Announcement)
         parts = [parts_of(number, nbytes) for number in range(count)]
-        self.copy_specs = [CopySpec(one, one, sums) for one, sums in zip(parts, self.sender.checksums, strict=True)]
-        source = self.sender.sources["shm"]
+        self._copy_specs = [CopySpec(one, one, sums) for one, sums in zip(parts, self._sender.checksums, strict=True)]
+        source = self._sender.sources["shm"]
         self._maps = []
         for fd, size in source.regions[:2]:
             opened = os.open(f"/proc/{source.pid}/fd/{fd}", os.O_RDONLY)
             self._maps.append(mmap.mmap(opened, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
             os.close(opened)
-        self._sock = socket.create_connection(("127.0.0.1", self.sender.raw_port))
+        self._sock = socket.create_connection((host, self._sender.raw_port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        views = [memoryview(each) for each in self._maps]
-        flat = [
-            (part, sums[at])
-            for one, sums in zip(parts, self.sender.checksums, strict=True)
-            for at, part in enumerate(one)
-        ]
         # of each part: source, destination, checksum
         self._raw = [
             (
-                views[part.region][part.offset : part.offset + part.nbytes],
-                self.regions[part.region].view(part.offset, part.nbytes),
+                memoryview(self._maps[part.region])[part.offset : part.offset + part.nbytes],
+                self._regions[part.region].view(part.offset, part.nbytes),
                 checksum,
             )
-            for part, checksum in flat
+            for one, sums in zip(parts, self._sender.checksums, strict=True)
+            for part, checksum in zip(one, sums, strict=True)
         ]
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+        self._process.close()
+        self._raw.clear()
+        for region in self._regions:
+            region.close()
 
     def spoil(self) -> None:
         """Overwrite the destination, so that a missing copy is seen."""
         for _, into, _ in self._raw:
             into[:: 64 << 10] = bytes(len(into[:: 64 << 10]))
 
-    def raw_shm(self, slice_nbytes: int = 1 << 40) -> None:
+    def raw_shm(self) -> None:
+        """Copy and hash each part. Blocks, as the other raw arm does."""
         for from_, into, checksum in self._raw:
-            whole = xxhash.xxh3_64()
-            for at in range(0, len(into), slice_nbytes):
-                piece = into[at : at + slice_nbytes]
-                piece[:] = from_[at : at + slice_nbytes]
-                whole.update(piece)
-            if whole.intdigest() != checksum:
-                raise RuntimeError("the raw arm did not bring the bytes")
+            into[:] = from_
+            _check(into, checksum)
 
     def raw_tcp(self) -> None:
         self._sock.sendall(b"x")
@@ -88,24 +101,41 @@ class Bench:
                 if not got:
                     raise RuntimeError("the raw arm's other end is gone")
                 at += got
-            if xxhash.xxh3_64_intdigest(into) != checksum:
-                raise RuntimeError("the raw arm did not bring the bytes")
+            _check(into, checksum)
 
-    async def ours(self, transport: Transport, name: str = "") -> None:
+    async def ours(self, transport: Transport, name: str) -> None:
+        """Receive by a transport whose name at the sender is this."""
         deadline = asyncio.get_running_loop().time() + _RECEIVE_S
-        source = self.sender.sources[name or transport.name]
-        outcomes = await transport.receive(source, self.copy_specs, deadline)
+        outcomes = await transport.receive(self._sender.sources[name], self._copy_specs, deadline)
         bad = [outcome for outcome in outcomes if not outcome.ok]
         if bad:
             raise RuntimeError(f"{len(bad)} of {len(outcomes)} blocks did not come: {bad[0]}")
 
-    def close(self) -> None:
-        self._sock.close()
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._raw.clear()
-        for region in self.regions:
-            region.close()
+    @contextlib.asynccontextmanager
+    async def opened(self, *transports: Transport) -> AsyncIterator[None]:
+        """In the body these transports can receive."""
+        async with contextlib.AsyncExitStack() as stack:
+            for transport in transports:
+                await transport.open(self._regions)
+                stack.push_async_callback(transport.aclose)
+            yield
+
+    async def in_turn(
+        self, arms: dict[str, Callable[[], Awaitable[None] | None]], rounds: int
+    ) -> dict[str, list[float]]:
+        """Seconds of each arm, round by round; arms take turns to begin."""
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for round_ in range(WARM_ROUNDS + rounds):
+            for name in arms if round_ % 2 else reversed(arms):
+                self.spoil()
+                started = time.perf_counter()
+                if (work := arms[name]()) is not None:
+                    await work
+                if round_ >= WARM_ROUNDS:
+                    times[name].append(time.perf_counter() - started)
+        return times
+
+
+def _check(into: memoryview, checksum: int) -> None:
+    if xxhash.xxh3_64_intdigest(into) != checksum:
+        raise RuntimeError("the raw arm did not bring the bytes")

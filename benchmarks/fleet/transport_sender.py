@@ -1,30 +1,31 @@
-"""The other process of `benchmarks/fleet/transports.py`: blocks in shared memory, behind transports and a raw socket.
+"""The sender of `benchmarks/fleet/transport_bench.py`: blocks in shared memory, behind transports and a raw socket.
 
-It announces them in one line, then serves until its standard input ends. A process that it forks before any loop runs
-answers raw requests with plain `sendall` from the same memory.
+    python -m benchmarks.fleet.transport_sender HOST COUNT NBYTES TRANSPORT...
+
+It announces them in one line. A process that it forks before any loop runs answers raw requests with plain `sendall`
+from the same memory.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import contextlib
 import os
-import random
 import socket
 import sys
 
 import msgspec
+import numpy as np
 import uvloop
 from fdasync_fleet.messages import Source
 from fdasync_fleet.transfer.base import Transport, checksum_parts
 from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
-from fdasync_fleet.transfer.shm import ShmTransport
 from fdasync_fleet.transfer.tcp import TcpTransport
 
+from benchmarks.lib.child import stay
 from fdasync.ipc.child import die_with_parent
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 
+LOOPBACK = "127.0.0.1"
 # 48 layers x top-8 x 16 tokens, a byte each
 ROWS_NBYTES = 48 * 8 * 16
 
@@ -41,6 +42,13 @@ class Announcement(msgspec.Struct):
     sources: dict[str, Source]
     raw_port: int
     checksums: list[tuple[int, ...]]
+
+
+def transport_of(name: str, host: str = LOOPBACK) -> Transport:
+    """`tls` is tcp with TLS; beyond the loopback tcp has keys."""
+    if name in ("tcp", "tls"):
+        return TcpTransport(host, keyed=host != LOOPBACK, tls=name == "tls")
+    return make_transport(TransportSpec(name))
 
 
 def regions_of(count: int, nbytes: int) -> list[SharedRegion]:
@@ -60,9 +68,9 @@ def parts_of(number: int, nbytes: int) -> tuple[Part, Part]:
     return Part(0, number * stride + PAGE_NBYTES, nbytes), Part(1, number * ROWS_NBYTES, ROWS_NBYTES)
 
 
-def serve_raw(listener: socket.socket, regions: list[SharedRegion], count: int, nbytes: int) -> None:
+def serve_raw(listener: socket.socket, regions: list[SharedRegion], blocks: list[tuple[Part, Part]]) -> None:
     """Answer every byte that a client sends with all blocks. Never returns."""
-    views = [regions[part.region].view(part.offset, part.nbytes) for n in range(count) for part in parts_of(n, nbytes)]
+    views = [regions[part.region].view(part.offset, part.nbytes) for parts in blocks for part in parts]
     while True:
         sock, _ = listener.accept()
         with sock, contextlib.suppress(ConnectionError):
@@ -72,45 +80,33 @@ def serve_raw(listener: socket.socket, regions: list[SharedRegion], count: int, 
                     sock.sendall(view)
 
 
-async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int, extra: list[str]) -> None:
-    blocks = [parts_of(number, nbytes) for number in range(count)]
-    transports: dict[str, Transport] = {"shm": ShmTransport(), "tcp": TcpTransport(), "tls": TcpTransport(tls=True)}
-    transports |= {name: make_transport(TransportSpec(name)) for name in extra}
+async def serve(
+    regions: list[SharedRegion], blocks: list[tuple[Part, Part]], raw_port: int, transports: dict[str, Transport]
+) -> None:
     for transport in transports.values():
         await transport.open(regions)
         for parts in blocks:
             transport.offer(parts)
-    announcement = Announcement(
-        {name: transport.source() for name, transport in transports.items()},
-        port,
-        [await checksum_parts(regions, parts) for parts in blocks],
-    )
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(0, ended.set)
-    sys.stdout.write(base64.b64encode(msgspec.msgpack.encode(announcement)).decode() + "\n")
-    sys.stdout.flush()
-    await ended.wait()
-    for transport in transports.values():
-        await transport.aclose()
+    sources = {name: transport.source() for name, transport in transports.items()}
+    checksums = [await checksum_parts(regions, parts) for parts in blocks]
+    await stay(msgspec.json.encode(Announcement(sources, raw_port, checksums)).decode())
 
 
 def main() -> None:
     die_with_parent()
-    count, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    host, count, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     regions = regions_of(count, nbytes)
-    rng = random.Random(7)
+    blocks = [parts_of(number, nbytes) for number in range(count)]
+    rng = np.random.default_rng(7)
     for region in regions:
-        view = region.view()
-        for at in range(0, len(view), 1 << 20):
-            piece = view[at : at + (1 << 20)]
-            piece[:] = rng.randbytes(len(piece))
-    listener = socket.create_server(("127.0.0.1", 0))
+        region.view()[:] = rng.bytes(region.nbytes)
+    listener = socket.create_server((host, 0))
     if not os.fork():
         die_with_parent()
-        serve_raw(listener, regions, count, nbytes)
+        serve_raw(listener, regions, blocks)
     port = listener.getsockname()[1]
     listener.close()
-    uvloop.run(serve(regions, port, count, nbytes, sys.argv[3:]))
+    uvloop.run(serve(regions, blocks, port, {name: transport_of(name, host) for name in sys.argv[4:]}))
 
 
 if __name__ == "__main__":

@@ -8,33 +8,34 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
 def settle(folder: Path) -> None:
     """Sync all segments of a folder, so that earlier writes do not disturb a measurement."""
-    for path in _segments(folder):
-        fd = os.open(path, os.O_RDONLY)
+    for fd in _segments(folder):
         os.fdatasync(fd)
-        os.close(fd)
 
 
 def drop(folder: Path) -> None:
     """Take all of a folder's segments out of the page cache. Raises SystemExit where that does not work."""
-    settle(folder)
     held = total = 0
-    for path in _segments(folder):
-        fd = os.open(path, os.O_RDONLY)
+    for fd in _segments(folder):
+        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         pages, of = _resident(fd)
         held, total = held + pages, total + of
-        os.close(fd)
     if held > total // 50:
         raise SystemExit(f"{held} of {total} pages in {folder} stay in memory: no read is cold there (a tmpfs?)")
 
 
-def _segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.seg"))
+def _segments(folder: Path) -> Iterator[int]:
+    """Each segment, open until the next one is asked for."""
+    for path in sorted(folder.glob("*.seg")):
+        fd = os.open(path, os.O_RDONLY)
+        yield fd
+        os.close(fd)
 
 
 def _resident(fd: int) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 The same bytes in the same shared memory, the same segments of fixed slots (`file/layout.py`), reused in turn, the same
 number of threads, one XXH3 of every section on each side. No index, no records, no crash safety, no object format.
+Used by `stores.py`; as a module it is the process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from benchmarks.lib.child import Child
 from fdasync.cache.store.file.layout import Shape
 from fdasync.ipc.child import die_with_parent
 from fdasync.ipc.shared_memory import SharedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from benchmarks.stores.tier import Blocks
+    from fdasync.ipc.shared_memory import Part
 
-Views = list[memoryview]
 
-
-class RawFiles:
-    """`with` starts and ends the process; one verb at a time. Blocks.
+class RawFiles(Child):
+    """The process, as its parent sees it. Blocks.
 
     Args:
         folder: where the segments go; there and empty.
@@ -41,75 +41,40 @@ class RawFiles:
 
     def __init__(self, folder: Path, blocks: Blocks, shape: Shape, segments: int, threads: int) -> None:
         host, numbers = blocks.host, range(blocks.count)
+        fds = [region.fd for region in blocks.regions]
         # numbers of regions are places in `fds`
         setup = {
             "folder": str(folder),
-            "fds": [region.fd for region in blocks.regions],
+            "fds": fds,
             "nbytes": [region.nbytes for region in blocks.regions],
-            "write": [[_numbers(part) for part in blocks.object_parts(n, host.zeros(0))] for n in numbers],
-            "read": [[_numbers(part) for part in blocks.object_parts(n, host.trash(0))] for n in numbers],
-            "hashed": [[_numbers(part) for part in blocks.sections(n)] for n in numbers],
+            "write": [_numbers(blocks.object_parts(number, host.zeros(0))) for number in numbers],
+            "read": [_numbers(blocks.object_parts(number, host.trash(0))) for number in numbers],
+            "hashed": [_numbers(blocks.sections(number)) for number in numbers],
             "shape": [shape.stride, shape.slots],
             "segments": segments,
             "threads": threads,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from benchmarks.stores.raw_file import main; main()"],
-            pass_fds=[region.fd for region in blocks.regions],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        self._ask(setup)
-
-    @property
-    def pid(self) -> int:
-        """Of the process that reads and writes."""
-        return self._process.pid
+        super().__init__("benchmarks.stores.raw_file", fds=fds)
+        self.ask(json.dumps(setup))
 
     def write(self) -> None:
         """Write every block to the slots that were used longest ago."""
-        self._ask({"verb": "write"})
+        self.ask("write")
 
     def read(self) -> None:
         """Read the blocks of the last write back. Raises RuntimeError if a checksum differs."""
-        self._ask({"verb": "read"})
-
-    def close(self) -> None:
-        """End and reap; idempotent."""
-        self._process.kill()
-        self._process.wait(20)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __enter__(self) -> RawFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ask(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if answer != "done\n":
-            self.close()
-            raise RuntimeError(f"the raw arm ended: {answer or self._process.returncode}")
+        self.ask("read")
 
 
-def _numbers(part: Any) -> list[int]:
-    return [part.region, part.offset, part.nbytes]
+def _numbers(parts: list[Part]) -> list[list[int]]:
+    return [[part.region, part.offset, part.nbytes] for part in parts]
 
 
 class _Slots:
     """The child's side: preallocated segments, and the blocks in them."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.regions = [SharedRegion(fd, nbytes) for fd, nbytes in zip(setup["fds"], setup["nbytes"], strict=True)]
+        self._regions = [SharedRegion(fd, nbytes) for fd, nbytes in zip(setup["fds"], setup["nbytes"], strict=True)]
         self._writes = [self._views(parts) for parts in setup["write"]]
         self._reads = [self._views(parts) for parts in setup["read"]]
         self._hashed = [self._views(parts) for parts in setup["hashed"]]
@@ -132,10 +97,10 @@ class _Slots:
     def read(self) -> None:
         self._all(self._read_some)
 
-    def _views(self, parts: list[list[int]]) -> Views:
-        return [self.regions[region].view(offset, nbytes) for region, offset, nbytes in parts]
+    def _views(self, parts: list[list[int]]) -> list[memoryview]:
+        return [self._regions[region].view(offset, nbytes) for region, offset, nbytes in parts]
 
-    def _all(self, some: Any) -> None:
+    def _all(self, some: Callable[[Iterator[int]], None]) -> None:
         numbers = iter(range(len(self._writes)))
         for job in [self._pool.submit(some, numbers) for _ in range(self._threads)]:
             job.result()
@@ -146,7 +111,7 @@ class _Slots:
     def _write_some(self, numbers: Iterator[int]) -> None:
         # the threads share the iterator: each takes the next free block
         for number in numbers:
-            self._sums[number] = [xxhash.xxh3_64_intdigest(view) for view in self._hashed[number]]
+            self._sums[number] = self._sums_of(number)
             fd, offset = self._place(number)
             views = self._writes[number]
             if os.pwritev(fd, views, offset) != sum(view.nbytes for view in views):
@@ -158,18 +123,22 @@ class _Slots:
             views = self._reads[number]
             if os.preadv(fd, views, offset) != sum(view.nbytes for view in views):
                 raise OSError("a short read")
-            if self._sums[number] != [xxhash.xxh3_64_intdigest(view) for view in self._hashed[number]]:
+            if self._sums[number] != self._sums_of(number):
                 raise ValueError("a checksum is wrong")
+
+    def _sums_of(self, number: int) -> list[int]:
+        return [xxhash.xxh3_64_intdigest(view) for view in self._hashed[number]]
 
 
 def main() -> None:
-    """The process: one JSON object per line in, a word per line out."""
+    """The setup as JSON in a line, then a verb in each; answered by a word in a line."""
     die_with_parent()
     slots = _Slots(json.loads(sys.stdin.readline()))
     print("done", flush=True)
     for line in sys.stdin:
-        if json.loads(line)["verb"] == "write":
-            slots.write()
-        else:
-            slots.read()
+        {"write": slots.write, "read": slots.read}[line.strip()]()
         print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,7 @@
-"""A store inside the engine's own wrappers and memory, which moves blocks as an engine does; without an engine.
+"""The file store inside the engine's own wrappers and memory, which moves blocks as an engine does; without an engine.
 
-`StoreStack` finds the store by name, puts it into a process of its own, checks and wraps it; a `StoreIO` calls it, and
-an `EventBus` gets its events. Only the scheduler is missing: the caller chooses the blocks to move. Used by store
-benchmarks.
+`StoreStack` puts the store into a process of its own, checks and wraps it; a `StoreIO` calls it, and an `EventBus` gets
+its events. Only the scheduler is missing: the caller chooses the blocks to move. Used by `stores.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from fdasync import EngineConfig
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
-from fdasync.cache.store.block_format import object_key
 from fdasync.engine.store_io import StoreIO
 from fdasync.engine.store_stack import StoreStack
 from fdasync.events.actions import FetchBlocks, StoreBlocks
@@ -30,6 +28,7 @@ from fdasync.runner.base import Capacity
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.cache.store.file.store import FileConfig
     from fdasync.ipc.shared_memory import Part
 
 BLOCK_TOKENS = 16
@@ -43,43 +42,37 @@ _EDGE_NBYTES = 64
 
 
 class Blocks:
-    """The memory of a number of blocks: KV in a host arena and rows in an aux arena, all pages touched, random bytes.
+    """The memory of a number of blocks, all pages touched, random bytes: KV in a host arena, and rows in an aux arena,
+    as an engine has them that captures routing (48 layers x top-8, uint8)."""
 
-    Args:
-        rows: with rows, as an engine has them that captures routing (48 layers x top-8, uint8).
-    """
-
-    def __init__(self, count: int, nbytes: int, *, rows: bool = True) -> None:
+    def __init__(self, count: int, nbytes: int) -> None:
         self.count = count
         self.nbytes = nbytes
         self.host = HostArena.create(count, nbytes)
-        self.arena = AuxArena.create(count, BLOCK_TOKENS, (ROUTING,)) if rows else None
+        self.arena = AuxArena.create(count, BLOCK_TOKENS, (ROUTING,))
         random = np.random.default_rng(7)
         self.host.region.view()[:] = bytes(self.host.region.nbytes)
         for block in self.host.kv:
             block[:] = np.frombuffer(random.bytes(nbytes), np.uint8)
-        if self.arena is not None:
-            for slot in range(count):
-                self.arena.adopt(slot, _USE)
-            for values in self.arena.rows.values():
-                values[:] = random.integers(0, 128, values.shape, np.uint8)
+        for slot in range(count):
+            self.arena.adopt(slot, _USE)
+        for values in self.arena.rows.values():
+            values[:] = random.integers(0, 128, values.shape, np.uint8)
         self._edges = [edge.copy() for edge in self._look()]
 
     @property
     def regions(self) -> list[Any]:
         """The regions that a store is opened with."""
-        return [self.host.region] + ([] if self.arena is None else [self.arena.region])
+        return [self.host.region, self.arena.region]
 
     @property
     def moved_nbytes(self) -> int:
         """KV and rows of all blocks."""
-        rows = 0 if self.arena is None else BLOCK_TOKENS * ROUTING.token_nbytes
-        return self.count * (self.nbytes + rows)
+        return self.count * (self.nbytes + BLOCK_TOKENS * ROUTING.token_nbytes)
 
     def sections(self, number: int) -> list[Part]:
         """KV and rows of a block."""
-        rows = () if self.arena is None else self.arena.parts(number, AUX_REGION)
-        return [self.host.payload(number, HOST_REGION), *rows]
+        return [self.host.payload(number, HOST_REGION), *self.arena.parts(number, AUX_REGION)]
 
     def object_parts(self, number: int, padding: Part) -> list[Part]:
         """The whole object as it lies in a store: header page, sections, and padding from (or to) a page."""
@@ -103,33 +96,29 @@ class Blocks:
 
     def close(self) -> None:
         self.host.close()
-        if self.arena is not None:
-            self.arena.close()
+        self.arena.close()
 
     def _look(self) -> list[Any]:
         kv = self.host.kv
-        edges: list[Any] = [kv[:, :_EDGE_NBYTES], kv[:, -_EDGE_NBYTES:]]
-        if self.arena is not None:
-            rows = self.arena.rows[ROUTING.name].reshape(self.count, BLOCK_TOKENS, -1)
-            edges += [rows[:, 0, :_EDGE_NBYTES], rows[:, -1, -_EDGE_NBYTES:]]
-        return edges
+        rows = self.arena.rows[ROUTING.name].reshape(self.count, BLOCK_TOKENS, -1)
+        return [kv[:, :_EDGE_NBYTES], kv[:, -_EDGE_NBYTES:], rows[:, 0, :_EDGE_NBYTES], rows[:, -1, -_EDGE_NBYTES:]]
 
 
 class Tier:
     """`async with` opens and closes it. Blocks have a name for each round: an object is written once.
 
     Args:
-        name, config: of the store, as in `EngineConfig.store` and `.store_config`.
+        config: of the store.
         blocks: the blocks to move; owned by the caller.
     """
 
-    def __init__(self, name: str, config: dict[str, Any], blocks: Blocks) -> None:
+    def __init__(self, config: FileConfig, blocks: Blocks) -> None:
         self._blocks = blocks
         engine = EngineConfig(
             runner="synthetic",
             host_blocks=blocks.count,
-            store=name,
-            store_config=config,
+            store="file",
+            store_config={"path": config.path, "max_nbytes": config.max_nbytes},
             store_deadline_s=_DEADLINE_S,
             close_deadline_s=30.0,
         )
@@ -145,7 +134,7 @@ class Tier:
             block_nbytes=blocks.nbytes,
             kv_layout="benchmark",
             kv_dtype="uint8",
-            aux_specs=() if blocks.arena is None else (ROUTING,),
+            aux_specs=(ROUTING,),
         )
         self._closing = Closing(_DEADLINE_S)
         self._bus = EventBus(time.monotonic)
@@ -156,58 +145,35 @@ class Tier:
         self._number = 0
 
     async def __aenter__(self) -> Tier:
-        try:
-            await self.stack.open(self._blocks.regions)
-        except BaseException:
-            await self.stack.aclose()
-            raise
+        await self.stack.open(self._blocks.regions)
         host, arena = self._blocks.host, self._blocks.arena
         self._store_io = StoreIO(
-            self._bus,
-            self.stack.store,
-            host,
-            arena,
-            closing=self._closing,
-            on_error=self._on_error,
+            self._bus, self.stack.store, host, arena, closing=self._closing, on_error=self._on_error
         )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        try:
-            await self._store_io.aclose()
-        finally:
-            await self.stack.aclose()
-
-    def _uses(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots of the blocks' rows and their generations; empty where there are no rows."""
-        return (places, (_USE,) * len(places)) if self._blocks.arena is not None else ((), ())
+        await self._store_io.aclose()
+        await self.stack.aclose()
 
     async def write(self, round_: int, numbers: Sequence[int]) -> None:
         """Write blocks, until the store has them. Raises RuntimeError if it does not take all."""
         number, ended = self._begin()
-        keys = tuple(_key(round_, block) for block in numbers)
-        places = tuple(numbers)
-        self._store_io.write(StoreBlocks(number, _NAMESPACE, keys, places, *self._uses(places)))
+        self._store_io.write(StoreBlocks(number, _NAMESPACE, *_places(round_, numbers)))
         event = await ended
         assert isinstance(event, StoreEnded)
         if not all(event.stored):
-            raise RuntimeError(f"the store took {sum(event.stored)} of {len(keys)} blocks")
+            raise RuntimeError(f"the store took {sum(event.stored)} of {len(numbers)} blocks")
 
     async def read(self, round_: int, numbers: Sequence[int]) -> None:
         """Read blocks, until they are here and checked. Raises RuntimeError if one is not."""
         number, ended = self._begin()
-        keys = tuple(_key(round_, block) for block in numbers)
-        places = tuple(numbers)
-        slots, generations = self._uses(places)
         deadline = asyncio.get_running_loop().time() + _DEADLINE_S
-        self._store_io.fetch(FetchBlocks(number, _NAMESPACE, keys, places, slots, generations, deadline))
+        self._store_io.fetch(FetchBlocks(number, _NAMESPACE, *_places(round_, numbers), deadline))
         event = await ended
         assert isinstance(event, FetchEnded)
         if not all(event.arrived):
-            raise RuntimeError(f"the store gave back {sum(event.arrived)} of {len(keys)} blocks")
-
-    async def forget(self, round_: int, numbers: Sequence[int]) -> None:
-        await self.stack.store.delete([object_key(_NAMESPACE, _key(round_, block)) for block in numbers])
+            raise RuntimeError(f"the store gave back {sum(event.arrived)} of {len(numbers)} blocks")
 
     def _begin(self) -> tuple[int, asyncio.Future[StoreEnded | FetchEnded]]:
         self._number += 1
@@ -230,5 +196,9 @@ class Tier:
         self._ended.clear()
 
 
-def _key(round_: int, block: int) -> bytes:
-    return round_.to_bytes(8, "big") + block.to_bytes(8, "big")
+def _places(
+    round_: int, numbers: Sequence[int]
+) -> tuple[tuple[bytes, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of blocks: their keys, their places in the host arena, the slots of their rows, and generations of these."""
+    keys = tuple(round_.to_bytes(8, "big") + block.to_bytes(8, "big") for block in numbers)
+    return keys, tuple(numbers), tuple(numbers), (_USE,) * len(numbers)

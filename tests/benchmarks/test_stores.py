@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.rates import add_ratio
 from benchmarks.lib.report import Report
 from benchmarks.lib.timed_loop import Ticker, TimedLoop
-from benchmarks.stores import stores
 from benchmarks.stores.page_cache import drop, settle
 from benchmarks.stores.raw_file import RawFiles
 from benchmarks.stores.tier import Blocks
@@ -58,7 +58,7 @@ def in_memory(fd: int) -> bool:
 
 def test_file_figures(disk: Path) -> None:
     sizes = ("--blocks", "8", "--block-nbytes", "65536", "--pairs", "2")
-    report = run(disk / "out.json", "--only", "file", "--folder", str(disk), *sizes)
+    report = run(disk / "out.json", "--folder", str(disk), *sizes)
     ratios = {"file_write_ratio", "file_read_warm_ratio", "file_read_cold_ratio"}
     of_cpu = {name.replace("ratio", "cpu_ratio") for name in ratios}
     assert all(0.005 < report["figures"][name] < 20 for name in of_cpu)
@@ -66,7 +66,7 @@ def test_file_figures(disk: Path) -> None:
     # so few small blocks say nothing of the cost; that nothing was moved would show
     for name in ratios:
         assert 0.005 < report["figures"][name] < 20
-        ours, raw = (report["conditions"][name.replace("ratio", "mb_s")][arm] for arm in ("ours", "raw"))
+        ours, raw = (report["conditions"][f"{name}_mb_s"][arm] for arm in ("ours", "raw"))
         assert 1 < min(ours + raw) < max(ours + raw) < 100_000
         assert report["figures"][name] == pytest.approx(ours[0] / raw[0], rel=0.05, abs=0.01)
     assert 0 < report["figures"]["file_loop_block_ms_max"] < 1000
@@ -74,32 +74,12 @@ def test_file_figures(disk: Path) -> None:
     assert not list(disk.glob("fdasync-*")), "the files are still there"
 
 
-def test_mooncake_figures(tmp_path: Path) -> None:
-    if why := stores.why_no_mooncake():
-        pytest.skip(why)
-    report = run(tmp_path / "out.json", "--only", "mooncake", "--pairs", "1")
-    assert set(report["figures"]) == {"mooncake_put_ratio", "mooncake_get_ratio"}
-    assert all(0.005 < figure < 200 for figure in report["figures"].values())
-    assert "mooncake_left_out" not in report["conditions"]
-
-
-def test_without_mooncake_its_figures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "why_no_mooncake", lambda: "no such thing here")
-    report = Report("some")
-    stores.run_mooncake(report, 1)
-    assert not report.figures
-    assert report.conditions["mooncake_left_out"] == "no such thing here"
-
-
 def test_the_figure_is_the_ratio_of_the_medians() -> None:
-    times = stores.Times()
-    times.ours["put"] = [4.0, 1.0, 10.0]
-    times.raw["put"] = [2.0, 3.0, 1.0]
     report = Report("some")
-    times.report(report, "some", 12_000_000)
+    add_ratio(report, "put_ratio", 12_000_000, [4.0, 1.0, 10.0], [2.0, 3.0, 1.0])
     # 3 MB/s over 6 MB/s, whichever pairs they are of
-    assert report.figures == {"some_put_ratio": 0.5}
-    assert report.conditions["some_put_mb_s"] == {"ours": [3, 1, 12], "raw": [6, 4, 12]}
+    assert report.figures == {"put_ratio": 0.5}
+    assert report.conditions["put_ratio_mb_s"] == {"ours": [3, 1.2, 12], "raw": [6, 4, 12]}
 
 
 # -- the raw arm --------------------------------------------------------------------------------
@@ -157,7 +137,7 @@ def test_the_raw_arm_checks_what_it_reads(tmp_path: Path, blocks: Blocks, capfd:
             content = bytearray(path.read_bytes())
             content[20_000::10_000] = bytes(len(content[20_000::10_000]))
             path.write_bytes(content)
-        with pytest.raises(RuntimeError, match="the raw arm ended"):
+        with pytest.raises(RuntimeError, match="raw_file ended with status 1"):
             raw.read()
     assert "a checksum is wrong" in capfd.readouterr().err
 
@@ -170,7 +150,6 @@ def test_a_read_that_brings_nothing_is_seen(blocks: Blocks, name: str) -> None:
         blocks.check()
     blocks.spoil()  # twice is never
     blocks.check()
-    assert blocks.arena is not None
     array = blocks.host.kv if name == "kv" else blocks.arena.rows[name]
     array[-1] ^= 1
     with pytest.raises(RuntimeError, match="did not bring back"):
