@@ -201,8 +201,9 @@ class Trainer:
                 length = len(sequences[one].ids)
                 logprobs[one] = self._logprobs(sequences[one], logits[row, : length - 1])
                 routing[one] = self._rows(experts[row, : length - 1])
-        seconds, all_of_them = time.perf_counter() - began, range(len(sequences))
-        return Pass([logprobs[one] for one in all_of_them], [routing[one] for one in all_of_them], real, live, seconds)
+        seconds = time.perf_counter() - began
+        order.sort()
+        return Pass([logprobs[one] for one in order], [routing[one] for one in order], real, live, seconds)
 
     def _padded(self, all_ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in all_ids)
