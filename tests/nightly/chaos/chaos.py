@@ -80,7 +80,8 @@ class Game:
         self._least_faults: int = args.faults
         self._rng = random.Random(seed)
         self._sizes = Sizes.drawn(self._rng)
-        self._fleet = Fleet(folder, transport, *args.instances, self._sizes, hosts)
+        prefill, decode = args.instances
+        self._fleet = Fleet(folder, transport, prefill, decode, self._sizes, hosts)
 
     async def play(self, seconds: float) -> None:
         """Play rounds for so many seconds."""
