@@ -3,22 +3,22 @@
 The whole engine (bus, scheduler, driver, row copies, output) on a uvloop loop with the synthetic runner in
 its free mode: 1,000-token prompts, prefix cache, stop ids and routing on (48 layers, top-8, uint8, real
 scatter into the arena). Counted over at least 500 steady steps: all requests decode, none arrives or ends.
-The runner's own time, measured alone without its scatter, is subtracted when it runs in process; the
-scatter stays in the figure. Page faults of the arena's first touch are paid before the count begins, as
-in an engine that has run for a while. Those of the results' own arrays are in the figure: the first run of a
-process pays them, later runs find most of that memory in the allocator. So the faults of each run stand beside it.
+The runner runs in process; its own time, measured alone without its scatter, is subtracted, and the scatter
+stays in the figure. Page faults of the arena's first touch are paid before the count begins, as in an engine
+that has run for a while. Those of the results' own arrays are in the figure of the first run of a process.
+
+    step_us_final_N     N running, results at the end (aims: 200 at 128, 400 at 256)
+    step_us_stream_N    N running, each read by a stream (aim: 800 at 128)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
-import pstats
-import resource
+import itertools
 import statistics
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import uvloop
 
@@ -31,25 +31,11 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.synthetic.oracle import SyntheticConfig
 
-Process = Literal["inline", "worker"]
-
 PROMPT_TOKENS = 1000
 WARM_STEPS = 60
 BLOCK_TOKENS = 16
 
 AIMS = {"step_us_final_128": 200.0, "step_us_final_256": 400.0, "step_us_stream_128": 800.0}
-
-
-class Cost(NamedTuple):
-    """Of one step of this process, the runner's own time not subtracted.
-
-    Attributes:
-        cpu_us: CPU microseconds.
-        faults: pages touched for the first time.
-    """
-
-    cpu_us: float
-    faults: float
 
 
 def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
@@ -67,48 +53,44 @@ def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
     }
 
 
-async def measure(
-    running: int, steps: int, *, streams: bool, depth: int, process: Process, profile: cProfile.Profile | None = None
-) -> Cost:
+async def measure(running: int, steps: int, *, streams: bool) -> float:
+    """CPU microseconds of this process for a step, the runner's own time not subtracted."""
     new_tokens = steps + 2 * WARM_STEPS + 64
     config = EngineConfig(
         runner="synthetic",
         runner_config=runner_config(running, new_tokens),
-        process=process,
+        process="inline",
         max_running=running,
-        max_step_tokens=max(8192, running),
+        max_step_tokens=8192,
         max_requests=running,
-        pipeline_depth=depth,
+        pipeline_depth=1,
     )
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, stop_token_ids=(149_998, 149_997))
     async with Engine(config) as engine:
-        if engine._runtime._arena is not None:
-            for rows in engine._runtime._arena.rows.values():
-                rows.fill(0)
-        taken = 0
+        assert engine._runtime._arena is not None
+        for rows in engine._runtime._arena.rows.values():
+            rows.fill(0)
 
-        async def read(number: int) -> None:
-            nonlocal taken
+        async def ask(number: int) -> None:
             # apart by less than a stop id, so that the free mode's tokens never reach one
             prompt = [(number * PROMPT_TOKENS + i) % 140_000 for i in range(PROMPT_TOKENS)]
+            if not streams:
+                await engine.complete(prompt, params)
+                return
             async with engine.generate(prompt, params) as stream:
                 async for _delta in stream:
-                    taken += 1
+                    pass
 
-        async def complete(number: int) -> None:
-            prompt = [(number * PROMPT_TOKENS + i) % 140_000 for i in range(PROMPT_TOKENS)]
-            await engine.complete(prompt, params)
-
-        tasks = [asyncio.create_task((read if streams else complete)(i)) for i in range(running)]
+        tasks = [asyncio.create_task(ask(number)) for number in range(running)]
         try:
-            return await _count(engine, running, steps, profile)
+            return await _count(engine, running, steps)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Profile | None) -> Cost:
+async def _count(engine: Engine, running: int, steps: int) -> float:
     async with engine.bus.subscribe(StepDone, limit=1 << 20) as done:
         async for event in done:
             assert isinstance(event, StepDone)
@@ -117,22 +99,12 @@ async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Pro
                 break
     stats = engine.stats
     await _reach(engine, first + WARM_STEPS)
-    begin_step, begin, faults = stats().scheduler.steps, time.process_time(), _faults()
-    if profile is not None:
-        profile.enable()
+    begin_step, begin = stats().scheduler.steps, time.process_time()
     await _reach(engine, begin_step + steps)
-    if profile is not None:
-        profile.disable()
     spent, end_step = time.process_time() - begin, stats().scheduler.steps
-    faults = _faults() - faults
     if stats().scheduler.running != running:
         raise RuntimeError("requests ended while steps were counted")
-    count = end_step - begin_step
-    return Cost(spent / count * 1e6, faults / count)
-
-
-def _faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return spent / (end_step - begin_step) * 1e6
 
 
 async def _reach(engine: Engine, step: int) -> None:
@@ -173,39 +145,23 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--steps", type=int, default=500, help="steady steps to count in each run (default 500)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case; medians are reported (default 3)")
-    parser.add_argument(
-        "--profile", action="store_true", help="profile 128 requests, final-only, by cumulative time; no figures"
-    )
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
-    if args.profile:
-        profile = cProfile.Profile()
-        uvloop.run(measure(128, args.steps, streams=False, depth=1, process="inline", profile=profile))
-        pstats.Stats(profile).sort_stats("cumulative").print_stats("fdasync")
-        return
     report = Report("Engine CPU per decode step, microseconds")
     report.conditions |= {"steps": args.steps, "prompt_tokens": PROMPT_TOKENS, "rows": "48 layers x top-8 uint8"}
-    cases: list[tuple[str, int, dict[str, Any]]] = []
-    for running in (32, 128, 256):
-        cases.append((f"step_us_final_{running}", running, {"streams": False, "depth": 1, "process": "inline"}))
-        cases.append((f"step_us_stream_{running}", running, {"streams": True, "depth": 1, "process": "inline"}))
-    cases.append(("step_us_final_128_depth2", 128, {"streams": False, "depth": 2, "process": "inline"}))
-    cases.append(("step_us_stream_128_depth2", 128, {"streams": True, "depth": 2, "process": "inline"}))
-    cases.append(("step_us_final_128_worker", 128, {"streams": False, "depth": 1, "process": "worker"}))
     calibration = []
-    for name, running, how in cases:
+    for running, streams in itertools.product((32, 128, 256), (False, True)):
+        name = f"step_us_{'stream' if streams else 'final'}_{running}"
         if args.only not in name:
             continue
-        values: list[Cost] = []
-        own: list[float] = []
+        values, own = [], []
         for _ in range(args.runs):
             calibration.append(calibrate_us())
-            own.append(uvloop.run(runner_alone(running, args.steps)) if how["process"] == "inline" else 0.0)
-            values.append(uvloop.run(measure(running, args.steps, **how)))
+            own.append(uvloop.run(runner_alone(running, args.steps)))
+            values.append(uvloop.run(measure(running, args.steps, streams=streams)))
         # the median of several: one noisy measurement of the runner must not end up in the engine's figure
         runner_us = statistics.median(own)
-        report.conditions[f"{name}_faults"] = [round(value.faults, 1) for value in values]
         report.conditions[f"{name}_runner_us"] = round(runner_us, 2)
-        report.add(name, [value.cpu_us - runner_us for value in values], aim=AIMS.get(name))
+        report.add(name, [value - runner_us for value in values], aim=AIMS.get(name))
     report.add("calibration_us", calibration)
     report.finish(args.json)

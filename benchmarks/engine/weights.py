@@ -16,24 +16,26 @@ import asyncio
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+import torch
 import uvloop
-from fdasync_transformers.weights.groups.sending import BUCKET_NBYTES, GPU_BUCKET_NBYTES
 
-from benchmarks.engine.weights_side import metas_of, tensors_of
+from benchmarks.engine import weights_side
 from benchmarks.lib.published_shapes import SHAPES
 from benchmarks.lib.report import Report
-from fdasync import Engine, EngineConfig, GroupTensors, SamplingParams, WeightsGroup
+from fdasync import Engine, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Callable
+
+    from fdasync import GroupTensors
 
 SHAPE = "Qwen3-30B-A3B"
 # a gigabyte of bfloat16, of the same family
@@ -42,53 +44,27 @@ SMALL = {
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768,
 }  # fmt: skip
 SMALL_LAYERS = 8
-PAIRS, STALLS, REQUESTS = 9, 5, 4
+REQUESTS = 4
 # tokens before an update, by which the usual time between tokens is known; and after it
 BEFORE, AFTER = 12, 4
 CALL_S = 600.0
 
 
 class Side:
-    """A child of `weights_side.py`."""
+    """A process in which functions of `weights_side.py` are called, one at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, Any]) -> None:
-        self._process = process
-        self.hello = hello
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
 
-    @classmethod
-    @asynccontextmanager
-    async def running(cls, role: str, folder: Path, device: str, bucket_nbytes: int) -> AsyncIterator[Side]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.engine.weights_side", role, str(folder), device, str(bucket_nbytes),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            side = cls(process, {})
-            side.hello = await side.line()
-            yield side
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-    async def line(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), CALL_S)
-        if not line:
-            raise RuntimeError("a side ended; what it said stands above")
-        return dict(json.loads(line))
-
-    async def do(self, what: str, **more: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **more}).encode() + b"\n")
-        await self._process.stdin.drain()
-        return await self.line()
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        running = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return await asyncio.wait_for(running, CALL_S)
 
 
-def write_config(folder: Path, *, small: bool) -> None:
-    config = SHAPES[SHAPE].cut(SMALL_LAYERS if small else SHAPES[SHAPE].most_layers)
+def write_config(folder: Path, device: str) -> None:
+    config = SHAPES[SHAPE].cut(SMALL_LAYERS if device == "cpu" else SHAPES[SHAPE].most_layers)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, **(SMALL if small else {})}))
+    (folder / "config.json").write_text(json.dumps({**config, **(SMALL if device == "cpu" else {})}))
 
 
 def config_of(folder: Path, device: str) -> EngineConfig:
@@ -100,15 +76,15 @@ def config_of(folder: Path, device: str) -> EngineConfig:
     )  # fmt: skip
 
 
-async def raw(trainer: Side, receiver: Side) -> float:
+async def raw(trainer: Side, receiver: Side, nbytes: int) -> float:
     began = time.perf_counter()
-    await asyncio.gather(trainer.do("raw"), receiver.do("raw"))
+    await asyncio.gather(*[side.call(weights_side.broadcast_raw, nbytes) for side in (trainer, receiver)])
     return time.perf_counter() - began
 
 
 async def update(engine: Engine, trainer: Side, part: GroupTensors) -> float:
     began = time.perf_counter()
-    await asyncio.gather(trainer.do("send"), engine.update_weights(None, part, "keep"))
+    await asyncio.gather(trainer.call(weights_side.send), engine.update_weights(None, part, "keep"))
     return time.perf_counter() - began
 
 
@@ -142,53 +118,50 @@ async def stall(engine: Engine, trainer: Side, part: GroupTensors) -> float:
 
 
 async def measure(chosen: argparse.Namespace, folder: Path, report: Report) -> None:
-    on_gpu = chosen.device == "cuda"
-    devices = ("cuda:0", "cuda:1") if on_gpu else ("cpu", "cpu")
-    bucket = chosen.bucket_mib << 20 if chosen.bucket_mib else (GPU_BUCKET_NBYTES if on_gpu else BUCKET_NBYTES)
-    tensors = tensors_of(folder)
-    part = GroupTensors(group="engine", tensors=metas_of(tensors), bucket_nbytes=bucket)
+    devices = ("cuda:0", "cuda:1") if chosen.device == "cuda" else ("cpu", "cpu")
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Engine(config_of(folder, devices[1])))
-        trainer = await stack.enter_async_context(Side.running("trainer", folder, devices[0], bucket))
-        receiver = await stack.enter_async_context(Side.running("receiver", folder, devices[1], bucket))
-        group = msgspec.convert(trainer.hello["engine"], WeightsGroup)
-        await asyncio.gather(trainer.do("join"), engine.join_weights_group(group))
-        await asyncio.gather(trainer.do("join raw"), receiver.do("join raw", group={**trainer.hello["raw"], "rank": 1}))
-        nbytes = trainer.hello["nbytes"]
-        report.conditions |= {"nbytes": nbytes, "tensors": len(tensors), "bucket_nbytes": bucket}
+        trainer, receiver = Side(stack), Side(stack)
+        told: weights_side.Told = await trainer.call(weights_side.start_trainer, folder, devices[0])
+        await receiver.call(weights_side.start_receiver, devices[1])
+        await asyncio.gather(trainer.call(weights_side.join_engine), engine.join_weights_group(told.engine))
+        sides = enumerate((trainer, receiver))
+        await asyncio.gather(*[side.call(weights_side.join_raw, told.raw, rank, told.nbytes) for rank, side in sides])
+        report.conditions |= {
+            "nbytes": told.nbytes,
+            "tensors": len(told.part.tensors),
+            "bucket_nbytes": told.part.bucket_nbytes,
+        }
         # NCCL's ranks meet at the first broadcast, and memory is touched
-        await raw(trainer, receiver)
-        await update(engine, trainer, part)
-        pairs = [(await raw(trainer, receiver), await update(engine, trainer, part)) for _ in range(chosen.pairs)]
-        raw_s = statistics.median(one for one, _ in pairs)
-        report.add("raw_gb_s", [nbytes / 1e9 / one for one, _ in pairs])
-        report.add("update_gb_s", [nbytes / 1e9 / other for _, other in pairs])
-        update_s = statistics.median(other for _, other in pairs)
-        report.add("group_ratio", [raw_s / update_s], aim=0.8)
-        stalls = [await stall(engine, trainer, part) for _ in range(chosen.stalls)]
-        report.add("update_stall_s", stalls)
-        report.add("stall_ratio", [statistics.median(stalls) / raw_s], aim=1.3)
+        await raw(trainer, receiver, told.nbytes)
+        await update(engine, trainer, told.part)
+        raws, updates = [], []
+        for _ in range(chosen.pairs):
+            raws.append(await raw(trainer, receiver, told.nbytes))
+            updates.append(await update(engine, trainer, told.part))
+        stalls = [await stall(engine, trainer, told.part) for _ in range(chosen.stalls)]
+    raw_s = statistics.median(raws)
+    report.add("raw_gb_s", [told.nbytes / 1e9 / one for one in raws])
+    report.add("update_gb_s", [told.nbytes / 1e9 / one for one in updates])
+    report.add("group_ratio", [raw_s / statistics.median(updates)], aim=0.8)
+    report.add("update_stall_s", stalls)
+    report.add("stall_ratio", [statistics.median(stalls) / raw_s], aim=1.3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--small", action="store_true", help="the model of 1 GB on GPUs, too")
-    parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--stalls", type=int, default=STALLS)
-    parser.add_argument("--bucket-mib", type=int, default=0, help="of a bucket; 0: the sender's own choice")
+    parser.add_argument("--pairs", type=int, default=9, help="raw broadcasts and updates, in turn (default 9)")
+    parser.add_argument("--stalls", type=int, default=5, help="updates under requests (default 5)")
     parser.add_argument("--json", help="write figures and conditions there")
     chosen = parser.parse_args()
     report = Report("weights over a process group")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "model"
-        write_config(folder, small=chosen.small or chosen.device == "cpu")
+        write_config(folder, chosen.device)
         uvloop.run(measure(chosen, folder, report))
-    report.conditions["devices"] = _devices() if chosen.device == "cuda" else [f"{os.cpu_count()} CPUs"]
+    on_gpu = chosen.device == "cuda"
+    report.conditions["devices"] = (
+        [torch.cuda.get_device_name(number) for number in (0, 1)] if on_gpu else [f"{os.cpu_count()} CPUs"]
+    )
     report.finish(chosen.json)
-
-
-def _devices() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

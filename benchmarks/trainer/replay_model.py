@@ -2,13 +2,11 @@
 
 A Qwen3-MoE of 8 layers with 4 of 32 experts, 7 million parameters, one token for each byte. Two minutes of one core
 train it well enough for meaningful routers, and its text stays as uncertain as text is, unlike the short answers of
-`examples/small_moe.py`. It is saved as an ordinary checkpoint, which the next run in the folder finds.
-Knows no engine.
+`examples/small_moe.py`. It is saved as an ordinary checkpoint. Knows no engine. `trainer_step` takes its shapes.
 """
 
 from __future__ import annotations
 
-import json
 import sysconfig
 import time
 from importlib import import_module
@@ -33,7 +31,6 @@ _WIDTH = 256
 _HOW = {"small": (4, 3e-3), "large": (32, 4e-4)}
 _BALANCE = 0.01
 _HELD_OUT = 10  # every tenth file
-_MARK = "replay_kl.json"
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -80,21 +77,11 @@ def corpus() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return train, held_out
 
 
-def trained(
-    folder: Path, steps: int, device: torch.device, say: Callable[[str], None], size: str = "small"
-) -> dict[str, Any]:
-    """Train the model into a folder, or find it there from an earlier call with the same arguments.
+def trained(folder: Path, steps: int, device: torch.device, say: Callable[[str], None], size: str) -> dict[str, Any]:
+    """Train the model into a folder.
 
-    Returns what is known of it: `steps`, `loss` and `held_out_loss` in nats per token, `parameters`. Raises SystemExit
-    for a folder that holds something else.
+    Returns what is known of it: `steps`, `loss` and `held_out_loss` in nats per token, `parameters`, `shape`.
     """
-    mark, shape = folder / _MARK, SHAPES[size]
-    if folder.exists() and any(folder.iterdir()):
-        facts: dict[str, Any] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
-        if facts.get("steps") != steps or facts.get("shape") != shape:
-            raise SystemExit(f"{folder} holds something else than this benchmark's model of {steps} steps")
-        say(f"the model of an earlier run: {steps} steps, held-out loss {facts['held_out_loss']:.3f} nats")
-        return facts
     train, held_out = corpus()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -103,9 +90,13 @@ def trained(
     say(f"held-out loss {unseen:.3f} nats for each token")
     model.save_pretrained(folder)
     parameters = sum(one.numel() for one in model.parameters())
-    facts = {"steps": steps, "loss": round(loss, 4), "held_out_loss": round(unseen, 4), "parameters": parameters}
-    mark.write_text(json.dumps({**facts, "shape": shape}), encoding="utf-8")
-    return {**facts, "shape": shape}
+    return {
+        "steps": steps,
+        "loss": round(loss, 4),
+        "held_out_loss": round(unseen, 4),
+        "parameters": parameters,
+        "shape": SHAPES[size],
+    }
 
 
 def _train(

@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -67,7 +67,7 @@ class Sampled:
     routing: Routing
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
     """Output of a trainer's pass over all sequences, in their order.
 
@@ -78,15 +78,11 @@ class Pass:
         seconds: of wall time.
     """
 
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    routing: list[Routing] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]]
+    routing: list[Routing]
     real: int = 0
     live: int = 0
     seconds: float = 0.0
-
-    def part(self, count: int) -> Pass:
-        """The log-probs and rows of the first sequences."""
-        return Pass(self.logprobs[:count], self.routing[:count])
 
 
 def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
@@ -106,12 +102,7 @@ def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
 
 
 async def rollout(
-    model: Path,
-    prompts: Sequence[Ask],
-    device: str,
-    threads: int,
-    say: Callable[[str], None],
-    numerics: Numerics = "default",
+    model: Path, prompts: Sequence[Ask], device: str, numerics: Numerics
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample all prompts at temperature 1; returns the sequences and the engine's counters.
 
@@ -120,7 +111,7 @@ async def rollout(
     num_blocks = _few_blocks(prompts)
     config = EngineConfig(
         model=str(model),
-        runner_config={"dtype": "bfloat16", "device": device, "num_threads": threads},
+        runner_config={"dtype": "bfloat16", "device": device, "num_threads": 1},
         tokenizer="none",
         routing=True,
         block_tokens=BLOCK_TOKENS,
@@ -131,42 +122,30 @@ async def rollout(
         seed=0,
         numerics=numerics,
     )
-    groups: dict[int, list[Sampled]] = {}
-    began = time.perf_counter()
     async with Engine(config) as engine:
-        notes = engine.capacity.notes
 
-        async def one(number: int, ask: Ask) -> None:
+        async def group(number: int, ask: Ask) -> list[Sampled]:
             params = SamplingParams(n=GROUP, max_tokens=ask.max_tokens, ignore_eos=True, logprobs="raw", seed=number)
-            result = await engine.complete(ask.prompt, params)
-            groups[number] = []
-            for sample in result.samples:
+            found = []
+            for sample in (await engine.complete(ask.prompt, params)).samples:
                 assert sample.raw_logprobs is not None
                 assert sample.routing is not None
                 ids = [*ask.prompt, *sample.token_ids]
-                groups[number].append(Sampled(ids, len(ask.prompt), sample.raw_logprobs, sample.routing))
-            if len(groups) % 10 == 0:
-                say(f"rollout: {len(groups)} of {len(prompts)} prompts, {time.perf_counter() - began:.0f} s")
+                found.append(Sampled(ids, len(ask.prompt), sample.raw_logprobs, sample.routing))
+            return found
 
-        async with asyncio.TaskGroup() as group:
-            for number, ask in enumerate(prompts):
-                group.create_task(one(number, ask))
-        counted = engine.stats().scheduler
+        groups = await asyncio.gather(*[group(number, ask) for number, ask in enumerate(prompts)])
+        counted, notes = engine.stats().scheduler, list(engine.capacity.notes)
     if not counted.preemptions or not counted.hit_tokens:
         raise SystemExit(f"{counted.preemptions} preemptions, {counted.hit_tokens} cached tokens: nothing was measured")
     facts = {
-        "steps": counted.steps,
         "preemptions": counted.preemptions,
         "prompt_tokens": counted.prompt_tokens,
         "cached_tokens": counted.hit_tokens,
         "num_blocks": num_blocks,
-        "block_tokens": BLOCK_TOKENS,
-        "max_running": MAX_RUNNING,
-        "max_step_tokens": 256,
-        "notes": list(notes),
-        "seconds": round(time.perf_counter() - began, 1),
+        "notes": notes,
     }
-    return [one for number in sorted(groups) for one in groups[number]], facts
+    return [one for found in groups for one in found], facts
 
 
 def _few_blocks(asks: Sequence[Ask]) -> int:
@@ -199,7 +178,9 @@ class Trainer:
     @torch.no_grad()
     def recompute(self, sequences: Sequence[Sampled], batch: int, *, replay: bool = False) -> Pass:
         """Batches of so many sequences, drawn at random as a trainer does, padded on the right."""
-        began, done = time.perf_counter(), self._collected(sequences)
+        began, real, live = time.perf_counter(), 0, 0
+        logprobs: dict[int, NDArray[np.float32]] = {}
+        routing: dict[int, Routing] = {}
         order = list(range(len(sequences)))
         random.Random(batch).shuffle(order)
         for first in range(0, len(order), batch):
@@ -213,36 +194,16 @@ class Trainer:
             ):
                 logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             if on is not None:
-                done.result.real += on.replayed_tokens + on.live_tokens
-                done.result.live += on.live_tokens
+                real += on.replayed_tokens + on.live_tokens
+                live += on.live_tokens
             experts = torch.stack([seen[layer].view(*ids.shape, -1) for layer in self._layers], dim=2)
             for row, one in enumerate(chosen):
                 length = len(sequences[one].ids)
-                done.put(one, logits[row, : length - 1], experts[row, : length - 1])
-        return done.finished(began)
-
-    @torch.no_grad()
-    def decode(self, sequences: Sequence[Sampled]) -> Pass:
-        """One position of all of them at a time, with the library's own cache: the batch shape of decoding."""
-        began, done = time.perf_counter(), self._collected(sequences)
-        ids, _ = self._padded([one.ids for one in sequences])
-        cache, logits, experts = None, [], []
-        # positions behind the end of a sequence change nothing before it
-        for position in range(ids.shape[1] - 1):
-            seen: dict[int, torch.Tensor] = {}
-            with observed_routing(self.model, seen):
-                output = self.model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logits.append(output.logits[:, 0])
-            experts.append(torch.stack([seen[layer] for layer in self._layers], dim=1))
-        all_logits, all_experts = torch.stack(logits, dim=1), torch.stack(experts, dim=1)
-        for row, one in enumerate(sequences):
-            length = len(one.ids)
-            done.put(row, all_logits[row, : length - 1], all_experts[row, : length - 1])
-        return done.finished(began)
-
-    def _collected(self, sequences: Sequence[Sampled]) -> _Collected:
-        return _Collected(sequences, self._layers, self.model.config.num_experts, self._fixed)
+                logprobs[one] = self._logprobs(sequences[one], logits[row, : length - 1])
+                routing[one] = self._rows(experts[row, : length - 1])
+        seconds = time.perf_counter() - began
+        order.sort()
+        return Pass([logprobs[one] for one in order], [routing[one] for one in order], real, live, seconds)
 
     def _padded(self, all_ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in all_ids)
@@ -252,22 +213,9 @@ class Trainer:
             mask[row, : len(ids)] = 1
         return torch.from_numpy(table).to(self._device), torch.from_numpy(mask).to(self._device)
 
-
-class _Collected:
-    """A pass, filled in any order; with the rollout's log-softmax if it is `fixed`."""
-
-    def __init__(self, sequences: Sequence[Sampled], layers: tuple[int, ...], num_experts: int, fixed: bool) -> None:
-        self.result = Pass()
-        self._sequences = sequences
-        self._layers = layers
-        self._num_experts = num_experts
-        self._fixed = fixed
-        self._logprobs: dict[int, NDArray[np.float32]] = {}
-        self._routing: dict[int, Routing] = {}
-
-    def put(self, number: int, logits: torch.Tensor, experts: torch.Tensor) -> None:
-        """Logits [n - 1, V] and experts [n - 1, L, K] of a sequence of n tokens."""
-        sequence = self._sequences[number]
+    def _logprobs(self, sequence: Sampled, logits: torch.Tensor) -> NDArray[np.float32]:
+        """Of the sampled tokens, from logits [n - 1, V] of a sequence of n tokens; with the rollout's log-softmax if
+        numerics are fixed."""
         logits = logits[sequence.prompt_len - 1 :]
         sampled = torch.tensor(sequence.ids[sequence.prompt_len :], device=logits.device)
         if self._fixed:
@@ -275,21 +223,11 @@ class _Collected:
         else:
             # in float32, as the engine does
             chosen = logits.float().log_softmax(dim=-1).gather(1, sampled.unsqueeze(1)).squeeze(1)
-        self._logprobs[number] = chosen.cpu().numpy()
-        array = experts.cpu().numpy().astype(np.uint8 if self._num_experts <= 256 else np.uint16)
-        self._routing[number] = Routing(array=array, start=0, layer_ids=self._layers, num_experts=self._num_experts)
+        found: NDArray[np.float32] = chosen.cpu().numpy()
+        return found
 
-    def finished(self, began: float) -> Pass:
-        self.result.logprobs = [self._logprobs[one] for one in range(len(self._sequences))]
-        self.result.routing = [self._routing[one] for one in range(len(self._sequences))]
-        self.result.seconds = time.perf_counter() - began
-        return self.result
-
-
-def sampled_rows(sequences: Sequence[Sampled], routing: Sequence[Routing]) -> Iterator[Routing]:
-    """The rows of the positions that the sampled tokens of each sequence came from, one for each token."""
-    for sequence, one in zip(sequences, routing, strict=True):
-        first = sequence.prompt_len - 1
-        yield Routing(
-            array=one.array[first - one.start :], start=first, layer_ids=one.layer_ids, num_experts=one.num_experts
-        )
+    def _rows(self, experts: torch.Tensor) -> Routing:
+        """Of chosen experts [n - 1, L, K]."""
+        count = self.model.config.num_experts
+        array = experts.cpu().numpy().astype(np.uint8 if count <= 256 else np.uint16)
+        return Routing(array=array, start=0, layer_ids=self._layers, num_experts=count)

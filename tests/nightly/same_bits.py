@@ -1,8 +1,8 @@
 """Whether a trainer has a rollout's bits, family by family: `fdasync verify-trainer` on a tiny checkpoint of each.
 
 Each rollout has prefix hits, chunks of odd sizes, preemption, two steps in flight, an update in the middle, and a
-prefill and a decode instance; the trainer computes its log-probs in padded batches. One log-prob of other bits voids
-the run. On a GPU steps run from graphs.
+prefill and a decode instance; the trainer computes its log-probs in padded batches. One log-prob of other bits, or one
+that is missing or no number, fails the run. On a GPU steps run from graphs. Knows no engine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ FAMILIES = (
     "granitemoe",
     "longcat_flash",
 )
+#: what is told of each family's run
+KEPT = ("tokens", "preemptions", "hit_tokens", "steps", "moved_blocks", "crossed_tokens", "not_covered")
 _LIMIT_S = 3600
 
 
@@ -62,15 +64,16 @@ def main() -> None:
     options = parser.parse_args()
     report = Report("same_bits: log-probs of a rollout, and of a trainer with fixed numerics")
     tokens = differing = 0
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fdasync-same-bits-") as name:
         for family in options.families.split(","):
             began = time.perf_counter()
             found = verified(family, Path(name) / family, options)
             tokens += found["tokens"]
             differing += found["differing"]
+            wrong += [] if found["ok"] else [family]
             report.add(f"differing_{family}", [found["differing"]], aim=0)
-            kept = ("tokens", "preemptions", "hit_tokens", "steps", "moved_blocks", "crossed_tokens", "not_covered")
-            report.conditions[family] = {one: found[one] for one in kept}
+            report.conditions[family] = {one: found[one] for one in KEPT}
             report.conditions[family]["seconds"] = round(time.perf_counter() - began, 1)
     report.add("tokens", [tokens])
     report.add("differing", [differing], aim=0)
@@ -80,5 +83,7 @@ def main() -> None:
         "versions": {one: version(one) for one in ("torch", "transformers")},
     }
     report.finish(options.json_path)
-    if differing:
-        raise SystemExit(f"{differing} of {tokens:,} log-probs have other bits")
+    if wrong:
+        raise SystemExit(
+            f"{', '.join(wrong)}: {differing} of {tokens:,} log-probs have other bits, or some are missing"
+        )

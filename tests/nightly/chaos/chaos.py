@@ -36,17 +36,15 @@ from fdasync.testing.harness.leaks import Resources
 from tests.nightly.chaos.faults import OF_GROUPS, OF_SLEEPS, Director, slowest_recovery
 from tests.nightly.chaos.fleet import LINKS, VOCAB, Fleet, Sizes, versions_of
 from tests.nightly.chaos.hosts import NETWORK, Hosts
-from tests.nightly.chaos.late import Late, play_late
+from tests.nightly.chaos.late import play_late
 from tests.nightly.chaos.load import LONG_S, Ask, Load
 from tests.nightly.chaos.node import START_S
-from tests.nightly.chaos.notes import Notes
+from tests.nightly.chaos.notes import Notes, Stage
 from tests.nightly.chaos.proxy import Proxy
 from tests.system.network.hosts import NETWORKS, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tests.nightly.chaos.versions import Versions
 
 PREFILL, DECODE = 2, 3
 # hosts for instances that join, of which one may still be ending
@@ -60,32 +58,30 @@ MUST_STRIKE, OFTEN = (*OF_GROUPS, *OF_SLEEPS), 2
 class Game:
     """One fleet and one router.
 
+    Args:
+        args: of the command line.
+
     Attributes:
         wrong: broken rules, in words.
         rounds: that were played.
-        sizes: of the instances.
-        load, director, notes, versions: None until the fleet is up.
+        is_up: the fleet was up, and the following are there.
+        load, director, stage: who asks, who makes faults, and what they act on.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        transport: str,
-        seed: int,
-        hosts: Hosts | None = None,
-        only: Sequence[str] = (),
-        instances: tuple[int, int] = (PREFILL, DECODE),
-    ) -> None:
-        self._only = only
+    load: Load
+    director: Director
+    stage: Stage
+
+    def __init__(self, args: argparse.Namespace, folder: Path, seed: int, transport: str, hosts: Hosts | None) -> None:
         self.wrong: list[str] = []
         self.rounds = 0
+        self.is_up = False
+        self._only: Sequence[str] = args.only
+        self._least_faults: int = args.faults
         self._rng = random.Random(seed)
-        self.sizes = Sizes.drawn(self._rng)
-        self._fleet = Fleet(folder, transport, *instances, self.sizes, hosts)
-        self.load: Load | None = None
-        self.director: Director | None = None
-        self.notes: Notes | None = None
-        self.versions: Versions | None = None
+        self._sizes = Sizes.drawn(self._rng)
+        prefill, decode = args.instances
+        self._fleet = Fleet(folder, transport, prefill, decode, self._sizes, hosts)
 
     async def play(self, seconds: float) -> None:
         """Play rounds for so many seconds."""
@@ -99,38 +95,39 @@ class Game:
             await first.aclose()
             before = Resources.now()
             await fleet.open()
-            async with Router(
-                fleet.addresses,
-                RouterConfig(retries=3, handoff_s=2.0, command_s=8.0),
-                links=LINKS,
-                keys=fleet.keys,
-                seed=1,
-            ) as router:
-                versions = self.versions = versions_of(fleet.nodes["p0"])
+            config = RouterConfig(retries=3, handoff_s=2.0, command_s=8.0)
+            async with Router(fleet.addresses, config, links=LINKS, keys=fleet.keys, seed=1) as router:
+                versions = versions_of(fleet.nodes["p0"])
                 self.load = Load(router, versions, self._rng, VOCAB)
-                self.notes = Notes(self.wrong, self.load.served_at)
-                self.director = Director(fleet, router, self._rng, versions, self.notes, self._only)
+                notes = Notes(self.wrong, self.load.served_at)
+                self.stage = Stage(fleet, router, self._rng, versions, notes)
+                self.director = Director(self.stage, self._only)
+                self.is_up = True
                 # what an instance starts with is no folder's, from now on
                 await self.director.weights.mend("the start")
                 await self._warm()
                 self.director.weights.start()
                 await self._meet()
-                # of a few kinds each is played, however slow the machine is
-                while (loop.time() < until or (self._only and self.director.owes)) and not self.wrong:
-                    await self._round(min(ROUND_S, max(until - loop.time(), 5.0)))
+                while (loop.time() < until or self._owes) and not self.wrong:
+                    # what is owed is played however slow the machine is
+                    await self._round(ROUND_S if self._owes else min(ROUND_S, max(until - loop.time(), 5.0)))
                 await self.director.weights.aclose()
                 await self.director.trainers.aclose()
-                self.notes.must_have_struck(MUST_STRIKE, OFTEN)
+                notes.must_have_struck(MUST_STRIKE, OFTEN)
             await fleet.aclose()
             self.wrong += fleet.wrong
             self.wrong += [f"the harness: {line}" for line in Resources.now().left_since(before)]
         finally:
             fleet.destroy()
 
+    @property
+    def _owes(self) -> bool:
+        """Too few faults were played, or of a few kinds not each."""
+        return len(self.stage.notes.at) < self._least_faults or (bool(self._only) and self.director.owes)
+
     async def _meet(self) -> None:
         """Send a request through each pair of prefill and decode instance, so that all have met, and check the quiet.
         What an instance holds in the first quiet is remembered for comparison."""
-        assert self.load is not None
         for first in self._fleet.role("prefill"):
             for last in self._fleet.role("decode"):
                 prompt = [self._rng.randrange(VOCAB) for _ in range(30)]
@@ -143,16 +140,15 @@ class Game:
         self._take()
 
     async def _warm(self) -> None:
-        assert self.director is not None
         if self.director.has_trainers:
             await self.director.trainers.warm_all()
 
     async def _round(self, seconds: float) -> None:
-        assert self.load is not None
-        assert self.director is not None
-        began = asyncio.get_running_loop().time()
+        began, before = asyncio.get_running_loop().time(), len(self.stage.notes.at)
         self.load.start(CLIENTS)
         await self.director.play(seconds)
+        if len(self.stage.notes.at) == before and self._owes:
+            self.wrong.append(f"no fault fitted this fleet for {seconds:g} s")
         await self.load.stop()
         await self._fleet.heal()
         await self._fleet.until_up(START_S)
@@ -161,100 +157,83 @@ class Game:
         await asyncio.sleep(2.0)
         await self._meet()
         self.rounds += 1
-        outcomes = dict(sorted(self.load.outcomes.items()))
-        assert self.notes is not None
         took_s = asyncio.get_running_loop().time() - began
-        words = f"round {self.rounds}, {took_s:.0f} s: {outcomes}, faults {len(self.notes.at)}"
-        print(f"  {words}", file=sys.stderr, flush=True)
+        words = f"{dict(sorted(self.load.outcomes.items()))}, faults {len(self.stage.notes.at)}"
+        print(f"  round {self.rounds}, {took_s:.0f} s: {words}", file=sys.stderr, flush=True)
 
     def _take(self) -> None:
-        assert self.load is not None
         self.wrong += self.load.wrong + self._fleet.wrong
         self.load.wrong = []
         self._fleet.wrong = []
 
-
-def run(
-    minutes: float,
-    seed: int,
-    transport: str,
-    json_path: str | None,
-    keep: bool,
-    hosts: Hosts | None = None,
-    only: Sequence[str] = (),
-    instances: tuple[int, int] = (PREFILL, DECODE),
-) -> int:
-    """Play, and report.
-
-    Args:
-        only: kinds of faults; (): all kinds, and messages that come too late.
-        instances: of each role.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
-    game = Game(folder, transport, seed, hosts, only, instances)
-    began = time.monotonic()
-    wrong: list[str] = []
-    late = Late([])
-    try:
-        if hosts is None and not only:
-            # its scene holds messages back in a proxy
-            late = uvloop.run(play_late(folder, transport, seed))
-            wrong += late.wrong
-        if not wrong:
-            uvloop.run(game.play(60 * minutes - (time.monotonic() - began)))
-    except Exception as error:
-        wrong.append(f"{type(error).__name__}: {error}")
-    finally:
-        wrong += game.wrong
-        if wrong and keep:
-            print(f"logs and traces are in {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    between = f"hosts of a network {NETWORKS[NETWORK]}" if hosts is not None else transport
-    report = Report(f"Chaos over {between}, seed {seed}")
-    report.conditions |= {"seed": seed, "transport": transport, "instances": list(instances), "wrong": wrong}
-    if hosts is not None:
-        report.conditions["wire_of_each_host"] = dict(
-            zip(("delay_s", "loss", "rate_mbit"), NETWORKS[NETWORK], strict=True)
-        )
-    report.conditions["sizes"] = msgspec.structs.asdict(game.sizes)
-    if hosts is None and not only:
-        report.add("late_words_refused", [late.refused])
-    report.add("seconds", [time.monotonic() - began])
-    report.add("rounds", [game.rounds])
-    if game.load is not None and game.notes is not None and game.versions is not None:
-        notes = game.notes
-        outcomes = game.load.outcomes
-        asked = outcomes.total()
+    def report(self, report: Report) -> None:
+        """What was asked, what went wrong meanwhile, and what came of it."""
+        report.add("rounds", [self.rounds])
+        report.conditions["sizes"] = msgspec.structs.asdict(self._sizes)
+        if not self.is_up:
+            return
+        notes, outcomes = self.stage.notes, self.load.outcomes
         for name, count in sorted(outcomes.items()):
             report.add(f"requests_{name}", [count])
         # requests that their clients did not take back
         served = outcomes["right"] + outcomes["lost"] + outcomes["wrong"]
-        report.add("requests", [asked])
+        report.add("requests", [outcomes.total()])
         report.add("served_right", [outcomes["right"] / max(served, 1)])
-        recovery_s, after = slowest_recovery(notes.at, game.load.served_at)
+        recovery_s, after = slowest_recovery(notes.at, self.load.served_at)
         report.add("fault_to_success_s_max", [recovery_s])
         report.conditions |= {
             "slowest_after": after, "faults": dict(sorted(notes.played.items())),
-            "struck": dict(sorted(notes.struck.items())),
             "timeline": [[round(at - notes.at[0][0], 1), what] for at, what in notes.at][-100:],
-            "errors": dict(game.load.errors.most_common(20)),
+            "errors": dict(self.load.errors.most_common(20)),
         }  # fmt: skip
         report.add("faults", [len(notes.at)])
         for name, count in sorted(notes.struck.items()):
             report.add(f"struck: {name}", [count])
-        report.add("answers_of_mixed_weights", [game.versions.mixed])
+        report.add("answers_of_mixed_weights", [self.stage.versions.mixed])
         for name, seconds in sorted(notes.took.items()):
             report.add(name, seconds)
-    report.finish(json_path)
+
+
+def run(args: argparse.Namespace, seed: int, transport: str, hosts: Hosts | None) -> int:
+    """Play, and report; the exit status."""
+    folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
+    game = Game(args, folder, seed, transport, hosts)
+    between = transport if hosts is None else f"hosts of a network {NETWORKS[NETWORK]}"
+    report = Report(f"Chaos over {between}, seed {seed}")
+    began = time.monotonic()
+    wrong: list[str] = []
+    try:
+        if hosts is None and not args.only:
+            # its scene holds messages back in a proxy
+            refused, wrong = uvloop.run(play_late(folder, transport, seed))
+            report.add("late_words_refused", [refused])
+        if not wrong:
+            uvloop.run(game.play(60 * args.minutes - (time.monotonic() - began)))
+    except Exception as error:
+        wrong.append(f"{type(error).__name__}: {error}")
+    finally:
+        wrong += game.wrong
+        if wrong and args.keep:
+            print(f"logs and traces are in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    report.conditions |= {"seed": seed, "transport": transport, "instances": args.instances, "wrong": wrong}
+    if hosts is not None:
+        report.conditions["wire_of_each_host"] = dict(
+            zip(("delay_s", "loss", "rate_mbit"), NETWORKS[NETWORK], strict=True)
+        )
+    report.add("seconds", [time.monotonic() - began])
+    game.report(report)
+    report.finish(args.json)
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--faults", type=int, default=1, help="as many at least, however long it takes (default 1)")
     parser.add_argument("--seed", type=int, help="default: drawn")
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
@@ -266,14 +245,12 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")
     args = parser.parse_args()
-    instances = (args.instances[0], args.instances[1])
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
     if args.hosts and (reason := why_not()):
         parser.error(reason)
     print(f"seed {seed}, transport {args.transport}", file=sys.stderr, flush=True)
     if not args.hosts:
-        sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep, None, args.only, instances))
-    with Hosts(sum(instances) + GUESTS, seed) as hosts:
+        return run(args, seed, args.transport, None)
+    with Hosts(sum(args.instances) + GUESTS, seed) as hosts:
         hosts.enter()
-        code = run(args.minutes, seed, "tcp", args.json, args.keep, hosts, args.only, instances)
-    sys.exit(code)
+        return run(args, seed, "tcp", hosts)

@@ -1,6 +1,6 @@
 """One instance of the chaos harness: `fdasync serve`, with a socket on which the harness asks what the instance holds.
 
-    python -m tests.nightly.chaos.child '{"config": ..., "options": ..., "links": ..., "probe_fd": 3}'
+    python -m tests.nightly.chaos.child FILE
 
 The product's own code serves; the question and its answer are the harness's, and no part of the protocol. A question is
 one line, an answer is one line of JSON (`Probe`). Started by `node.py`.
@@ -25,7 +25,7 @@ from fdasync_fleet.transfer.process.proxy import ProcessTransport
 
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError
-from fdasync.testing.harness.leaks import children
+from fdasync.testing.harness.leaks import Resources, children
 
 if TYPE_CHECKING:
     from fdasync_fleet.link.peer import Peer
@@ -56,9 +56,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         problem: what `Engine.check` said; "": its checks passed.
         held: gauges that are 0 where nothing is under way, by name.
         scheduler_stats: the scheduler's own counters and gauges.
-        late_decode, late_prefill: messages that the decode side and the prefill side of this instance refused because
-            they came under no lease.
-        leases: of other instances here; granted, or in line.
+        late_decode: messages that the decode side of this instance refused because they came under no lease.
         tasks: names of the tasks on its loop.
         fds: open files by what they are.
         sockets: each open one, in words.
@@ -77,8 +75,6 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     held: dict[str, int]
     scheduler_stats: dict[str, Any]
     late_decode: int
-    late_prefill: int
-    leases: int
     tasks: list[str]
     fds: dict[str, int]
     sockets: list[str]
@@ -134,8 +130,6 @@ def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
         held=held,
         scheduler_stats=msgspec.to_builtins(scheduler_stats),
         late_decode=decode_service.late,
-        late_prefill=prefill_service.late,
-        leases=len(decode_service._leases),
         tasks=sorted(task.get_name() for task in asyncio.all_tasks()),
         fds=open_files(),
         sockets=open_sockets(),
@@ -152,14 +146,8 @@ def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
 
 def open_files() -> dict[str, int]:
     """Open files of this process by kind: memory by name, sockets, pipes, files by path."""
-    found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-        found[target if target.startswith("/") else target.partition(":")[0]] += 1
-    return dict(found)
+    targets = [target for _, target in Resources.now().fds]
+    return dict(Counter(target if target.startswith("/") else target.partition(":")[0] for target in targets))
 
 
 def open_sockets() -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from fdasync_fleet.transfer.process.proxy import STOP_S
 
 from fdasync.errors import BadInput, PeerUnreachable
+from fdasync.testing.harness.engines import until
 from tests.nightly.chaos.fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from tests.nightly.chaos.node import START_S, STORE, TRANSFER, WORKER
 from tests.nightly.chaos.sleeps import FOLDER_GONE, SLEEP, WAKE_FAILS, SleepFaults
@@ -22,20 +23,15 @@ from tests.nightly.chaos.weights import WeightFaults
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from random import Random
 
-    from fdasync_fleet.router.router import Router
-
-    from tests.nightly.chaos.fleet import Fleet
     from tests.nightly.chaos.node import Node
-    from tests.nightly.chaos.notes import Notes
-    from tests.nightly.chaos.versions import Versions
+    from tests.nightly.chaos.notes import Stage
+    from tests.nightly.chaos.proxy import Proxy
 
 # of a failed engine: `fdasync serve` ends with 1
 _FAILED = 1
 _KILLED = -signal.SIGKILL
 _GAP_S = 1.2
-_START_LIMIT_S = START_S
 _DRAIN_S = 30.0
 
 
@@ -55,22 +51,18 @@ class Director:
     """See the module.
 
     Args:
+        stage: what they act on.
         only: kinds of faults that are played; (): all.
 
     Attributes:
         weights, trainers: change those of the fleet.
     """
 
-    def __init__(
-        self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes, only: Sequence[str] = ()
-    ) -> None:
-        self.weights = WeightFaults(fleet, router, rng, versions, notes)
-        self.trainers = TrainerFaults(fleet, router, rng, versions, notes, self.weights)
-        self._sleeps = SleepFaults(fleet, router, rng, versions, notes, self.weights)
-        self._fleet = fleet
-        self._router = router
-        self._rng = rng
-        self._notes = notes
+    def __init__(self, stage: Stage, only: Sequence[str] = ()) -> None:
+        self.weights = WeightFaults(**vars(stage))
+        self.trainers = TrainerFaults(**vars(stage), weights=self.weights)
+        self._sleeps = SleepFaults(**vars(stage), weights=self.weights)
+        self._fleet, self._router, self._rng, self._notes = stage.fleet, stage.router, stage.rng, stage.notes
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = 0
         self._spare = ""
@@ -92,12 +84,12 @@ class Director:
             (2, "kill store", self._kill_store),
             (1, "stop store short", lambda node: self._stop_child(node, STORE, 0.1, 1.0)),
             (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
-            *(self._of_proxies() if fleet.hosts is None else self._of_wires()),
+            *(self._of_proxies() if stage.fleet.hosts is None else self._of_wires()),
             (2, "join or drain", self._join_or_drain),
         ]
         self._kinds = [one for one in kinds if not only or one[1] in only]
         # a group is between processes of one host
-        whole: tuple[str, ...] = (_UPDATE, *(OF_GROUPS if fleet.hosts is None else ()), *OF_SLEEPS)
+        whole: tuple[str, ...] = (_UPDATE, *(OF_GROUPS if stage.fleet.hosts is None else ()), *OF_SLEEPS)
         self._whole = [kind for kind in whole if not only or kind in only]
         known = {_UPDATE, *OF_GROUPS, *OF_SLEEPS, *(one[1] for one in kinds)}
         if unknown := set(only) - known:
@@ -117,13 +109,13 @@ class Director:
     async def play(self, seconds: float) -> None:
         """Draw and play faults for so long; returns when all of them are over."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while loop.time() < until:
+        end = loop.time() + seconds
+        while loop.time() < end:
             if not self.weights.calm:
                 self._one()
             await asyncio.sleep(min(self._rng.expovariate(1 / _GAP_S), 3 * _GAP_S))
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=2 * _START_LIMIT_S)
+            await asyncio.wait(self._tasks, timeout=2 * START_S)
             self._notes.wrong += [f"{task.get_name()} did not end" for task in self._tasks if not task.done()]
 
     def _one(self) -> None:
@@ -201,9 +193,7 @@ class Director:
 
     async def _again(self, node: Node, starts: int) -> None:
         """Wait until the process ended and a new one is ready; `starts`: how often it had been started."""
-        async with asyncio.timeout(_START_LIMIT_S):
-            while node.starts == starts or not node.ready.is_set():  # noqa: ASYNC110 - polled as its process is
-                await asyncio.sleep(0.05)
+        await until(lambda: node.starts != starts and node.ready.is_set(), START_S, 0.05)
 
     async def _stop(self, node: Node, least_s: float, most_s: float) -> None:
         node.kill_now(signal.SIGSTOP)
@@ -230,10 +220,8 @@ class Director:
         node.expected, starts = {_FAILED}, node.starts
         which = self._one_of(node, WORKER)
         if node.signal_child(WORKER, signal.SIGSTOP, which):
-            loop = asyncio.get_running_loop()
-            until = loop.time() + 2.5 * STEP_LIMIT_S
-            while node.starts == starts and node.ready.is_set() and loop.time() < until:  # noqa: ASYNC110 - likewise
-                await asyncio.sleep(0.05)
+            with contextlib.suppress(TimeoutError):
+                await until(lambda: node.starts != starts or not node.ready.is_set(), 2.5 * STEP_LIMIT_S, 0.05)
             if node.starts == starts and node.ready.is_set():
                 # the engine had no work, or only just got some: then it may still end
                 node.signal_child(WORKER, signal.SIGCONT, which)
@@ -289,10 +277,10 @@ class Director:
             (2, "cut", self._cut),
             (2, "cut one", self._cut_one),
             (2, "refuse", self._refuse),
-            (3, "stall short", lambda node: self._stall(node, 0.2, 0.9 * LOST_S)),
-            (1, "stall beyond the link", lambda node: self._stall(node, 1.1 * LOST_S, 2 * LOST_S)),
+            (3, "stall short", lambda node: self._stall(node.proxy, 0.2, 0.9 * LOST_S)),
+            (1, "stall beyond the link", lambda node: self._stall(node.proxy, 1.1 * LOST_S, 2 * LOST_S)),
             (2, "cut data", self._cut_data),
-            (2, "stall data", self._stall_data),
+            (2, "stall data", lambda node: self._stall(node.data, 0.2, 2 * LOST_S)),
         ]
 
     async def _cut(self, node: Node) -> None:
@@ -309,27 +297,21 @@ class Director:
         await asyncio.sleep(self._rng.uniform(0.1, 2 * LOST_S))
         node.proxy.refuses = False
 
-    async def _stall(self, node: Node, least_s: float, most_s: float) -> None:
+    async def _stall(self, proxy: Proxy | None, least_s: float, most_s: float) -> None:
         """One direction, or both."""
-        inward, outward = self._rng.choice(((True, False), (False, True), (True, True)))
-        node.proxy.stall(inward, outward)
+        assert proxy is not None
+        proxy.stall(*self._rng.choice(((True, False), (False, True), (True, True))))
         await asyncio.sleep(self._rng.uniform(least_s, most_s))
         if self._rng.random() < 0.3:
             # the bytes that lay still are lost
-            node.proxy.cut()
-        node.proxy.stall(False, False)
+            proxy.cut()
+        proxy.stall(False, False)
 
     async def _cut_data(self, node: Node) -> None:
         assert node.data is not None
         for _ in range(self._rng.randrange(1, 8)):
             node.data.cut()
             await asyncio.sleep(self._rng.uniform(0.0, 0.3))
-
-    async def _stall_data(self, node: Node) -> None:
-        assert node.data is not None
-        node.data.stall(*self._rng.choice(((True, False), (False, True), (True, True))))
-        await asyncio.sleep(self._rng.uniform(0.2, 2 * LOST_S))
-        node.data.stall(False, False)
 
     # -- coming and going -----------------------------------------------------------------------------
 
@@ -341,8 +323,8 @@ class Director:
             guest = fleet.make(name, "decode", workers=0, store=False)
             guest.faulted = True
             await guest.open()
-            await asyncio.wait_for(guest.ready.wait(), _START_LIMIT_S)
-            async with asyncio.timeout(_START_LIMIT_S):
+            await asyncio.wait_for(guest.ready.wait(), START_S)
+            async with asyncio.timeout(START_S):
                 while not await self.weights.added(guest):
                     pass
             guest.faulted = False

@@ -108,7 +108,6 @@ class Fleet:
         nodes: present instances by name.
         keys: file of the fleet's keys, with hosts.
         folder, orders: of everything; of what the harness asks runners for (`runner.py`).
-        links: of instances and routers.
         wrong: broken rules, in words.
     """
 
@@ -127,7 +126,6 @@ class Fleet:
         self.orders = folder / "orders"
         self.orders.mkdir(exist_ok=True)
         write_plugin(folder / PLUGIN)
-        self.links = LINKS
         self._sizes = sizes or Sizes()
         self._transport = transport
         self.hosts = hosts
@@ -136,7 +134,6 @@ class Fleet:
             self.keys = folder / "keys.json"
             save_keys(self.keys, new_keys(), replace=False)
         self._baseline: dict[str, Probe] = {}
-        self._known: set[int] = set()
         self._counts = {"prefill": prefill, "decode": decode}
 
     def make(self, name: str, role: str, *, workers: int, store: bool) -> Node:
@@ -208,7 +205,6 @@ class Fleet:
                 node.place.wire.cut()
         if self.hosts is not None:
             self.hosts.own.wire.cut()
-            node.faulted = False
 
     # -- when nothing is under way --------------------------------------------------------------------
 

@@ -36,13 +36,6 @@ _OTHERS = 40
 _LIMIT_S = 30.0
 
 
-class Late(msgspec.Struct):
-    """How it went; `refused`: messages that came too late."""
-
-    wrong: list[str]
-    refused: int = 0
-
-
 class _SlowFleet(Fleet):
     """Steps that take long enough to be met half-way, and few blocks on the decode instance."""
 
@@ -60,9 +53,11 @@ class _SlowFleet(Fleet):
         return made
 
 
-async def play_late(folder: Path, transport: str, seed: int) -> Late:
-    """The scene twice: with the messages of the stopped instance held back on the way, and without."""
-    late = Late([])
+async def play_late(folder: Path, transport: str, seed: int) -> tuple[int, list[str]]:
+    """The scene twice: with the messages of the stopped instance held back on the way, and without. Returns how many
+    messages were refused, and broken rules, in words."""
+    refused = 0
+    wrong: list[str] = []
     rng = random.Random(seed)
     fleet = _SlowFleet(folder, transport, 1, 1)
     try:
@@ -75,40 +70,40 @@ async def play_late(folder: Path, transport: str, seed: int) -> Late:
             others = Load(aside, versions, rng, VOCAB)
             await load.one(_ask(rng, 40))
             for held_back in (True, False):
-                late.refused += await _scene(fleet, load, others, rng, held_back)
+                refused += await _scene(fleet, load, others, rng, held_back)
             await fleet.check_quiet()
-            late.wrong += load.wrong + others.wrong
+            wrong += load.wrong + others.wrong
             if load.outcomes["right"] + load.outcomes["lost"] != 3:
-                late.wrong.append(f"late: the requests whose prefill stopped: {dict(load.outcomes)}")
+                wrong.append(f"late: the requests whose prefill stopped: {dict(load.outcomes)}")
             if set(others.outcomes) != {"right"}:
-                late.wrong.append(f"late: the others: {dict(others.outcomes)}")
-        if not late.refused:
-            late.wrong.append("late: no message came too late")
+                wrong.append(f"late: the others: {dict(others.outcomes)}")
+        if not refused:
+            wrong.append("late: no message came too late")
         await fleet.aclose()
-        late.wrong += fleet.wrong
+        wrong += fleet.wrong
     finally:
         fleet.destroy()
-    return late
+    return refused, wrong
 
 
 async def _scene(fleet: Fleet, load: Load, others: Load, rng: random.Random, held_back: bool) -> int:
     """How many messages came too late."""
     first, decode_side = fleet.nodes["p0"], fleet.nodes["d0"]
-    before = await _until(decode_side, "no lease", lambda probe: probe.leases == 0)
+    before = await _until(decode_side, "no lease", lambda probe: not probe.held["leases"])
     had = before.scheduler_stats["received_blocks"]
     request = asyncio.ensure_future(load.one(_ask(rng, _PROMPT)))
     try:
         await _until(
             decode_side,
             "in mid-transfer",
-            lambda probe: probe.leases == 1 and probe.scheduler_stats["received_blocks"] > had,
+            lambda probe: probe.held["leases"] == 1 and probe.scheduler_stats["received_blocks"] > had,
         )
         if held_back:
             decode_side.proxy.stall(inward=True, outward=False)
             # more blocks are offered, and their offers lie still
             await asyncio.sleep(0.2)
         first.kill_now(signal.SIGSTOP)
-        await _until(decode_side, "the lease is over", lambda probe: probe.leases == 0 and not probe.held["leased"])
+        await _until(decode_side, "the lease is over", lambda probe: not (probe.held["leases"] or probe.held["leased"]))
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
         await asyncio.wait(busy)
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
@@ -120,7 +115,7 @@ async def _scene(fleet: Fleet, load: Load, others: Load, rng: random.Random, hel
     finally:
         first.kill_now(signal.SIGCONT)
         decode_side.proxy.stall(inward=False, outward=False)
-    after = await _until(decode_side, "no lease", lambda probe: probe.leases == 0)
+    after = await _until(decode_side, "no lease", lambda probe: not probe.held["leases"])
     if after.scheduler_stats["leases_dropped"] <= before.scheduler_stats["leases_dropped"]:
         fleet.wrong.append("late: the lease of a stopped instance was not dropped")
     return after.late_decode - before.late_decode

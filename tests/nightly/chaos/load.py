@@ -73,7 +73,6 @@ class Load:
         errors: number of errors that allow another try, by their words.
         wrong: broken rules, in words.
         served_at: times of right answers.
-        live: requests that have not ended.
     """
 
     def __init__(self, router: Router, versions: Versions, rng: Random, vocab: int) -> None:
@@ -81,7 +80,6 @@ class Load:
         self.errors: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.served_at: list[float] = []
-        self.live = 0
         self._router = router
         self._versions = versions
         self._rng = rng
@@ -144,13 +142,10 @@ class Load:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deltas: list[Delta] = []
-        self.live += 1
         try:
             async with asyncio.timeout(ask.deadline_s + GRACE_S):
                 result = await self._ask(ask, deltas, where)
             outcome = self._judge(ask, result, deltas, began)
-        except asyncio.CancelledError:
-            raise
         except TimeoutError as error:
             if isinstance(error, DeadlineExceeded):
                 outcome = self._judge_late(ask, error, loop.time() - began)
@@ -162,8 +157,6 @@ class Load:
             outcome = self._judge_error(ask, error, deltas, began)
         except Exception as error:
             outcome = self._blame(ask, f"{type(error).__name__}: {error}")
-        finally:
-            self.live -= 1
         self.outcomes[outcome] += 1
         if outcome == "right":
             self.served_at.append(loop.time())
@@ -233,13 +226,13 @@ class Load:
             params = msgspec.structs.replace(ask.params, logprobs="none") if bare else ask.params
             self._versions.check(sample, ask.prompt, params, began, ask.start, None if rows else ())
             if ask.way in ("stream", "abort"):
-                streamed = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
+                streamed = _streamed(deltas, sample.index)
                 if streamed != sample.token_ids:
                     raise Wrong(f"deltas {streamed} are not the result's {sample.token_ids}")
 
     def _check_beginning(self, ask: Ask, deltas: list[Delta], began: float) -> None:
         for index in range(ask.params.n):
-            streamed = tuple(token for delta in deltas if delta.index == index for token in delta.token_ids)
+            streamed = _streamed(deltas, index)
             if streamed:
                 self._versions.check_beginning(streamed, ask.prompt, ask.params, index, began)
 
@@ -256,7 +249,7 @@ class Load:
             partial = error.partial if isinstance(error, InstanceLost) else None
             if partial is not None:
                 for sample in partial.samples:
-                    streamed = tuple(t for delta in deltas if delta.index == sample.index for t in delta.token_ids)
+                    streamed = _streamed(deltas, sample.index)
                     if sample.token_ids[: len(streamed)] != streamed:
                         raise Wrong(f"deltas {streamed} are not of the partial result {sample.token_ids}")
         except AssertionError as wrong:
@@ -278,3 +271,8 @@ class Load:
             f" deadline {ask.deadline_s:.2f} s: {problem}"
         )
         return "wrong"
+
+
+def _streamed(deltas: list[Delta], index: int) -> tuple[int, ...]:
+    """The tokens of sample `index`."""
+    return tuple(token for delta in deltas if delta.index == index for token in delta.token_ids)

@@ -94,7 +94,7 @@ class Node:
         self._port = 0
         self._probe: socket.socket | None = None
         self._asking = asyncio.Lock()
-        self._closing = False
+        self.leaves = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -116,10 +116,6 @@ class Node:
         """Processes that it has when all goes well."""
         workers = self.config.tensor_parallel if self.config.process == "worker" else 0
         return workers + bool(self.config.store)
-
-    @property
-    def leaves(self) -> bool:
-        return self._closing
 
     def rank_pids(self) -> list[int]:
         """Of the processes that compute, where it is up with all of them; else []."""
@@ -144,7 +140,7 @@ class Node:
     async def _keep(self) -> None:
         """Start a process, and another one whenever it ended."""
         failed_starts = 0
-        while not self._closing:
+        while not self.leaves:
             fd = self._start()
             try:
                 started = await self._until_ready(fd)
@@ -220,7 +216,7 @@ class Node:
 
     def end(self) -> None:
         """Ask it to drain and end; it is not started again."""
-        self._closing = True
+        self.leaves = True
         self.expected = {0}
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -240,7 +236,7 @@ class Node:
 
     def destroy(self) -> None:
         """Kill every process of the instance, at the end of everything."""
-        self._closing = True
+        self.leaves = True
         for pid in self.pids():
             _signal(pid, signal.SIGKILL)
         self.kill_now(signal.SIGKILL)

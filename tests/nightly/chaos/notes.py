@@ -1,9 +1,22 @@
-"""What the chaos harness has played, what of it struck, and what went wrong. Used by all that makes faults."""
+"""What the chaos play has played, what of it struck, and what went wrong; and what faults act on. Used by all that
+makes faults."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fdasync.testing.harness.engines import until
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from fdasync_fleet.router.router import Router
+
+    from tests.nightly.chaos.fleet import Fleet
+    from tests.nightly.chaos.versions import Versions
 
 # from the end of a fault of the whole fleet to the next right answer
 RECOVER_S = 20.0
@@ -40,14 +53,13 @@ class Notes:
 
     async def recovered(self, kind: str) -> None:
         """Wait for the next right answer; a complaint of its own if there is none in time."""
-        loop = asyncio.get_running_loop()
-        since = loop.time()
-        while loop.time() < since + RECOVER_S:
-            if self._served_at and self._served_at[-1] > since:
-                self.add("mended_to_success_s", self._served_at[-1] - since)
-                return
-            await asyncio.sleep(0.05)
-        self.wrong.append(f"{kind}: the fleet was mended, and no request was served within {RECOVER_S:g} s")
+        since = asyncio.get_running_loop().time()
+        try:
+            await until(lambda: bool(self._served_at) and self._served_at[-1] > since, RECOVER_S, 0.05)
+        except TimeoutError:
+            self.wrong.append(f"{kind}: the fleet was mended, and no request was served within {RECOVER_S:g} s")
+        else:
+            self.add("mended_to_success_s", self._served_at[-1] - since)
 
     def must_have_struck(self, kinds: tuple[str, ...], often: int) -> None:
         """Complain about kinds that were played so often and never struck."""
@@ -56,3 +68,21 @@ class Notes:
             for kind in kinds
             if self.played[kind] >= often and not self.struck[kind]
         ]
+
+
+@dataclass(eq=False)
+class Stage:
+    """What faults act on.
+
+    Attributes:
+        fleet, router: that are up.
+        rng: what is drawn.
+        versions: is told of new weights.
+        notes: are told of faults.
+    """
+
+    fleet: Fleet
+    router: Router
+    rng: Random
+    versions: Versions
+    notes: Notes

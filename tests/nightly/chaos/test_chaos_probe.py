@@ -26,7 +26,7 @@ async def test_an_idle_instance_holds_nothing(tmp_path: Path, role: str) -> None
     config = synthetic_config(role=role, host_blocks=8, process="inline")
     async with Instance(config, listen=f"ipc://{tmp_path}/one", name="one") as instance:
         seen = probe(instance)
-        assert (seen.state, seen.problem, seen.leases, seen.paused, seen.released) == ("running", "", 0, False, [])
+        assert (seen.state, seen.problem, seen.paused, seen.released) == ("running", "", False, [])
         assert not any(count for name, count in seen.held.items())
         await instance.engine.sleep(level=1)
         seen = probe(instance)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +20,14 @@ import msgspec
 
 from fdasync.errors import FdasyncError, RemoteError, WeightsBroken
 from fdasync.request import GroupTensors, WeightsGroup
+from fdasync.testing.harness.engines import until
+from tests.nightly.chaos.notes import Stage
 from tests.nightly.chaos.runner import METAS, PARTS, warm_order
-from tests.nightly.chaos.weights import GRACE_S
+from tests.nightly.chaos.weights import GRACE_S, WeightFaults
 
 if TYPE_CHECKING:
-    from random import Random
-
-    from fdasync_fleet.router.router import Router
-
     from tests.nightly.chaos.child import Probe
-    from tests.nightly.chaos.fleet import Fleet
     from tests.nightly.chaos.node import Node
-    from tests.nightly.chaos.notes import Notes
-    from tests.nightly.chaos.versions import Versions
-    from tests.nightly.chaos.weights import WeightFaults
 
 DIES, STOPS = "trainer dies", "trainer stops"
 _ROOT = Path(__file__).parents[3]
@@ -88,18 +83,13 @@ class Trainer:
         return await asyncio.wait_for(self._process.wait(), _LINE_S)
 
 
-class TrainerFaults:
-    """See the module."""
+@dataclass(eq=False)
+class TrainerFaults(Stage):
+    """See the module. `weights` mends the fleet."""
 
-    def __init__(
-        self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes, weights: WeightFaults
-    ) -> None:
-        self._fleet = fleet
-        self._router = router
-        self._rng = rng
-        self._versions = versions
-        self._notes = notes
-        self._weights = weights
+    weights: WeightFaults
+
+    def __post_init__(self) -> None:
         self._groups = 0
         # of the group that met last, with the numbers of their processes
         self._members: dict[Node, int] = {}
@@ -112,7 +102,7 @@ class TrainerFaults:
 
     async def play(self, kind: str) -> None:
         """A trainer goes away half-way, by SIGKILL or by doing nothing any more; the next update mends the fleet."""
-        by_trainer = self._rng.random() < 0.5
+        by_trainer = self.rng.random() < 0.5
         first, second = self._idle
         self._idle = []
         try:
@@ -120,7 +110,7 @@ class TrainerFaults:
             await self._warm_each()
             for trainer in (first, second):
                 await trainer.line()
-            self._notes.add("trainer_waits_for_torch_s", asyncio.get_running_loop().time() - began)
+            self.notes.add("trainer_waits_for_torch_s", asyncio.get_running_loop().time() - began)
             await self._play(kind, [first, second], by_trainer=by_trainer)
         finally:
             await first.aclose()
@@ -129,7 +119,7 @@ class TrainerFaults:
 
     async def _start_trainers(self) -> None:
         """For the next time: torch takes them seconds."""
-        self._idle = [await Trainer.start(self._fleet.folder / "trainer.log") for _ in range(2)]
+        self._idle = [await Trainer.start(self.fleet.folder / "trainer.log") for _ in range(2)]
 
     async def _play(self, kind: str, trainers: list[Trainer], *, by_trainer: bool) -> None:
         group = None
@@ -138,30 +128,30 @@ class TrainerFaults:
             group = await self._meet(first)
         if group is None:
             return
-        with self._versions.broken.open(GRACE_S):
+        with self.versions.broken.open(GRACE_S):
             if not await self._break(kind, first, group):
                 # an instance was lost at the same moment, maybe: what the others have is unknown
-                await self._weights.mend(kind)
+                await self.weights.mend(kind)
                 return
             # those that are inside wait, and others are refused
-            await asyncio.sleep(self._rng.uniform(0.0, 1.5))
+            await asyncio.sleep(self.rng.uniform(0.0, 1.5))
             began = asyncio.get_running_loop().time()
             by_group = by_trainer and bool(trainers) and await self._bring(kind, trainers.pop())
-            if not by_group and not await self._weights.mend(kind):
+            if not by_group and not await self.weights.mend(kind):
                 return
-            self._notes.add("mend_s", asyncio.get_running_loop().time() - began)
-        await self._notes.recovered(kind)
+            self.notes.add("mend_s", asyncio.get_running_loop().time() - began)
+        await self.notes.recovered(kind)
         if by_group:
-            await asyncio.sleep(self._rng.uniform(0.0, 1.0))
+            await asyncio.sleep(self.rng.uniform(0.0, 1.0))
             await self._follow(kind)
-            await self._notes.recovered(kind)
+            await self.notes.recovered(kind)
 
     async def _warm_each(self) -> None:
         """Have every process that computes import torch, one after the other: more would take the CPUs from the
         steps."""
         async with asyncio.timeout(_WARM_S):
             while cold := [
-                pid for node in self._fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm
+                pid for node in self.fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm
             ]:
                 await self._warm_one(cold[0])
 
@@ -169,45 +159,43 @@ class TrainerFaults:
         """The same while there is no load, all at once; trainers start, too."""
         if not self._idle:
             await self._start_trainers()
-        pids = [pid for node in self._fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm]
+        pids = [pid for node in self.fleet.nodes.values() for pid in node.rank_pids() if pid not in self._warm]
         async with asyncio.timeout(_WARM_S):
             await asyncio.gather(*map(self._warm_one, pids))
 
     async def _warm_one(self, pid: int) -> None:
-        order = warm_order(self._fleet.orders, pid)
+        order = warm_order(self.fleet.orders, pid)
         order.touch()
-        while _is_cold(order, pid):  # noqa: ASYNC110 - another process removes it
-            await asyncio.sleep(0.05)
+        await until(lambda: not _is_cold(order, pid), _WARM_S, 0.05)
         self._warm.add(pid)
 
     async def _meet(self, trainer: Trainer) -> WeightsGroup | None:
         """A group of the trainer and all instances that are up; None: they did not meet, and the trainer is used up."""
         loop = asyncio.get_running_loop()
-        self._weights.calm = True
+        self.weights.calm = True
         try:
-            until = loop.time() + _CALM_S
-            while loop.time() < until and not all(node.is_up for node in self._fleet.nodes.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            with suppress(TimeoutError):
+                await until(lambda: all(node.is_up for node in self.fleet.nodes.values()), _CALM_S, 0.05)
             await self._warm_each()
             self._groups += 1
-            up = {one.address for one in self._router.load().instances if one.is_up}
-            self._members = {node: node.starts for node in self._fleet.nodes.values() if node.address in up}
+            up = {one.address for one in self.router.load().instances if one.is_up}
+            self._members = {node: node.starts for node in self.fleet.nodes.values() if node.address in up}
             ranks = sum(node.config.tensor_parallel for node in self._members)
             opened = await trainer.ask("open", world=1 + ranks, name=f"group-{self._groups}")
             group = msgspec.structs.replace(msgspec.convert(opened["group"], WeightsGroup), timeout_s=_GROUP_S)
             joining = loop.create_task(trainer.ask("join"))
             try:
-                await self._router.join_weights_group(group)
+                await self.router.join_weights_group(group)
                 await joining
             except FdasyncError as error:
                 # the trainer waits on for the others, and is of no use any more
-                self._notes.played[f"trainer: did not meet, {type(error).__name__}"] += 1
+                self.notes.played[f"trainer: did not meet, {type(error).__name__}"] += 1
                 joining.cancel()
                 await asyncio.wait([joining])
                 return None
             return group
         finally:
-            self._weights.calm = False
+            self.weights.calm = False
 
     @staticmethod
     def _tensors(group: WeightsGroup) -> GroupTensors:
@@ -217,33 +205,33 @@ class TrainerFaults:
         """Begin an update that the trainer does not end; whether all instances say so."""
         loop = asyncio.get_running_loop()
         # no token may ever have this label: `Versions` is not told
-        label = self._weights.new_label()
-        update = loop.create_task(self._router.update_weights(label, self._tensors(group), "keep"))
-        number = self._weights.new_number()
+        label = self.weights.new_label()
+        update = loop.create_task(self.router.update_weights(label, self._tensors(group), "keep"))
+        number = self.weights.new_number()
         at = loop.time()
         try:
-            await trainer.ask("send", number=number, until=self._rng.randrange(1, PARTS), dies=kind == DIES)
+            await trainer.ask("send", number=number, until=self.rng.randrange(1, PARTS), dies=kind == DIES)
             at = loop.time()
             if kind == DIES:
                 await trainer.ended()
         except RemoteError:
             # an instance was lost before it came so far
-            self._notes.played[f"{kind}: not so far"] += 1
+            self.notes.played[f"{kind}: not so far"] += 1
         await asyncio.wait([update])
         took = loop.time() - at
         error = update.exception()
         if error is None:
-            self._notes.wrong.append(f"{kind}: the update succeeded")
+            self.notes.wrong.append(f"{kind}: the update succeeded")
             return False
         if not isinstance(error, WeightsBroken):
-            self._notes.played[f"{kind}: {type(error).__name__}"] += 1
+            self.notes.played[f"{kind}: {type(error).__name__}"] += 1
             if not isinstance(error, FdasyncError):
                 raise error
             return False
         limit_s = _BROKEN_S + (_GROUP_S if kind == STOPS else 0.0)
         if took > limit_s and all(node.is_up for node in self._members):
-            self._notes.wrong.append(f"{kind}: instances said so after {took:.1f} s, not {limit_s:g}")
-        self._notes.add("broken_s" if kind == DIES else "broken_by_silence_s", took)
+            self.notes.wrong.append(f"{kind}: instances said so after {took:.1f} s, not {limit_s:g}")
+        self.notes.add("broken_s" if kind == DIES else "broken_by_silence_s", took)
         broken = 0
         for node, starts in self._members.items():
             probe = await self._told(node)
@@ -251,22 +239,22 @@ class TrainerFaults:
                 continue
             if probe.update[0] != label:
                 # out of the router's reach at the time: it has the weights that it had
-                self._notes.played[f"{kind}: an instance was not told"] += 1
+                self.notes.played[f"{kind}: an instance was not told"] += 1
             elif not probe.broken or not probe.paused:
-                self._notes.wrong.append(
+                self.notes.wrong.append(
                     f"{kind}: {node.name} goes on: broken {probe.broken!r}, paused {probe.paused}, {probe.update}"
                 )
             broken += bool(probe.broken)
-        self._notes.struck[kind] += bool(broken)
+        self.notes.struck[kind] += bool(broken)
         return True
 
     async def _told(self, node: Node) -> Probe | None:
         """What an instance holds that must hear of broken weights: one that was stopped reads late what its worker
         told it, and is paused until then."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + _BROKEN_S
+        end = loop.time() + _BROKEN_S
         while (  # noqa: ASYNC110 - another process is asked
-            (probe := await node.probe()) is not None and probe.paused and not probe.broken and loop.time() < until
+            (probe := await node.probe()) is not None and probe.paused and not probe.broken and loop.time() < end
         ):
             await asyncio.sleep(0.05)
         return probe
@@ -276,30 +264,30 @@ class TrainerFaults:
         group = await self._meet(trainer)
         if group is None:
             return False
-        label, number = self._weights.new_label(), self._weights.new_number()
-        self._versions.begins(label, number)
+        label, number = self.weights.new_label(), self.weights.new_number()
+        self.versions.begins(label, number)
         sending = asyncio.get_running_loop().create_task(trainer.ask("send", number=number))
         try:
-            await self._router.update_weights(label, self._tensors(group), "keep")
+            await self.router.update_weights(label, self._tensors(group), "keep")
         except FdasyncError as error:
-            self._notes.played[f"{kind}: mending by a trainer, {type(error).__name__}"] += 1
+            self.notes.played[f"{kind}: mending by a trainer, {type(error).__name__}"] += 1
             return False
         finally:
             await asyncio.wait([sending], timeout=_LINE_S)
             sending.exception()
-        self._weights.number = number
-        self._versions.agreed(label)
-        self._notes.struck["update by a trainer"] += 1
+        self.weights.number = number
+        self.versions.agreed(label)
+        self.notes.struck["update by a trainer"] += 1
         with suppress(FdasyncError):
-            await self._router.leave_weights_group(group.name)
+            await self.router.leave_weights_group(group.name)
         return True
 
     async def _follow(self, kind: str) -> None:
         """The same weights from a folder."""
         try:
-            await self._weights.from_folder(self._weights.number)
+            await self.weights.from_folder(self.weights.number)
         except FdasyncError:
-            await self._weights.mend(kind)
+            await self.weights.mend(kind)
 
 
 def _is_cold(order: Path, pid: int) -> bool:

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import BadInput, FdasyncError, PeerRefused, PeerUnreachable, RemoteError, TransientError
+from tests.nightly.chaos.notes import Stage
 from tests.nightly.chaos.versions import FIRST_NUMBER
 
 if TYPE_CHECKING:
-    from random import Random
-
-    from fdasync_fleet.router.router import Router
-
-    from tests.nightly.chaos.fleet import Fleet
     from tests.nightly.chaos.node import Node
-    from tests.nightly.chaos.notes import Notes
-    from tests.nightly.chaos.versions import Versions
 
 _MEND_S = 40.0
 # the ends that an update or a sleep makes take a while to come
@@ -28,7 +23,8 @@ GRACE_S = 3.0
 _BACK_S = 180.0
 
 
-class WeightFaults:
+@dataclass(eq=False)
+class WeightFaults(Stage):
     """See the module.
 
     Attributes:
@@ -37,15 +33,10 @@ class WeightFaults:
         number: of the weights that the fleet has, or had last; others may be at some instances.
     """
 
-    def __init__(self, fleet: Fleet, router: Router, rng: Random, versions: Versions, notes: Notes) -> None:
+    def __post_init__(self) -> None:
         self.turn = asyncio.Lock()
         self.calm = False
         self.number = self._last = FIRST_NUMBER
-        self._fleet = fleet
-        self._router = router
-        self._rng = rng
-        self._versions = versions
-        self._notes = notes
         self._label = 0
         self._seen = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -63,21 +54,21 @@ class WeightFaults:
 
     async def from_folder(self, number: int, mode: Literal["abort", "keep"] = "keep") -> None:
         """One update. Raises what the router raises."""
-        label, folder = self.new_label(), self._fleet.weights(number)
-        self._versions.begins(label, number)
-        with self._versions.aborts.open(GRACE_S) if mode == "abort" else nullcontext():
-            await self._router.update_weights(label, folder, mode)
+        label, folder = self.new_label(), self.fleet.weights(number)
+        self.versions.begins(label, number)
+        with self.versions.aborts.open(GRACE_S) if mode == "abort" else nullcontext():
+            await self.router.update_weights(label, folder, mode)
         self.number = number
-        self._versions.agreed(label)
+        self.versions.agreed(label)
 
     async def update(self) -> None:
         """The fault: to other weights, or the same. An instance that fails is dropped, and comes back."""
-        number = self.number if self._rng.random() < 0.3 else self.new_number()
+        number = self.number if self.rng.random() < 0.3 else self.new_number()
         try:
-            await self.from_folder(number, self._rng.choice(("keep", "keep", "abort")))
+            await self.from_folder(number, self.rng.choice(("keep", "keep", "abort")))
         except (BadInput, TransientError, RemoteError) as error:
             # another update is under way, or all instances failed
-            self._notes.played[f"update weights: {type(error).__name__}"] += 1
+            self.notes.played[f"update weights: {type(error).__name__}"] += 1
 
     async def mend(self, kind: str) -> bool:
         """Update from a folder until it succeeds; False, and a complaint, if it does not in time."""
@@ -92,7 +83,7 @@ class WeightFaults:
                 await asyncio.sleep(0.3)
             else:
                 return True
-        self._notes.wrong.append(f"{kind}: no update mended the fleet within {_MEND_S:g} s: {problem}")
+        self.notes.wrong.append(f"{kind}: no update mended the fleet within {_MEND_S:g} s: {problem}")
         return False
 
     # -- instances that were dropped ----------------------------------------------------------------------
@@ -109,10 +100,10 @@ class WeightFaults:
         """Add instances again that the router has dropped, as a person would."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                dropped = self._router.commands.dropped
+                dropped = self.router.commands.dropped
                 for one in dropped[self._seen :]:
-                    self._notes.played["dropped by the router"] += 1
-                    for node in self._fleet.nodes.values():
+                    self.notes.played["dropped by the router"] += 1
+                    for node in self.fleet.nodes.values():
                         if node.address == one.address:
                             tasks.create_task(self._bring_back(node))
                 self._seen = len(dropped)
@@ -122,14 +113,14 @@ class WeightFaults:
         """Add an instance to the router; False, a moment later: it is not reached, or cannot have the fleet's weights
         as long as their folder is away."""
         try:
-            await self._router.add(node.address)
+            await self.router.add(node.address)
         except (PeerUnreachable, PeerRefused):
             await asyncio.sleep(0.3)
             return False
         return True
 
     async def _bring_back(self, node: Node) -> None:
-        fleet = self._fleet
+        fleet = self.fleet
         try:
             async with asyncio.timeout(_BACK_S):
                 while fleet.nodes.get(node.name) is node and not node.leaves:
@@ -138,4 +129,4 @@ class WeightFaults:
                     if await self.added(node):
                         return
         except TimeoutError:
-            self._notes.wrong.append(f"{node.name} was dropped, and did not come back in {_BACK_S:g} s")
+            self.notes.wrong.append(f"{node.name} was dropped, and did not come back in {_BACK_S:g} s")

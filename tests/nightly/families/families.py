@@ -13,8 +13,7 @@ the routers of a separate plain forward pass, in float32: exact, tied (within 1e
     cells_failed                        cells that raised, or whose process crashed or hung
 
 `--table FILE` writes rows of the Markdown table between the markers of a page: that of the plugin's README. Rows of
-entries that were not played stay. The exit status is
-0 where nothing is wrong, false or failed.
+entries that were not played stay. The exit status is 0 where nothing is wrong, false or failed.
 """
 
 from __future__ import annotations

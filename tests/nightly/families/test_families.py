@@ -1,4 +1,4 @@
-"""The benchmark of families: eight of the catalogue, each in two ways; all of it in every way where time allows; the
+"""The play of families: eight of the catalogue, each in two ways; all of it in every way where time allows; the
 judge finds what is wrong."""
 
 from __future__ import annotations
@@ -6,27 +6,26 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import torch
 from fdasync_trainer.replay import force
 from fdasync_transformers.model import moe_layers
 from fdasync_transformers.start import open_model
 from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 
 from tests.nightly.families import families
-from tests.nightly.families import play as _families_play
+from tests.nightly.families import play as family_play
 from tests.nightly.families.judge import FamilyJudge
 from tests.nightly.families.play import Outcome, play_family
 from tests.nightly.families.run import play_all
 from tests.nightly.families.table import named, write_table
+from tests.nightly.shapes.judge import with_rows
 from tests.support.imports import HOME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.gpu.judge import Answer
@@ -44,15 +43,7 @@ README = HOME.parent / "plugins/fdasync-transformers/README.md"
 
 @pytest.fixture
 def no_blocking() -> None:
-    """In place of the one that looks: runners of this process and references compute on the benchmark's own loop."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    """In place of the one that looks: runners of this process and references compute on the test's own loop."""
 
 
 # each way but the plain one with two of them: all of them in every way take a minute
@@ -69,7 +60,7 @@ WHOLE = [pytest.param(name, ("plain", *WAYS), marks=pytest.mark.nightly) for nam
 def test_a_family_is_served_exactly_or_refused_for_a_true_reason(
     tmp_path: Path, name: str, cells: tuple[str, ...]
 ) -> None:
-    assert set(_families_play.CELLS) == {"plain", *WAYS}
+    assert set(family_play.CELLS) == {"plain", *WAYS}
     outcome, entry = play_family(name, tmp_path, cells), FAMILIES[name]
     assert outcome.false_reason(entry) == ""
     assert outcome.failed == {}
@@ -105,7 +96,7 @@ def played_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], Answer], name: str = "glm4_moe"
 ) -> Outcome:
     """The plain cell, with one answer changed before it is judged."""
-    honest = _families_play.plain
+    honest = family_play.plain
 
     async def dishonest(play: Play) -> Played:
         played = await honest(play)
@@ -113,14 +104,8 @@ def played_with(
         played.answers[number] = change(played.answers[number])
         return played
 
-    monkeypatch.setitem(_families_play.CELLS, "plain", dishonest)
+    monkeypatch.setitem(family_play.CELLS, "plain", dishonest)
     return play_family(name, tmp_path, ("plain",))
-
-
-def with_rows(answer: Answer, rows: Any) -> Answer:
-    routing = answer.routing
-    fields = {"start": routing.start, "layer_ids": routing.layer_ids, "num_experts": routing.num_experts}
-    return replace(answer, routing=SimpleNamespace(array=rows, **fields))
 
 
 def test_a_wrong_row_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +165,7 @@ def test_a_cell_that_raises_is_counted(tmp_path: Path, monkeypatch: pytest.Monke
     async def void(_play: Play) -> Played:
         raise RuntimeError("nothing was preempted")
 
-    monkeypatch.setitem(_families_play.CELLS, "tight", void)
+    monkeypatch.setitem(family_play.CELLS, "tight", void)
     outcome = play_family("qwen3_moe", tmp_path, ("tight",))
     assert outcome.failed == {"tight": "RuntimeError: nothing was preempted"}
     assert families.figures_of([outcome])["cells_failed"] == 1

@@ -124,12 +124,9 @@ def main() -> None:
         print(f"{group}: {one['cases']} cases over {one['operations']} operations, slowest {one['slowest_s']:.2f} s")
         if one["beside"]:
             print(f"  {one['beside']} requests generated beside them")
-        for label, statuses in sorted(one["statuses"].items()):
-            print(f"  {label:44} {' '.join(f'{status}: {number}' for status, number in sorted(statuses.items()))}")
         for name in ("front", "instance"):
-            for kind in ("rss", "private"):
-                before, after = one[name]["before"][kind] / _MIB, one[name]["after"][kind] / _MIB
-                print(f"  {name} {kind}: {before:.1f} MiB before, {after:.1f} MiB after")
+            before, after = (one[name][when]["private"] / _MIB for when in ("before", "after"))
+            print(f"  {name}: {before:.1f} MiB of private memory before, {after:.1f} MiB after")
         for words, number in one["failures"].items():
             print(f"  FAILED {number} times: {words}")
     if args.json:

@@ -1,11 +1,11 @@
-"""One shape of `gpu_shapes`, in a process of its own: what it held on the device is given back with it.
+"""One shape of `shapes`, in a process of its own: what it held on the device is given back with it.
 
     python -m tests.nightly.shapes.child
 
 Imports what it needs, and only then reads a line of its standard input: a JSON object (`Spec`). The parent starts it
 before it is needed, as imports take longer than drawing weights. With `do` "write" it writes quantised shards; with
 "serve" it serves the folder's model by a whole engine, closes it, makes the model again and judges the answers. Writes
-what it found to `out`, and to its standard output a line for the beginning and the end of every part of the start-up,
+what it found to `out`, and to its standard output a line for the beginning and the end of drawing or loading weights,
 which the parent reads beside this process's memory. Exit status 0 where all was done, whatever the verdict; also where
 the input ends at once.
 """
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
@@ -26,7 +25,7 @@ from fdasync_transformers.weights import loading
 
 from tests.nightly.shapes.folder import write_config, write_shards
 from tests.nightly.shapes.judge import ShapeJudge
-from tests.nightly.shapes.run import Asked, Served, serve
+from tests.nightly.shapes.run import Asked, Found, serve
 
 if TYPE_CHECKING:
     from benchmarks.gpu.judge import Answer
@@ -68,37 +67,12 @@ class Spec(msgspec.Struct, frozen=True):
         return replace(TINY if self.tiny else Asked(), kernels=self.kernels)
 
 
-class Found(msgspec.Struct):
-    """What a child found.
-
-    Attributes:
-        seconds: of parts of the start-up, of serving and of judging.
-        nbytes: of weights, files, KV of a token, and peaks of device memory.
-        counts: of rows and tokens, by verdict.
-        misplaced: see `ShapeJudge.misplaced`.
-        tied_over_tolerance: the largest shift that a tied row needed, over its tolerance.
-        worst: what is wrong, in words.
-    """
-
-    seconds: dict[str, float]
-    nbytes: dict[str, int]
-    counts: dict[str, int] = {}
-    decode_ms: float = 0.0
-    misplaced: float = 0.0
-    tolerance: float = 0.0
-    reference_differs: float = 0.0
-    tied_over_tolerance: float = 0.0
-    worst: list[str] = []
-    facts: dict[str, Any] = {}
-
-
 def write(spec: Spec) -> Found:
-    began = time.perf_counter()
     folder = Path(spec.folder)
     layers = write_config(folder, spec.name, spec.nbytes, small=spec.tiny, quantised=True)
     sizes = write_shards(folder, torch.device(spec.asked.device))
     nbytes = {"files": sum(sizes.values()), "largest_file": max(sizes.values())}
-    return Found({"write": time.perf_counter() - began}, nbytes, facts={"layers": layers, "files": sizes})
+    return Found(nbytes=nbytes, facts={"layers": layers, "files": sizes})
 
 
 def run(spec: Spec) -> Found:
@@ -112,41 +86,27 @@ def run(spec: Spec) -> Found:
     def mark(what: str) -> None:
         print(what, flush=True)
 
-    began = time.perf_counter()
-    served = uvloop.run(serve(spec.folder, asked, random_weights=not spec.stored, mark=mark))
-    served.seconds["serve"] = time.perf_counter() - began - served.seconds["start"]
+    found, answers = uvloop.run(serve(spec.folder, asked, random_weights=not spec.stored, mark=mark))
     gc.collect()
     if asked.device == "cuda":
-        torch.cuda.empty_cache()
         # the largest models have no room beside themselves
-        served.nbytes["left"] = torch.cuda.memory_allocated()
-    return judge(spec, served)
+        torch.cuda.empty_cache()
+    judge(spec, found, answers)
+    return found
 
 
-def judge(spec: Spec, served: Served) -> Found:
-    """What the answers are worth, by the model made again. Raises AssertionError for a judge that sees nothing."""
-    began = time.perf_counter()
+def judge(spec: Spec, found: Found, answers: list[Answer]) -> None:
+    """Find what the answers are worth, by the model made again."""
     device = torch.device(spec.asked.device)
     checkpoint = loading.read_checkpoint(spec.folder, with_tensors=spec.stored)
     make = loading.load if spec.stored else loading.draw
     verdicts = ShapeJudge(lambda: make(checkpoint, "bfloat16", device), device)
     texts, tokens = spec.asked.texts
     verdicts.calibrate(texts, tokens, (10, int(checkpoint.config.vocab_size)))
-    found = verdicts.judge(served.answers)
-    misplaced = verdicts.misplaced(_of_some_length(served.answers))
-    served.seconds["judge"] = time.perf_counter() - began
-    return Found(
-        seconds=served.seconds,
-        nbytes=served.nbytes,
-        counts=dict(found.counts),
-        decode_ms=served.decode_ms,
-        misplaced=misplaced,
-        tolerance=max(verdicts.tolerance.values()),
-        reference_differs=verdicts.own_share,
-        tied_over_tolerance=max(found.tied_distances, default=0.0),
-        worst=found.worst,
-        facts=served.facts,
-    )
+    judged = verdicts.judge(answers)
+    found.counts, found.worst = dict(judged.counts), judged.worst
+    found.misplaced = verdicts.misplaced(_of_some_length(answers))
+    found.tolerance = max(verdicts.tolerance.values())
 
 
 def _of_some_length(answers: list[Answer]) -> Answer:

@@ -1,4 +1,4 @@
-"""Checkpoint folders of `gpu_shapes`: how many layers fit, a config.json, and where asked quantised shards.
+"""Checkpoint folders of `shapes`: how many layers fit, a config.json, and where asked quantised shards.
 
 Shards are those of a published checkpoint: names and forms of tensors are the ones of the family on disk, and weights
 are drawn on the device and quantised there. FP8: every matrix of the layers but routers, in blocks of 128 by 128 with

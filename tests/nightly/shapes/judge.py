@@ -1,8 +1,8 @@
-"""The judge of `gpu_shapes`: `HalfJudge` over a model that is as large as a device has room for once.
+"""The judge of `shapes`: `HalfJudge` over a model that is as large as a device has room for once.
 
 The reference is made as the engine's model was, after the engine is gone, and eager in attention and experts. What it
 would say in float32 arithmetic is found without a second copy: every product widens the weights that it takes, one
-matrix at a time. Knows no engine. Used by `child.py`.
+matrix at a time. Knows no engine. Used by `child.py`, and by tests of judges.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from benchmarks.gpu.half import HalfJudge, look_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from benchmarks.gpu.half import Look
     from benchmarks.gpu.judge import Answer
@@ -50,6 +52,13 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def with_rows(answer: Answer, rows: NDArray[Any]) -> Answer:
+    """An answer with other rows."""
+    routing = answer.routing
+    fields = {"start": routing.start, "layer_ids": routing.layer_ids, "num_experts": routing.num_experts}
+    return replace(answer, routing=SimpleNamespace(array=rows, **fields))
+
+
 class ShapeJudge(HalfJudge):
     """See the module. `calibrate` must come before `judge`.
 
@@ -79,10 +88,8 @@ class ShapeJudge(HalfJudge):
     def misplaced(self, answer: Answer) -> float:
         """Share of an answer's rows that are called wrong when each is that of the position before, of those that
         name other experts then. A judge that takes these for ties would find nothing; 0 where no two rows differ."""
-        routing = answer.routing
-        rows = np.sort(routing.array, axis=-1)
+        rows = np.sort(answer.routing.array, axis=-1)
         moved = np.roll(rows, 1, axis=0)
-        fields = {"start": routing.start, "layer_ids": routing.layer_ids, "num_experts": routing.num_experts}
-        found = self._one(replace(answer, routing=SimpleNamespace(array=moved, **fields), greedy=False))
+        found = self._one(replace(with_rows(answer, moved), greedy=False))
         differ = int((rows != moved).any(-1).sum())
         return found.counts["wrong_rows"] / differ if differ else 0.0

@@ -1,4 +1,4 @@
-"""Children of `gpu_shapes`: each does one thing and ends, within a time limit, and its memory is watched meanwhile.
+"""Children of `shapes`: each does one thing and ends, within a time limit, and its memory is watched meanwhile.
 
 One more child than is busy is kept, which imports what it needs in the meantime. Knows no figures. Used by
 `shapes.py`.
@@ -7,7 +7,6 @@ One more child than is busy is kept, which imports what it needs in the meantime
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from tests.nightly.shapes.child import Found
+from tests.nightly.http.process import memory_of
+from tests.nightly.shapes.run import Found
 
 if TYPE_CHECKING:
     from tests.nightly.shapes.child import Spec
@@ -98,26 +98,15 @@ async def _watch(process: asyncio.subprocess.Process) -> int:
             # polled: memory has no event
             done, _ = await asyncio.wait([line], timeout=_READ_S if loading else None)
             if loading:
-                most = max(most, anonymous_nbytes(process.pid))
+                most = max(most, memory_of([process.pid]).private)
             if not done:
                 continue
             text = line.result().decode().strip()
             if not text:
                 return max(0, most - before)
             if text == "weights begins":
-                before = most = anonymous_nbytes(process.pid)
+                before = most = memory_of([process.pid]).private
             loading = text == "weights begins"
             line = asyncio.ensure_future(process.stdout.readline())
     finally:
         line.cancel()
-
-
-def anonymous_nbytes(pid: int) -> int:
-    """Resident memory of a process that is no file's; 0 where it has ended."""
-    try:
-        # blocking: a few hundred bytes from the kernel
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0

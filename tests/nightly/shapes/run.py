@@ -1,4 +1,4 @@
-"""One shape through a whole engine: opened with a stopwatch, asked a mixed batch, decoding many at once.
+"""One shape through a whole engine: opened, asked a mixed batch, decoding many at once.
 
 The engine and its model are in this process, so that the device's memory can be read. Knows no judge and no report.
 Used by `child.py`.
@@ -10,16 +10,15 @@ import gc
 import random
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.start import selfcheck
-from fdasync_transformers.weights import identity, loading
+from fdasync_transformers.weights import loading
 
-from benchmarks.gpu import plays as plays
+from benchmarks.gpu import plays
 from benchmarks.gpu.engine import one_round
 from fdasync import Engine, EngineConfig, SamplingParams
 
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from benchmarks.gpu.judge import Answer
-    from fdasync.cache.aux_arena import AuxArena
-    from fdasync.cache.host_arena import HostArena
-    from fdasync.runner.base import Capacity
 
 
 @dataclass(frozen=True)
@@ -82,89 +78,65 @@ class Asked:
         return tuple(rng.randrange(10, vocab) for _ in range(count))
 
 
-@dataclass
-class Served:
-    """What was found; seconds by part of the start-up, and bytes."""
+class Found(msgspec.Struct):
+    """What was found of a shape.
 
-    answers: list[Answer] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        seconds: of the start, and of the weights in it.
+        nbytes: of weights, files, KV of a token, and the peak of device memory while weights came.
+        counts: of rows and tokens, by verdict.
+        decode_ms: of a step while many sequences decode.
+        misplaced: see `ShapeJudge.misplaced`.
+        tolerance: the largest of `ShapeJudge.tolerance`.
+        worst: what is wrong, in words.
+    """
+
+    seconds: dict[str, float] = {}
+    nbytes: dict[str, int] = {}
+    counts: dict[str, int] = {}
     decode_ms: float = 0.0
-
-
-class _TimedRunner(TransformersRunner):
-    """Keeps its times, and looks at memory where weights are all that there is."""
-
-    served: Served
-
-    async def open(self) -> Capacity:
-        with timed(self.served.seconds, "open"):
-            capacity = await super().open()
-        assert self._step_model is not None
-        model = self._step_model.model
-        self.served.nbytes["weights"] = sum(tensor.nbytes for tensor in model.parameters())
-        return capacity
-
-    async def bind(
-        self,
-        num_blocks: int,
-        arena: AuxArena | None,
-        host: HostArena | None = None,
-        snapshots: HostArena | None = None,
-    ) -> None:
-        with timed(self.served.seconds, "bind"):
-            await super().bind(num_blocks, arena, host, snapshots)
-
-    def _warm(self, executor: Any) -> None:
-        with timed(self.served.seconds, "graphs"):
-            super()._warm(executor)
+    misplaced: float = 0.0
+    tolerance: float = 0.0
+    worst: list[str] = []
+    facts: dict[str, Any] = {}
 
 
 @contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add what the block takes, the device's work included."""
-    began = time.perf_counter()
-    yield
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+def _watched(found: Found, mark: Callable[[str], None]) -> Iterator[None]:
+    """Within the context, drawing or loading weights is timed, and the peak of the device's memory then is read."""
+    honest = {name: getattr(loading, name) for name in ("fill_random", "fill")}
 
-
-@contextmanager
-def _watched(served: Served, mark: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, the parts of `open` keep their times, and the peak of the weights' memory is read."""
-    parts = {(loading, "fill_random"): "weights", (loading, "fill"): "weights", (identity, "weights_id"): "weights_id"}
-    parts |= {(selfcheck, "plain_passes"): "self_check", (selfcheck, "check"): "self_check"}
-    honest = {(module, name): getattr(module, name) for module, name in parts}
-
-    def wrap(function: Any, part: str) -> Any:
+    def wrap(function: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            mark(f"{part} begins")
-            with timed(served.seconds, part):
-                result = function(*args, **kwargs)
-            if part == "weights" and torch.cuda.is_initialized():
-                served.nbytes["load_peak"] = torch.cuda.max_memory_allocated()
-            mark(f"{part} ends")
+            mark("weights begins")
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+                found.nbytes["load_peak"] = torch.cuda.max_memory_allocated()
+            found.seconds["weights"] = found.seconds.get("weights", 0.0) + time.perf_counter() - began
+            mark("weights ends")
             return result
 
         return wrapped
 
-    for (module, name), part in parts.items():
-        setattr(module, name, wrap(honest[module, name], part))
+    for name, function in honest.items():
+        setattr(loading, name, wrap(function))
     try:
         yield
     finally:
-        for (module, name), function in honest.items():
-            setattr(module, name, function)
+        for name, function in honest.items():
+            setattr(loading, name, function)
 
 
-async def serve(folder: str, asked: Asked, *, random_weights: bool, mark: Callable[[str], None]) -> Served:
-    """Open, ask, time decode, close. `mark` is told of the beginning and the end of every part of the start-up.
+async def serve(
+    folder: str, asked: Asked, *, random_weights: bool, mark: Callable[[str], None]
+) -> tuple[Found, list[Answer]]:
+    """Open, ask, time decode, close. `mark` is told of the beginning and the end of drawing or loading weights.
 
     Raises what the engine raises, and `Void` where the mixed batch had no prefix hit or no chunk.
     """
-    served = Served()
+    found = Found()
     config = EngineConfig(
         model=folder,
         runner_config={
@@ -187,17 +159,18 @@ async def serve(folder: str, asked: Asked, *, random_weights: bool, mark: Callab
         pipeline_depth=2,
         request_deadline_s=100.0,
     )
-    runner = _TimedRunner(msgspec.convert(config.runner_config, TransformersConfig), config.runner_limits())
-    runner.served = served
+    runner = TransformersRunner(msgspec.convert(config.runner_config, TransformersConfig), config.runner_limits())
     began = time.perf_counter()
-    with _watched(served, mark):
+    with _watched(found, mark):
         engine = Engine(config, runner=runner)
         await engine.start()
     try:
-        served.seconds["start"] = time.perf_counter() - began
+        found.seconds["start"] = time.perf_counter() - began
+        assert runner._step_model is not None
+        found.nbytes["weights"] = sum(tensor.nbytes for tensor in runner._step_model.model.parameters())
         capacity = engine.capacity
-        served.nbytes["kv_token"] = capacity.block_nbytes // capacity.block_tokens
-        served.facts = {
+        found.nbytes["kv_token"] = capacity.block_nbytes // capacity.block_tokens
+        found.facts = {
             "layers": capacity.num_hidden_layers,
             "moe_layers": list(capacity.moe_layer_ids),
             "experts": capacity.num_experts,
@@ -205,25 +178,24 @@ async def serve(folder: str, asked: Asked, *, random_weights: bool, mark: Callab
             "kv_layout": capacity.kv_layout,
             "notes": list(capacity.notes),
         }
-        await _ask(engine, asked, served)
-        served.decode_ms = await _decode(engine, asked)
+        answers = await _ask(engine, asked, found)
+        found.decode_ms = await _decode(engine, asked)
         engine.check()
-        if asked.device == "cuda":
-            served.nbytes["peak"] = torch.cuda.max_memory_allocated()
     finally:
         await engine.aclose()
     gc.collect()
-    return served
+    return found, answers
 
 
-async def _ask(engine: Engine, asked: Asked, served: Served) -> None:
+async def _ask(engine: Engine, asked: Asked, found: Found) -> list[Answer]:
     jobs = asked.jobs(engine.capacity.vocab_size)
-    served.answers += await plays.burst(engine, jobs)
+    answers = await plays.burst(engine, jobs)
     for job in jobs[: asked.again]:
-        served.answers += await plays.ask(engine, job)
+        answers += await plays.ask(engine, job)
     # a step holds less than the prompts, so prompts were cut
     least = sum(len(job.prompt) for job in jobs) // asked.chunk
-    served.facts["books"] = plays.demand(engine.stats().scheduler, hit_tokens=1, steps=least)
+    found.facts["books"] = plays.demand(engine.stats().scheduler, hit_tokens=1, steps=least)
+    return answers
 
 
 async def _decode(engine: Engine, asked: Asked) -> float:

@@ -1,18 +1,20 @@
-"""The attacks of the benchmark on a front of its own: bounded memory, the answers that are meant, and others served."""
+"""The attacks of `http_attack` on a front of its own: bounded memory, the answers that are meant, others served."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.nightly.http.attacker import IDLE
-from tests.nightly.http.process import front, memory_of
+from tests.nightly.http.process import attack, front, memory_of
 
+ROOT = Path(__file__).parents[4]
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 _MIB = 1 << 20
 # most memory of the front, in MiB, and the only answers that the attacker may see
@@ -41,13 +43,8 @@ async def test_an_attack_is_bounded_and_others_are_served(name, tmp_path):
         async with httpx2.AsyncClient(base_url=server.url, timeout=300) as client:
             assert (await client.post("/generate", json=BODY)).status_code == 200
             before = memory_of([server.pid]).rss
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tests.nightly.http.attacker", name, str(server.port),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
             slowest_s, most, served = 0.0, before, 0
-            async with asyncio.timeout(300):
-                assert await process.stdout.readline() == b"ready\n"
+            async with attack(name, server.port) as told:
                 until = time.monotonic() + 4.0
                 while time.monotonic() < until:
                     begin = time.monotonic()
@@ -55,9 +52,6 @@ async def test_an_attack_is_bounded_and_others_are_served(name, tmp_path):
                     slowest_s = max(slowest_s, time.monotonic() - begin)
                     most = max(most, memory_of([server.pid]).rss)
                     served += 1
-                process.stdin.close()
-                out, _ = await process.communicate()
-            told = json.loads(out)
             assert set(told["statuses"]) <= statuses
             assert told["statuses"] or not statuses, "the attack sent nothing"
             assert (most - before) / _MIB <= most_mib
@@ -67,3 +61,12 @@ async def test_an_attack_is_bounded_and_others_are_served(name, tmp_path):
             if name == "idle_10000":
                 assert told["held"] == IDLE
             assert (await client.get("/health_generate")).status_code == 200
+
+
+def test_the_play_tells_what_an_attack_costs_others(tmp_path):
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "tests.nightly", "http_attack", "--only", "json_10000_deep", "--pairs", "1"]
+    subprocess.run([*command, "--json", str(out)], cwd=ROOT, check=True, timeout=600)
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures) == {"engine_tpot_p99_json_10000_deep", "http_tpot_p99_json_10000_deep"}
+    assert all(ratio > 0 for ratio in figures.values())

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,15 +20,13 @@ import httpx2
 import pytest
 from fdasync_transformers import make_random_checkpoint
 
-from tests.nightly.http.process import children_of, front, memory_of
+from tests.nightly.http.process import attack, children_of, front, memory_of, stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.nightly.http.process import Front
 
 PAIRS = 5
-WINDOW_S = 2.5
+WARM_S, WINDOW_S = 0.5, 2.5
 TOKENS = 400
 MOVED = 2.0
 STOPPED_S = 3.0
@@ -67,28 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Reader:
+async def read(port: int, times: list[float]) -> None:
     """A stream without a grammar, again and again; when each of its events came."""
-
-    def __init__(self, port: int) -> None:
-        self.times: list[float] = []
-        self._port = port
-
-    async def run(self) -> None:
-        body = {"token_ids": [1] * 8, "stream": True,
-                "sampling_params": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}  # fmt: skip
-        data = json.dumps(body).encode()
-        head = b"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        try:
-            while True:
-                writer.write(head + data)
-                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-                while b"[DONE]" not in await reader.readuntil(b"\n\n"):
-                    self.times.append(time.monotonic())
-                await reader.readuntil(b"0\r\n\r\n")
-        finally:
-            writer.close()
+    async for at in stream(port, 1, TOKENS):
+        if at is not None:
+            times.append(at)  # noqa: PERF401 - there is no end of them
 
 
 class Window(NamedTuple):
@@ -116,38 +95,12 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def window(worker: int, stream: Reader) -> Window:
-    begin, spent, had = time.monotonic(), cpu_s(worker), len(stream.times)
+async def window(worker: int, times: list[float]) -> Window:
+    begin, spent, had = time.monotonic(), cpu_s(worker), len(times)
     await asyncio.sleep(WINDOW_S)
-    times = stream.times[had:]
-    slowest_s = max(after - before for before, after in itertools.pairwise(times))
-    return Window((cpu_s(worker) - spent) / len(times), (time.monotonic() - begin) / len(times), slowest_s)
-
-
-@contextlib.asynccontextmanager
-async def attack(name: str, server: Front, seen: set[str]) -> AsyncIterator[None]:
-    """An attack under way; the answers to it are added to `seen`. "": none."""
-    if not name:
-        yield
-        return
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.nightly.http.attacker", name, str(server.port),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(300):
-            assert await process.stdout.readline() == b"ready\n"
-            await asyncio.sleep(0.5)
-            yield
-            process.stdin.close()
-            out, _ = await process.communicate()
-        seen |= set(json.loads(out)["statuses"])
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    came = times[had:]
+    slowest_s = max(after - before for before, after in itertools.pairwise(came))
+    return Window((cpu_s(worker) - spent) / len(came), (time.monotonic() - begin) / len(came), slowest_s)
 
 
 @pytest.mark.parametrize("name", list(BOUNDS))
@@ -160,8 +113,8 @@ async def test_a_flood_of_grammars_disturbs_no_others(name: str, folder: Path, t
     with front("--model", str(folder), "--config", str(config)) as server:
         async with httpx2.AsyncClient(base_url=server.url, timeout=300) as client:
             assert (await client.post("/generate", json=BODY)).status_code == 200
-            stream = Reader(server.port)
-            reading = asyncio.ensure_future(stream.run())
+            times: list[float] = []
+            reading = asyncio.ensure_future(read(server.port, times))
             await asyncio.sleep(1.0)
             before = most = memory_of([server.pid, *children_of(server.pid)]).private
             ratios: list[float] = []
@@ -169,15 +122,18 @@ async def test_a_flood_of_grammars_disturbs_no_others(name: str, folder: Path, t
             worker = worker_of(server)
             seen: set[str] = set()
             for _ in range(PAIRS):
-                async with attack(beside, server, set()):
-                    quiet = await window(worker, stream)
-                async with attack(name, server, seen):
-                    loud = await window(worker, stream)
+                async with attack(beside, server.port) if beside else contextlib.nullcontext():
+                    await asyncio.sleep(WARM_S)
+                    quiet = await window(worker, times)
+                async with attack(name, server.port) as told:
+                    await asyncio.sleep(WARM_S)
+                    loud = await window(worker, times)
                     # one that was not checked before is checked beside the flood
                     own = {**BODY["sampling_params"], "regex": f"[ab]{{{2 + len(ratios)}}}"}
                     answer = await client.post("/generate", json={**BODY, "sampling_params": own})
                     assert answer.status_code == 200, answer.text
                     most = max(most, memory_of([server.pid, *children_of(server.pid)]).private)
+                seen |= set(told["statuses"])
                 # a loop that compiles stops
                 assert loud.slowest_s < STOPPED_S
                 ratios.append(loud.cpu_s / quiet.cpu_s)
