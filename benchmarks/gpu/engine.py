@@ -1,7 +1,8 @@
-"""The whole engine of `gpu_serving`: replies with and without routing, and what the engine costs beside the runner.
+"""Whole engines of the GPU benchmarks: rounds of requests, replies with and without routing, the engine's own cost.
 
 The model in a worker process, two steps in flight, prefix cache on, no host tier. Every round sends the same prompts
-at once, whose blocks are in the cache since the warm-up but for the last one, so a round is nearly all decode.
+at once, whose blocks are in the cache since the warm-up but for the last one, so a round is nearly all decode. Used by
+`serving.py`, `tp.py`, `mtp.py` and the nightly play of shapes.
 """
 
 from __future__ import annotations
@@ -14,61 +15,56 @@ from benchmarks.gpu.decode import add_ratio
 from fdasync import Engine, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from benchmarks.gpu.scale import Scale
-    from benchmarks.lib.report import Report
+    from benchmarks.lib.parts import Parts
+    from fdasync.scheduler.state.config import SchedulerStats
 
-# decode steps at both ends of a round that the steady rate leaves out, at most
+# decode steps at the head of a round that the steady rate leaves out, at most
 _EDGE = 8
 
 
-async def measure(
-    scale: Scale, folder: str, report: Report, *, replies: bool, library: bool, save: Callable[[], None]
-) -> float | None:
-    """Figures of the engine; new tokens per second of the library's requests where they are wanted, else None."""
-    sizes = tuple(size for size in scale.sizes if size > 1) if replies else ()
-    requests, new = scale.library
-    if not sizes and not library:
-        return None
-    running = max([*sizes, requests if library else 1])
-    longest = scale.context + max(scale.engine_tokens, new) + 1
-    # rounds of other prompts may stay in the cache beside these
-    blocks = (2 * running + (2 * requests if library else 0)) * -(-longest // scale.block_tokens)
-    config = EngineConfig(
-        model=folder,
-        runner_config=scale.runner_config(tuple(sorted({*sizes, *((requests,) if library else ())}))),
-        process="worker",
-        tokenizer="none",
-        max_context_tokens=longest,
-        block_tokens=scale.block_tokens,
-        num_blocks=min(blocks, 24_000),
-        host_blocks=0,
-        max_running=running,
-        max_step_tokens=scale.max_step_tokens,
-        max_requests=running,
-        pipeline_depth=2,
-        seed=1,
-    )
+def greedy(tokens: int) -> SamplingParams:
+    """So many tokens, whatever they are."""
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def engine_config(scale: Scale, folder: str, running: int, new_tokens: int, **values: Any) -> EngineConfig:
+    """One engine for so many requests at a time; `values`: in place of the fields here."""
+    longest = scale.context + new_tokens + 1
+    blocks = running * -(-longest // scale.block_tokens)
+    fields: dict[str, Any] = {
+        "model": folder,
+        "runner_config": scale.runner_config(tuple(size for size in scale.sizes if size <= running)),
+        "process": "worker",
+        "tokenizer": "none",
+        "max_context_tokens": longest,
+        "block_tokens": scale.block_tokens,
+        # those of rounds before may stay in the cache beside
+        "num_blocks": min(2 * blocks, blocks + 4000),
+        "host_blocks": 0,
+        "max_running": running,
+        "max_step_tokens": scale.max_step_tokens,
+        "max_requests": running,
+        "pipeline_depth": 2,
+        "seed": 1,
+    }
+    return EngineConfig(**{**fields, **values})
+
+
+async def measure(parts: Parts, scale: Scale, folder: str) -> None:
+    """Figures of the engine, at all sizes above one."""
     began = time.perf_counter()
-    async with Engine(config) as engine:
-        report.conditions["engine_start_s"] = round(time.perf_counter() - began, 1)
-        for size in sizes:
-            await _compare(engine, scale, report, size)
-            save()
-        if not library:
-            return None
-        rates = []
-        for seed in (101, 102):
-            params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-            wall, _ = await one_round(engine, scale.prompts(requests, seed), params, routing=True, steady=False)
-            rates.append(requests * new / wall)
-        return report.add("ours_new_tokens_per_s", rates)
+    async with Engine(engine_config(scale, folder, scale.sizes[-1], scale.engine_tokens)) as engine:
+        parts.report.conditions["engine_start_s"] = round(time.perf_counter() - began, 1)
+        for size in scale.sizes[1 if scale.sizes[0] == 1 else 0 :]:
+            await _compare(engine, scale, parts, size)
+            parts.save()
 
 
-async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> None:
-    prompts = scale.prompts(size)
-    params = SamplingParams(max_tokens=scale.engine_tokens, temperature=0.0, ignore_eos=True)
+async def _compare(engine: Engine, scale: Scale, parts: Parts, size: int) -> None:
+    prompts, params, report = scale.prompts(size), greedy(scale.engine_tokens), parts.report
     ways = {"replies": True, "none": False}
     for routing in ways.values():  # the first fills the prefix cache
         await one_round(engine, prompts, params, routing=routing, steady=False)
@@ -80,16 +76,10 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
             rates[way].append(size * scale.engine_tokens / wall)
             if way == "replies" and rate:
                 steady.append(rate)
-    for way, values in rates.items():
-        report.add(f"engine_tokens_per_s_{size}_{way}", values)
     add_ratio(report, f"replies_over_none_{size}", rates["replies"], rates["none"])
-    if not steady:
-        return
-    rate = report.add(f"engine_steady_tokens_per_s_{size}", steady)
     runner = report.figures.get(f"decode_tokens_per_s_{size}_on")
-    if runner:
-        name = f"engine_over_runner_{size}"
-        report.add(name, [rate / runner], aim=scale.aim(name))
+    if steady and runner:
+        report.add(f"engine_over_runner_{size}", [rate / runner for rate in steady])
 
 
 async def one_round(
@@ -103,8 +93,11 @@ async def one_round(
     began = time.perf_counter()
     try:
         results = await asyncio.gather(*[engine.complete(prompt, params, routing=routing) for prompt in prompts])
-        wall = time.perf_counter() - began
-        rate = watch.result() if watch is not None and watch.done() else 0.0
+        wall, rate = time.perf_counter() - began, 0.0
+        if watch is not None:
+            # it sees the end of the round at its next look, if it saw the beginning
+            await asyncio.wait([watch], timeout=0.1)
+            rate = watch.result() if watch.done() else 0.0
     finally:
         if watch is not None:
             watch.cancel()
@@ -118,18 +111,25 @@ async def one_round(
 
 
 async def _steady(engine: Engine, size: int, new_tokens: int) -> float:
-    """Tokens per second between the first steps of a round and its last; 0 where that was not seen."""
+    """Tokens per second while all decode, but for the first steps."""
 
-    async def reach(step: int, running: int) -> tuple[int, float]:
+    async def until(steps: int, running: int) -> SchedulerStats:
         # polled, and rarely: a tap that is told of every step would be in the figure
-        while (now := engine.stats().scheduler).steps < step or now.running < running:  # noqa: ASYNC110
+        while (now := engine.stats().scheduler).steps < steps or now.running < running:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-        return now.steps, time.perf_counter()
+        return now
 
-    edge = min(_EDGE, new_tokens // 8)
-    first, _ = await reach(0, size)
-    begin_step, began = await reach(first + edge, 0)
-    end_step, ended = await reach(begin_step + max(1, new_tokens - 4 * edge - 2), 0)
-    if engine.stats().scheduler.running < size:
-        return 0.0
-    return (end_step - begin_step) * size / (ended - began)
+    first = await until(0, size)
+    begin = end = await until(first.steps + min(_EDGE, new_tokens // 8), 0)
+    began = ended = time.perf_counter()
+    while (now := engine.stats().scheduler).running >= size:
+        if now.steps > end.steps:
+            end, ended = now, time.perf_counter()
+        await asyncio.sleep(0.002)
+    tokens = (end.steps - begin.steps) * size + accepted_tokens(end) - accepted_tokens(begin)
+    return tokens / (ended - began) if tokens else 0.0
+
+
+def accepted_tokens(stats: SchedulerStats) -> int:
+    """Of all drafts so far."""
+    return stats.accepted_tokens + stats.own_accepted_tokens

@@ -1,9 +1,9 @@
-"""The bytes that a decode step must read: for `gpu_serving`, of any model with experts.
+"""The bytes that a decode step must read, of any model with experts.
 
-Dense weights, shared experts, routers and the output head once; of each layer's experts those that are chosen; keys and
-values, or latents, of all contexts; recurrent state, which is written too. Of the embedding only the rows count, and
-what else is written (a row of KV for each sequence) is left out. Knows modules of the library by their parameters; runs
-nothing.
+Dense weights, shared experts, routers and the output head once; of each layer's experts as many as are expected; keys
+and values, or latents, of all contexts; recurrent state, which is written too. Of the embedding only the rows count,
+and what else is written (a row of KV for each sequence) is left out. Knows modules of the library by their parameters;
+runs nothing. Used by `model.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 
@@ -45,11 +43,9 @@ class StepBytes:
         """Distinct experts of each layer for `count` tokens where routing is uniform."""
         return [self.num_experts * (1 - (1 - k / self.num_experts) ** count) for k in self.top_k]
 
-    def step(self, count: int, context: int, chosen: Sequence[float] | None = None) -> float:
-        """Bytes of a step of `count` sequences with so many tokens each. `chosen`: distinct experts of each layer;
-        None: as many as are expected."""
-        experts = self.expected(count) if chosen is None else chosen
-        routed = sum(number * nbytes for number, nbytes in zip(experts, self.expert, strict=True))
+    def step(self, count: int, context: int) -> float:
+        """Bytes of a step of `count` sequences with so many tokens each."""
+        routed = sum(number * nbytes for number, nbytes in zip(self.expected(count), self.expert, strict=True))
         each = self.embedding_row + context * self.kv_token + 2 * self.state
         return self.dense + routed + count * each
 
@@ -79,10 +75,10 @@ def bytes_of(model: Any, moe: Any, kv_token_nbytes: int, state_nbytes: int = 0) 
     )
 
 
-def distinct(rows: NDArray[Any], num_experts: int) -> list[float]:
-    """Distinct experts of each layer in a step, mean over steps. `rows`: ids, [steps, sequences, layers, k]."""
+def distinct(rows: NDArray[Any], num_experts: int) -> float:
+    """Distinct experts of a layer in a step, mean over steps and layers. `rows`: ids, [steps, sequences, layers, k]."""
     steps, _, layers, _ = rows.shape
     seen = np.zeros((steps, layers, num_experts), bool)
     step, layer = np.arange(steps)[:, None, None, None], np.arange(layers)[None, None, :, None]
     seen[step, layer, rows] = True
-    return [float(number) for number in seen.sum(-1).mean(0)]
+    return float(seen.sum(-1).mean())

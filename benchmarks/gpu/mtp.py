@@ -1,16 +1,17 @@
 """What a checkpoint's own multi-token prediction layer gives on a GPU, and what it costs where it is wrong.
 
-    python -m benchmarks gpu_mtp [--json FILE] [--sizes 1,16,64,256] [--rounds 2] [--new-tokens 256] [--tiny]
+    python -m benchmarks gpu_mtp [--json FILE] [--sizes 1,16,64,256] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with one such layer, weights drawn on the device; whole engines with the model in
-their process, two steps in flight, routing in every reply, prompts of 1,024 from the prefix cache, up to 3 drafts of a
-sequence in a step. Drawn weights agree with nothing, so they are made to: attention and experts of all layers count
-little beside a token's embedding, and the layer takes the embedding nearly alone. How little says how often a draft is
-right. Answers are greedy. Tokens per second while all decode, over an engine without the layer, with the same weights:
+their process, two steps in flight, routing in every reply, prompts of 1,024 from the prefix cache, 256 new tokens, up
+to 3 drafts of a sequence in a step. Drawn weights agree with nothing, so they are made to: attention and experts of all
+layers count little beside a token's embedding, and the layer takes the embedding nearly alone. How little says how
+often a draft is right. Answers are greedy. Tokens per second while all decode, over an engine without the layer, with
+the same weights:
 
-    mtp_LABEL_N    with the budget, N running; at each strength of the layers. In the conditions: the share of drafts
-                   that were right, drafts and tokens of a sequence in a step
-    mtp_wrong_N    with the budget, where no draft is right (aim 0.98)
+    mtp_LABEL_N    with the budget, N running; at each strength of the layers ("near", "half", "far"). In the
+                   conditions: the share of drafts that were right, drafts and tokens of a sequence in a step
+    mtp_wrong_N    with the budget, where no draft is right
     mtp_cost_N     without a budget, where no draft is right: what 3 drafts and their rows cost in every step
     mtp_kept_N     without drafts, and the layer's KV is kept all the same
 
@@ -20,72 +21,83 @@ interpreter.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from benchmarks.gpu.scale import Scale, large, tiny
-from benchmarks.gpu.serving import Run
-from benchmarks.gpu.speculation import Load, engine_config, seen
+from benchmarks.gpu.models import DEFAULT_MODEL
+from benchmarks.gpu.options import begin, parser_of, sizes_of
+from benchmarks.gpu.scale import Scale, large, tiny, write_folder
 from fdasync import Engine
 from fdasync.drafting import Speculation
 
 if TYPE_CHECKING:
+    import argparse
+
     import torch
 
-    from fdasync.runner.base import Runner
+    from benchmarks.lib.parts import Parts
 
 _DRAFTS = 3
 # of attention and experts, beside a token's embedding
 _STRENGTHS = {"near": 0.0005, "half": 0.002, "far": 0.006}
+_AIM = 0.98
 
 
 class Arms:
     """Engines of one shape, one after the other."""
 
-    def __init__(self, run: Run, folder: str, args: argparse.Namespace) -> None:
-        self.run, self.folder, self.args = run, folder, args
-        scale = run.scale
-        self.loads = {size: Load(scale, size, args.new_tokens, temperature=0.0) for size in reversed(scale.sizes)}
-        self.base: dict[int, float] = {}
+    def __init__(self, parts: Parts, scale: Scale, folder: str) -> None:
+        self._parts, self._scale, self._folder = parts, scale, folder
+        self._new_tokens, self._rounds = (12, 1) if scale.device == "cpu" else (256, 2)
+        self._base: dict[int, float] = {}
 
     def engine(self, *, mtp: bool, drafts: int = 0, budget: bool = True) -> tuple[Engine, Any]:
         """An engine and its runner, in this process."""
         from fdasync_transformers import TransformersConfig, TransformersRunner
 
-        scale = self.run.scale
-        speculation = Speculation(drafter="none", max_tokens=drafts, budget=budget) if drafts else None
-        config = engine_config(scale, self.folder, scale.sizes[-1], self.args.new_tokens, speculation)
-        runner: Runner = TransformersRunner(
-            TransformersConfig(**{**config.runner_config, "mtp": mtp}), config.runner_limits()
-        )
+        from benchmarks.gpu.engine import engine_config
+
+        scale = self._scale
+        config = engine_config(
+            scale, self._folder, scale.sizes[-1], self._new_tokens,
+            runner_config={**scale.runner_config(None), "mtp": mtp},
+            speculation=Speculation(drafter="none", max_tokens=drafts, budget=budget) if drafts else None,
+        )  # fmt: skip
+        runner = TransformersRunner(TransformersConfig(**config.runner_config), config.runner_limits())
         return Engine(config, runner=runner), runner
 
     async def rates(self, engine: Engine, label: str, aim: float | None = None) -> None:
-        """Play all sizes; figures by `label`."""
-        run, rounds = self.run, self.args.rounds
-        for size, load in self.loads.items():
+        """Play all sizes; figures by `label`. Raises RuntimeError where no round was long enough to see a rate."""
+        from benchmarks.gpu.engine import accepted_tokens, greedy, one_round
+
+        scale, report = self._scale, self._parts.report
+        for size in reversed(scale.sizes):
+            prompts, params, rates = scale.prompts(size), greedy(self._new_tokens), []
             # the first round fills the prefix cache, and shows the budget what drafts give
-            played = [await load.play(engine) for _ in range(rounds + 1)][1:]
-            if size not in self.base:
-                self.base[size] = run.report.add(f"tokens_per_s_{size}_none", seen(played))
-                run.save()
+            for _ in range(self._rounds + 1):
+                before = engine.stats().scheduler
+                rates.append((await one_round(engine, prompts, params, routing=True, steady=True))[1])
+            after = engine.stats().scheduler
+            rates = [rate for rate in rates[1:] if rate]
+            if not rates:
+                raise RuntimeError(f"no round of {size} was long enough to see a rate")
+            if size not in self._base:
+                self._base[size] = report.add(f"tokens_per_s_{size}_none", rates)
                 continue
-            run.report.add(f"mtp_{label}_{size}", [rate / self.base[size] for rate in seen(played)], aim=aim)
-            last = played[-1]
-            run.report.conditions[f"drafts_{label}_{size}"] = {
-                "right": round(last.accepted / last.drafted, 3) if last.drafted else None,
-                "drafts_per_step": round(last.drafted / last.steps / size, 3),
-                "tokens_per_step": round(1 + last.accepted / last.steps / size, 3),
+            report.add(f"mtp_{label}_{size}", [rate / self._base[size] for rate in rates], aim=aim)
+            steps = (after.steps - before.steps) * size
+            drafted = after.own_drafted_tokens - before.own_drafted_tokens
+            accepted = accepted_tokens(after) - accepted_tokens(before)
+            report.conditions[f"drafts_{label}_{size}"] = {
+                "right": round(accepted / drafted, 3) if drafted else None,
+                "drafts_per_step": round(drafted / steps, 3),
+                "tokens_per_step": round(1 + accepted / steps, 3),
             }
-            run.save()
-        run.say(f"{label}: done")
+            self._parts.save()
 
 
 def weaken(model: torch.nn.Module, factor: float) -> None:
@@ -103,23 +115,36 @@ def agree(model: torch.nn.Module) -> None:
     import torch
 
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith("mtp.") and name.endswith("eh_proj.weight"):
-                width = parameter.shape[0]
-                parameter[:, :width] = torch.eye(width)
-                parameter[:, width:] *= 0.02
+        for parameter in _inputs_of_the_layer(model):
+            width = parameter.shape[0]
+            parameter[:, :width] = torch.eye(width)
+            parameter[:, width:] *= 0.02
+
+
+def flip(model: torch.nn.Module) -> None:
+    """Have the prediction layer predict the least likely token instead of the likeliest."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in _inputs_of_the_layer(model):
+            parameter.mul_(-1)
+
+
+def _inputs_of_the_layer(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith("mtp.") and name.endswith("eh_proj.weight")
+    ]
 
 
 async def measure(arms: Arms) -> None:
     strengths = list(_STRENGTHS.values())
-    engine, runner = arms.engine(mtp=False)
-    async with engine:
-        weaken(runner.model, strengths[1])
-        await arms.rates(engine, "none")
-    engine, runner = arms.engine(mtp=True)
-    async with engine:
-        weaken(runner.model, strengths[1])
-        await arms.rates(engine, "kept")
+    for label, mtp in (("none", False), ("kept", True)):
+        engine, runner = arms.engine(mtp=mtp)
+        async with engine:
+            weaken(runner.model, strengths[1])
+            await arms.rates(engine, label)
     engine, runner = arms.engine(mtp=True, drafts=_DRAFTS)
     async with engine:
         agree(runner.model)
@@ -128,82 +153,30 @@ async def measure(arms: Arms) -> None:
             weaken(runner.model, strength / before)
             before = strength
             await engine.reset_cache()
-            await arms.rates(engine, label, aim=0.98)
-        # the least likely token instead of the likeliest
-        _flip(runner.model)
+            await arms.rates(engine, label, aim=_AIM)
+        flip(runner.model)
         await engine.reset_cache()
-        await arms.rates(engine, "wrong", aim=0.98)
+        await arms.rates(engine, "wrong", aim=_AIM)
     engine, runner = arms.engine(mtp=True, drafts=_DRAFTS, budget=False)
     async with engine:
         agree(runner.model)
         weaken(runner.model, strengths[0])
-        _flip(runner.model)
+        flip(runner.model)
         await arms.rates(engine, "cost")
 
 
-def _flip(model: torch.nn.Module) -> None:
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith("mtp.") and name.endswith("eh_proj.weight"):
-                parameter.mul_(-1)
-
-
-def write_folder(folder: Path, scale: Scale) -> str:
-    """A checkpoint folder with a config and nothing else."""
-    (folder / "config.json").write_text(json.dumps({**scale.config, "num_nextn_predict_layers": 1}))
-    return str(folder)
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here, after every size")
-    parser.add_argument("--sizes", metavar="N,N", default="1,16,64,256", help="(default 1,16,64,256)")
-    parser.add_argument("--rounds", type=int, default=2, help="of each figure (default 2)")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of each request (default 256)")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
-    args = parser.parse_args(arguments)
-    if args.rounds < 1 or args.new_tokens < 1:
-        parser.error("--rounds and --new-tokens are 1 at least")
-    return args
+    parser = parser_of(__doc__)
+    parser.add_argument("--sizes", type=sizes_of, metavar="N,N", default="1,16,64,256", help="(default 1,16,64,256)")
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
-    if args.tiny:
-        # before triton is first imported
-        os.environ["TRITON_INTERPRET"] = "1"
-        args.rounds, args.new_tokens = 1, 24
-    import torch
-
-    if not args.tiny and not torch.cuda.is_available():
-        raise SystemExit("this benchmark measures a CUDA GPU, and torch sees none here; --tiny rehearses it on a CPU")
-    scale = tiny() if args.tiny else large("qwen3-30b-a3b")
-    sizes = scale.sizes if args.tiny else tuple(sorted({int(size) for size in args.sizes.split(",")}))
-    scale = dataclasses.replace(scale, sizes=sizes)
-    run = Run(scale, set(), args.json)
-    run.report.title = "Multi-token prediction on a GPU"
-    run.report.conditions |= {
-        "gpu": "none" if args.tiny else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "model": scale.model,
-        "sizes": scale.sizes,
-        "context": scale.context,
-        "new_tokens": args.new_tokens,
-        "max_tokens": _DRAFTS,
-        "strengths": _STRENGTHS,
-        "rounds": args.rounds,
-    }
-    if args.tiny:
-        run.report.conditions["void"] = "a rehearsal on a CPU: no figure says anything of a GPU"
+    scale = tiny() if args.tiny else dataclasses.replace(large(DEFAULT_MODEL), sizes=args.sizes)
+    scale = dataclasses.replace(scale, config={**scale.config, "num_nextn_predict_layers": 1})
+    parts = begin("Multi-token prediction on a GPU", args, strengths=_STRENGTHS, **scale.facts)
     with tempfile.TemporaryDirectory() as name:
-        folder = write_folder(Path(name), scale)
-        try:
-            uvloop.run(measure(Arms(run, folder, args)))
-        except Exception as error:  # the figures so far count
-            run.failed("measure", error)
-    run.save()
-    run.report.finish(args.json)
-    if run.errors:
-        raise SystemExit(1)
+        arms = Arms(parts, scale, write_folder(Path(name), scale))
+        uvloop.run(parts.run("measure", measure, arms))
+    return parts.finish()

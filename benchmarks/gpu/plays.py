@@ -18,7 +18,7 @@ from fdasync_fleet.router.router import Router, connect
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
 from benchmarks.gpu.judge import Answer
-from benchmarks.gpu.parts import Void
+from benchmarks.lib.parts import Void
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import SwapDone
 
@@ -103,7 +103,8 @@ class Play:
     runner: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, *, fused: bool = True, **values: Any) -> EngineConfig:
+    def config(self, *, fused: bool = True, whole: bool = False, **values: Any) -> EngineConfig:
+        """`fused`: routers are; `whole`: prompts are not cut into chunks; `values`: in place of other fields."""
         scale = self.scale
         runner = {**self.runner, "fused_router": fused, "graph_sizes": scale.graph_sizes}
         if values.get("tensor_parallel", 1) > 1 and runner["device"] == "cuda":
@@ -118,7 +119,7 @@ class Play:
             "num_blocks": scale.tight,
             "host_blocks": scale.host,
             "max_context_tokens": scale.block_tokens * (scale.tight - 1),
-            "max_step_tokens": scale.chunk,
+            "max_step_tokens": scale.whole if whole else scale.chunk,
             "max_running": scale.max_running,
             "max_requests": 256,
             "decode_reserve_blocks": 0,

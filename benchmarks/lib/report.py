@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class Report:
@@ -25,17 +25,20 @@ class Report:
         title: of the table.
         figures: medians by name.
         conditions: facts about the run and the machine, and the spread of each figure.
+
+    Args:
+        aims: by name, of figures that there may be; `add` takes them too.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, aims: Mapping[str, float] | None = None) -> None:
         self.title = title
         self.figures: dict[str, float] = {}
+        self._aims = dict(aims or {})
         self.conditions: dict[str, Any] = {
             "python": platform.python_version(),
             "cpus": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
         }
-        self._aims: dict[str, float] = {}
 
     def add(self, name: str, values: Sequence[float], *, aim: float | None = None) -> float:
         """The median of these values under a name; the spread goes to the conditions."""
@@ -57,9 +60,32 @@ class Report:
             aim = self._aims.get(name)
             table.add_row(name, f"{value:g}", f"{low:g}", f"{high:g}", str(runs), "" if aim is None else f"{aim:g}")
         Console().print(table)
+        self.save(json_path)
+
+    def save(self, json_path: str | None) -> None:
+        """Write the object as it is so far."""
         if json_path:
             text = json.dumps({"figures": self.figures, "conditions": self.conditions}, indent=2)
             Path(json_path).write_text(text + "\n")
+
+
+def describe_device(report: Report, device: str, count: int = 1) -> None:
+    """The device's name and versions into the conditions; "cpu" is a rehearsal, whose figures are void.
+
+    Raises SystemExit where there are fewer than `count` CUDA GPUs.
+    """
+    import torch
+    import transformers
+    import triton
+
+    report.conditions |= {one.__name__: one.__version__ for one in (torch, triton, transformers)}
+    if device == "cpu":
+        report.conditions |= {"gpu": "none", "void": "a rehearsal on a CPU: no figure says anything of a GPU"}
+        return
+    if torch.cuda.device_count() < count:
+        need = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
+        raise SystemExit(f"this benchmark needs {need}, torch sees {torch.cuda.device_count()} (--tiny rehearses it)")
+    report.conditions["gpu"] = torch.cuda.get_device_name() if count else "none"
 
 
 def short(value: float) -> float:

@@ -1,4 +1,4 @@
-"""What the benchmarks of serving count with: bytes of a step, models, skewed routing."""
+"""What the benchmarks of serving count with: bytes of a step, models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fdasync_transformers.model.recurrent.probe import find_state
 from fdasync_transformers.weights import loading
 
 from benchmarks.gpu.floor import StepBytes, bytes_of, distinct
-from benchmarks.gpu.models import DEEPSEEK_V2_LITE, HYBRID_MODEL, MODELS, QWEN3_NEXT
+from benchmarks.gpu.models import HYBRID_MODEL, MODELS
 from benchmarks.gpu.scale import large, tiny, write_folder
-from benchmarks.gpu.skew import find_skew
+from benchmarks.lib.published_shapes import MORE
 from tests.nightly.shapes.folder import empty_model
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_experts_are_counted_once_and_the_rest_by_what_runs() -> None:
     assert counted.expected(2) == pytest.approx([8 * (1 - 0.75**2), 8 * (1 - 0.875**2)])
     assert counted.expected(500) == pytest.approx([8, 8])
     assert counted.step(1, 100) == pytest.approx(1000 + 10 + 2 * 7 + 1 * 5 + 300)
-    assert counted.step(4, 100, [3.5, 2]) == pytest.approx(1000 + 40 + 3.5 * 7 + 2 * 5 + 1200)
+    assert counted.step(500, 100) == pytest.approx(1000 + 5000 + 8 * 7 + 8 * 5 + 500 * 300)
 
 
 def test_bytes_of_a_published_shape_are_those_that_were_computed_by_hand(tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ def test_shared_experts_are_dense_and_a_tied_head_is_read(tmp_path: Path) -> Non
     assert bytes_of(model, moe, 1).dense == counted.dense
 
 
-def test_distinct_experts_are_counted_by_step_and_layer() -> None:
+def test_distinct_experts_of_a_layer_are_a_mean_over_steps_and_layers() -> None:
     # [steps, sequences, layers, k]
-    rows = np.array([[[[0, 1], [2, 3]], [[0, 1], [4, 5]]], [[[0, 1], [2, 3]], [[2, 3], [2, 3]]]], np.uint8)
-    assert distinct(rows, 8) == [3.0, 3.0]
+    rows = np.array([[[[0, 1], [2, 3]], [[0, 1], [4, 5]]], [[[0, 1], [2, 3]], [[2, 3], [2, 7]]]], np.uint8)
+    assert distinct(rows, 8) == (2 + 4 + 4 + 3) / 4
 
 
 # the hybrid one fits smaller GPUs, too
@@ -101,7 +101,7 @@ def test_layers_are_as_many_as_fit(name: str, tmp_path: Path) -> None:
 
 
 def test_deepseek_v2_lite_is_what_was_published(tmp_path: Path) -> None:
-    model = whole_model(tmp_path, DEEPSEEK_V2_LITE.config)
+    model = whole_model(tmp_path, MORE["DeepSeek-V2-Lite"].config)
     # 15.7 billion, of which a token uses 2.4
     assert sum(tensor.numel() for tensor in model.parameters()) / 1e9 == pytest.approx(15.7, abs=0.05)
     experts = find_experts(model)
@@ -109,56 +109,9 @@ def test_deepseek_v2_lite_is_what_was_published(tmp_path: Path) -> None:
 
 
 def test_qwen3_next_is_what_was_published(tmp_path: Path) -> None:
-    model = whole_model(tmp_path, QWEN3_NEXT.config)
+    model = whole_model(tmp_path, MORE["Qwen3-Next-80B-A3B"].config)
     assert sum(tensor.numel() for tensor in model.parameters()) / 1e9 == pytest.approx(79.7, abs=0.1)
     state = find_state(model)
     assert state is not None
     # 36 layers, as much as the KV of 3,168 tokens
     assert (len(state.parts), state.nbytes) == (36, 77_856_768)
-
-
-def ids_of(model: Any, prompts: int) -> list[torch.Tensor]:
-    """Expert ids of the last token of random prompts, by layer."""
-    seen: list[torch.Tensor] = []
-    hooks = [
-        model.get_submodule(one.name).register_forward_pre_hook(lambda _, args: seen.append(args[1]))
-        for one in find_experts(model).values()
-    ]
-    ids = torch.randint(0, 100, (prompts, 30), generator=torch.Generator().manual_seed(5))
-    with torch.inference_mode():
-        model(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return [one.view(prompts, 30, -1)[:, -1] for one in seen]
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_skew_is_a_bias_and_goes_away_again(name: str, tmp_path: Path) -> None:
-    model = plain_model(tmp_path, name)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    routers = [one.name.removesuffix("experts") + "gate" for one in find_experts(model).values()]
-    other = plain_model(tmp_path, name)
-    skew = find_skew(other, routers, 3.0, prompts=8, tokens=32)
-    assert max(skew.spread) < 0.3
-    even = [len(one.unique()) for one in ids_of(model, 64)]
-    skew.apply(model)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[key]), key
-    chosen = ids_of(model, 64)
-    # each token's are still its own, but fewer are chosen often
-    counts = [torch.bincount(one.flatten(), minlength=8) for one in chosen]
-    assert all(int(one.max()) > 1.5 * float(one.float().mean()) for one in counts)
-    assert sum(len(one.unique()) for one in chosen) <= sum(even)
-    skew.undo(model)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[key]), key
-    # twice does nothing
-    skew.undo(model)
-
-
-def test_a_model_whose_routers_are_not_called_is_refused(tmp_path: Path) -> None:
-    model = plain_model(tmp_path, "qwen3-30b-a3b")
-    routers = [one.name.removesuffix("experts") + "gate" for one in find_experts(model).values()]
-    model.config.num_hidden_layers = 1
-    with pytest.raises(RuntimeError, match=r"not called \['model.layers.1.mlp.gate'\]"):
-        find_skew(model, routers, 1.0, prompts=4, tokens=16)

@@ -18,19 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_both_models_have_one_shape() -> None:
-    plain, stored = gpu_quantised.scales_of(gpu_quantised.parse([]))
+    plain, stored = gpu_quantised.scales_of(gpu_quantised.parse([])).values()
     assert (plain.config["num_hidden_layers"], plain.sizes, plain.pairs, plain.device) == (24, (64,), 10, "cuda")
     assert stored.config.pop("quantization_config")["weight_block_size"] == [128, 128]
     assert plain.config == stored.config
     assert plain.runner_config((64,)) | {"quantised_weights": "stored"} == stored.runner_config((64,))
-    plain, stored = gpu_quantised.scales_of(
-        gpu_quantised.parse(["--model", "gpt-oss-120b", "--layers", "4", "--sizes", "64,1"])
-    )
-    assert (plain.config["num_hidden_layers"], plain.sizes) == (4, (1, 64))
-    assert stored.config["quantization_config"]["quant_method"] == "mxfp4"
-    assert gpu_quantised.scales_of(gpu_quantised.parse(["--tiny"]))[0].device == "cpu"
-    linears = gpu_quantised.scales_of(gpu_quantised.parse(["--linears"]))
-    assert [each.weights for each in linears] == ["dequantised", "stored_linears"]
+    assert gpu_quantised.scales_of(gpu_quantised.parse(["--tiny"]))["bf16"].device == "cpu"
+    linears = gpu_quantised.scales_of(gpu_quantised.parse(["--linears", "--pairs", "4"]))
+    assert [each.runner["quantised_weights"] for each in linears.values()] == ["dequantised", "stored_linears"]
+    assert {each.pairs for each in linears.values()} == {4}
 
 
 @pytest.mark.nightly
@@ -44,7 +40,7 @@ def test_a_rehearsal_finds_the_same_rows_and_logits(tmp_path: Path) -> None:
     assert figures["differing_rows"] == 0
     assert figures["rows"] == 2 * 2 * (3 + 1)
     assert figures["equal_logits"] == figures["positions"] == 2 * (3 + 1)
-    assert figures["kl"] == figures["worst_logprob"] == 0
-    assert figures["kl_from_bf16"] > 0
+    # and sees a difference where there is one
+    assert figures["equal_logits_drawn"] < figures["positions"]
     assert figures["weights_gb_stored"] < figures["weights_gb_bf16"]
     assert figures["stored_over_bf16_2"] > 0

@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from benchmarks.gpu.parts import Parts, describe_device
+from benchmarks.lib.parts import Parts
 from benchmarks.lib.published_shapes import SHAPES
-from benchmarks.lib.report import Report, short
+from benchmarks.lib.report import Report, describe_device, short
 from tests.nightly.shapes.child import Spec
 from tests.nightly.shapes.process import Children
 
