@@ -98,7 +98,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, role: from its handshake; "" before the first.
         address: the address that the router dials.
-        is_up: whether there is a link to it; without one the numbers are those of before.
+        is_up: whether there is a link to it; without one the numbers are the last that it sent.
         running, waiting, used_tokens, capacity_tokens, doing, paused: as in `Load`; 0 and "running" before the first
             heartbeat.
         live: requests of this router that it serves.
@@ -131,8 +131,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         live: requests of this engine or router that have not ended; 0: all have their results.
         used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
             sample uses do not count as used.
-        doing: what it does, in one word (`request.Doing`). On a router: of the instances that are up what the one
-            nearest to "running" does; "updating" while the router updates those that run.
+        doing: what it does, in one word (`request.Doing`). On a router: what the instance nearest to "running" does,
+            among those that are up; "updating" while the router updates running instances.
         paused: no steps are planned; on a router: at no instance that is up.
         asleep: a sleep has begun, and not all memory is back; on a router: at any instance that is up.
         updating: weights are being updated, or on a router their label.
@@ -155,7 +155,7 @@ class StreamedRequest(Protocol):
     """A request that a `DeltaStream` reads.
 
     Attributes:
-        request_id: the caller's name for it, or the one that was drawn.
+        request_id: the caller's name for it, or else a drawn name.
         done: set when the request has ended.
         waiter: the stream sets it while its reader waits; the request resolves it when there is something to read.
     """
@@ -182,7 +182,7 @@ class DeltaStream(ABC):
 
     @property
     def request_id(self) -> str:
-        """The caller's name for the request, or the one that was drawn."""
+        """The caller's name for the request, or else a drawn name."""
         return self._request.request_id
 
     @property
@@ -353,8 +353,8 @@ class Generator(Protocol):
 
     @abstractmethod
     def abort_all(self, prefix: str = "") -> int:
-        """End every live request whose `request_id` starts with `prefix` ("": every one), as `abort` does: those that
-        wait for a place or are being prepared, too, which have no tokens yet. Later requests are not affected.
+        """End every live request whose `request_id` starts with `prefix` ("": every one), as `abort` does: also
+        requests that wait for a place or are being prepared, and have no tokens yet. Later requests are not affected.
 
         Returns the number of live requests that match. Calling it again does no harm; a request counts until it has
         ended, which takes a turn of the loop on an engine, and an answer of its instance on a router. Raises BadInput
@@ -367,14 +367,12 @@ class Generator(Protocol):
         on. Idempotent; a further pause applies its mode to what is inside by then.
 
         Args:
-            mode: what happens to the requests that are inside. All keep their tokens and rows.
-                "in_place": they stay where they are, and go on after it with the KV that they have.
-                "retract": those that run give their KV up as in a preemption and go back to the queue. Their cached
-                blocks still match, unless the weights change or `reset_cache` is called; what no longer matches is
-                computed again.
-                "abort": all end at once with what they have, and finish_reason "abort".
-                "wait": those that have begun run to their end first; those that have not wait. Where a pause is there
-                already nothing runs, so that this one changes nothing.
+            mode: what happens to the requests that are inside. All keep their tokens and rows. "in_place": they stay
+                where they are, and go on after it with the KV that they have. "retract": running ones give their KV up
+                as in a preemption, and go back to the queue. Their cached blocks still match, unless the weights change
+                or `reset_cache` is called; what no longer matches is computed again. "abort": all end at once with what
+                they have, and finish_reason "abort". "wait": requests that have begun run to their end first; requests
+                that have not wait. Where a pause is there already nothing runs, so this pause changes nothing.
 
         Raises BadInput for another mode.
         """
@@ -394,13 +392,13 @@ class Generator(Protocol):
             level: 0: nothing is released, as in a pause that `wake` ends. 1: blocks and graphs go, weights move to host
                 memory. 2: weights are dropped: an update, or the folder that they came from, brings them back.
             mode: what happens to the requests that are inside. "keep": they give their blocks up, as in a preemption,
-                and go on after a wake; "abort": all end at once with what they have; "wait": those that have begun run
-                to their end first.
+                and go on after a wake; "abort": all end at once with what they have; "wait": requests that have begun
+                run to their end first.
             tags: the parts to release, where it is not all of them.
 
-        Cached blocks of the device are forgotten with "kv_cache"; those of host and store stay. Idempotent; a further
-        call releases what is still there, and a deeper one drops weights that an earlier one kept. A pause that was
-        there before, or that begins meanwhile, is left to `resume`, which does not end a sleep.
+        Cached blocks of the device are forgotten with "kv_cache"; blocks of host and store stay. Idempotent; a further
+        call releases what is still there, and a deeper sleep drops weights that an earlier one kept. A pause from
+        before, or one that begins meanwhile, goes on until `resume`, which does not end a sleep.
 
         Raises BadInput for other arguments, and while an update is under way UpdateUnderWay.
         """
@@ -429,9 +427,9 @@ class Generator(Protocol):
     async def reset_cache(self) -> None:
         """Forget every cached block on device and host; returns when none of them matches any more.
 
-        Requests go on undisturbed, paused or not. Those that run keep the blocks that they use. No other request
-        matches these, and they are freed with their last user. A store keeps its blocks, which are valid for these
-        weights: later requests may fetch them again. (Under a new `cache_salt`, or new weights, they match nothing.)
+        Requests go on undisturbed, paused or not. Running ones keep the blocks that they use. No other request matches
+        these, and they are freed with their last user. A store keeps its blocks, which are valid for these weights:
+        later requests may fetch them again. (Under a new `cache_salt`, or new weights, they match nothing.)
         """
 
     @abstractmethod
@@ -458,7 +456,7 @@ class Generator(Protocol):
                 the others start again from their tokens under the new weights.
             expected: the fingerprint of the caller's weights (`fdasync_transformers.weights_fingerprint`), or its 32
                 hex digits alone. Once the weights are in place they are hashed and compared. With the digests of
-                tensors the error names the first one that differs (a router compares the hex digits alone). None:
+                tensors the error names the first tensor that differs (a router compares the hex digits alone). None:
                 nothing is compared.
 
         A version is the caller's word, and may return with other weights, as from a trainer that starts again; it is
@@ -477,11 +475,11 @@ class Generator(Protocol):
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
 
-        Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). Steps
+        Returns once all ranks have met, the trainer's among them (NCCL's ranks meet at their first broadcast). Steps
         run until a store answers at the group's address, and no more until the ranks have met. The call may be
-        repeated; another group of the same name is left first. One by which an update failed has been left. gloo and
-        NCCL ask nobody who they are: workers listen on the loopback interface, or on the one that the configuration
-        names (`EngineConfig.weights_interface`).
+        repeated; another group of the same name is left first. A group over which an update failed has been left. gloo
+        and NCCL authenticate nobody: workers listen on the loopback interface, or on the interface that the
+        configuration names (`EngineConfig.weights_interface`).
 
         Raises BadInput naming the field, for another machine's address without that setting too; WeightsRejected where
         the ranks do not meet within `group.timeout_s`, or the group is left meanwhile; UpdateUnderWay; EngineClosed.
@@ -534,8 +532,8 @@ class Generator(Protocol):
         it, and cached blocks stay usable.
 
         Args:
-            version: as in `update_weights`. The label in use changes nothing, nor does that which the parts of an open
-                update named: its weights have it once the update has ended.
+            version: as in `update_weights`. The label in use changes nothing. Nor does the label that the parts of an
+                open update named: its weights get it once the update has ended.
 
         Raises BadInput; UpdateUnderWay; WeightsBroken; EngineClosed.
         """

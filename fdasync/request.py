@@ -105,8 +105,8 @@ class WeightsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name: of the group, as all of its ranks know it.
         address, port: of the trainer's store (`torch.distributed.TCPStore`).
         world_size: ranks of the group, the trainer's among them.
-        rank: of the first worker here, from 1 on. An engine over N GPUs takes N ranks, a router those of its instances,
-            one instance behind the other in the order of their addresses.
+        rank: of the first worker here, from 1 on. An engine over N GPUs takes N ranks; a router takes the ranks of its
+            instances, one instance after the other in the order of their addresses.
         backend: "gloo" between CPUs, "nccl" between GPUs.
         timeout_s: longest that the ranks may take to meet, and that the next bytes of an update may take to come.
     """
@@ -198,9 +198,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (`Result.prompt_logprobs`); None: none are. The log-prob of the token at position i comes from the logits
             of position i - 1, so the token at position 0 has none. Positions from there on are computed even if a
             cache has them, once for all samples.
-        prompt_top_logprobs: this many best alternatives beside each of those tokens.
-        chosen_positions_start: position in the prompt from which on the positions are wanted that the model's indexers
-            chose for each token (`Sample.chosen_positions`); None: none are. Those of the prompt are computed even if a
+        prompt_top_logprobs: this many best alternatives beside each token of the prompt that has a log-prob.
+        chosen_positions_start: position of the first token, in the prompt, for which the positions chosen by the
+            model's indexers are wanted (`Sample.chosen_positions`); None: none are. The prompt's are computed even if a
             cache has its blocks, once for all samples. The engine bounds their bytes
             (`EngineConfig.chosen_positions_nbytes`); a router serves none.
     """
@@ -323,7 +323,7 @@ class GenerateOptions(TypedDict, total=False):
             False: none.
         start: first position whose rows are wanted, inside the prompt; the result repeats it. Default 0.
         cache_salt: requests share prefixes only with requests of the same salt, of up to 4096 characters. Default "".
-        trace: the caller's span, as W3C's `traceparent`, for those who trace (`fdasync.telemetry.otel`). Default "".
+        trace: the caller's span, as W3C's `traceparent`, for tracing (`fdasync.telemetry.otel`). Default "".
     """
 
     request_id: str | None
@@ -354,7 +354,7 @@ class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A caller's request, not tokenised yet. Fields that are not named here are those of `GenerateOptions`.
+    """A caller's request, not tokenised yet. Fields that are not named here are as in `GenerateOptions`.
 
     Attributes:
         prompt: text or token ids; a tuple of ints once it is checked.
@@ -549,8 +549,8 @@ def next_version(version: str) -> str:
 
 
 def next_order(order: int, version: str) -> int:
-    """The order of weights that come into use after those of `order` (-1: there were none). A label that is a higher
-    number of up to 14 digits is its own order; else it is one higher."""
+    """The order of weights that come into use after weights of `order` (-1: there were none). A label that is a higher
+    number of up to 14 digits is its own order; any other label's order is one higher."""
     number = int(version) if len(version) <= _MAX_NUMBER_DIGITS and _NUMBER.fullmatch(version) else 0
     return max(order + 1, number)
 
@@ -571,7 +571,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         grammar: a `Grammar`, packed; empty: none. The scheduler passes it on and does not read it.
         score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
             there is none to compute.
-        score_top: how many alternatives beside each of those.
+        score_top: how many alternatives beside each of these log-probs.
         chosen_from: first position whose chosen positions are wanted, in memory that the runner was lent
             (`Runner.lend`); -1: none are.
     """

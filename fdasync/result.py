@@ -217,7 +217,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request. Attributes of a sample can be read off the result: they are those of sample 0.
+    """The end of a request. Attributes of a sample can be read off the result: it has sample 0's.
 
     Attributes:
         request_id: as given or drawn.

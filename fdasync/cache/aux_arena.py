@@ -100,8 +100,8 @@ class AuxArena:
         """Write whole rows: `index` [n] is slot * block_tokens + offset, `generations` [n] the use of each slot,
         `values[name]` [n, *shape] of the spec's dtype, for every spec. Tags are written last.
 
-        Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly those of the
-        specs: a row is valid for all of them or for none, so a spec left out would keep bytes of an earlier use.
+        Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly as in the specs:
+        a row is valid for all of them or for none, so a spec left out would keep bytes of an earlier use.
         """
         self._check(index, generations, values)
         for name, rows in values.items():

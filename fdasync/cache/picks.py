@@ -1,10 +1,10 @@
 """Counts which experts were chosen, in memory that the engine and the runner's process share.
 
 The runner's side counts as it writes rows (`AuxArena.scatter`), the engine's side reads whenever it is asked. The first
-`WHOLE_ROWS` rows are all counted, but for a long step of which `MOST_AT_FIRST` are. Later a step is looked at once in
-`EVERY_ROWS` rows, and `MOST_ROWS` of its rows stand for all that were written since: evenly spread, and others each
-time. So counting costs next to nothing, however fast the engine is (docs/performance.md). One writer. Knows no
-weights: the engine takes the difference from the counts at the time of an update.
+`WHOLE_ROWS` rows are all counted; of a long step only `MOST_AT_FIRST` are. Later one step is sampled for every
+`EVERY_ROWS` rows, and `MOST_ROWS` of its rows, evenly spread and others each time, stand for all rows since. So
+counting costs next to nothing, however fast the engine is (docs/performance.md). One writer. Knows no weights: the
+engine notes the counts at each update, and takes differences.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PickTable:
 
     @property
     def counted(self) -> int:
-        """Those of them that were looked at."""
+        """Rows whose picks were counted."""
         return int(self._head[1])
 
     def add(self, rows: NDArray[np.generic]) -> None:

@@ -106,7 +106,7 @@ class PrefixIndex:
         self.reserved -= count
 
     def take_reserved(self) -> Block | None:
-        """A fresh pinned block of those reserved; None while the blocks that could be had are being copied out."""
+        """Take a reserved block, fresh and pinned; None while the blocks that could be freed are being copied out."""
         if not self._make_room(promised=True):
             return None
         self.reserved -= 1
@@ -296,7 +296,7 @@ class PrefixIndex:
         return not (used or self.reserved or self.lent)
 
     def clear_device(self) -> None:
-        """No block is on the device any more: those of the host stay there, all others are forgotten. None is used."""
+        """Take all blocks off the device. Those that the host has stay there, others are forgotten. None is in use."""
         for block in [block for block in self.pool.live() if block.id >= 0]:
             if block.ref_count or block.device_moves:
                 raise InvariantBroken(f"{block} is in use, and the device is to be cleared")

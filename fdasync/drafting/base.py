@@ -1,7 +1,7 @@
 """Drafters: guess the tokens that a sequence is going to have. The contract.
 
 A drafter makes paths: guessed tokens of one sequence, side by side, from the end of what is known of it. A runner
-forwards some of them behind the last sampled token and keeps those that equal what it samples, so a wrong guess costs
+forwards some of them behind the last sampled token and keeps each that equals what it samples, so a wrong guess costs
 time and never a token. A drafter is pure: it has no weights, no clock, no I/O and draws nothing, so that the replay of
 a trace makes the same paths. It lives in the engine's process and is called on its loop: every call is short.
 
@@ -29,7 +29,7 @@ class DrafterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path_tokens: the most tokens of one path that are ever asked for.
-        max_running: how many sequences run at a time at most. More may be live: those that were preempted.
+        max_running: how many sequences run at a time at most. More may be live, as preempted sequences are.
     """
 
     path_tokens: Annotated[int, msgspec.Meta(ge=1, le=255)]
@@ -46,7 +46,7 @@ class DrafterStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequences: sequences between `begin` and `end`.
-        prompts: prompts whose tokens are held, those that are kept for a while included.
+        prompts: prompts whose tokens are held, also prompts that are kept for a while after their last sequence.
         nbytes: bytes that it holds, all in all.
         limit_nbytes: the most that it will ever hold; what it does to stay below is its own affair.
     """
@@ -88,7 +88,7 @@ class Drafter(ABC):
         """A sequence begins to decode.
 
         Args:
-            key: names it until `end`; the caller may use a key again after that. Never one that is live.
+            key: names it until `end`; the caller may use a key again after that, never a live one.
             group: key of its request's first sample; sequences of a group have the same prompt.
             prompt, answer: its tokens known so far, int32 little-endian; the prompt is not empty.
             salt: sequences of different salts must not learn from each other.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GuardedDrafter:
-    """A drafter's calls, each of which raises PluginError instead of the drafter's own errors.
+    """A drafter's calls; each raises PluginError instead of the drafter's own errors.
 
     Args:
         name: of the drafter, for errors.

@@ -111,8 +111,8 @@ class ChosenOutput:
         return self._rows
 
     def check(self, num_tokens: int) -> None:
-        """Raises InvariantBroken where rows of a sample of so many tokens do not stand, its own or those that it
-        takes from the first one."""
+        """Raises InvariantBroken where rows of a sample of so many tokens are missing: its own rows, or the rows that
+        it takes from the first sample."""
         # numbers alone: the error refers to this frame, and must not keep the memory
         stop, stands, begins = self._prompt_tokens + num_tokens - 1, self.rows.start + self.rows.count, self.rows.start
         shared = begins if self._first is None else self._first.start + self._first.count
@@ -163,8 +163,8 @@ class ChosenOutput:
         return ChosenPositions(array=self._array, start=self.start, layer_ids=self._shape.layer_ids)
 
     def let_go(self) -> None:
-        """The runner was lent the rows for the last time. Those of a sample that has ended stay until they are copied,
-        by whoever reads it; a sample that did not end gives none. Idempotent."""
+        """The runner was lent the rows for the last time. The rows of a sample that has ended stay until whoever reads
+        it copies them; a sample that did not end gives none. Idempotent."""
         if self._stop is None:
             self._free()
 

@@ -327,7 +327,7 @@ class Frontend:
     def abort_all(self, prefix: str) -> int:
         """End the requests whose names start with `prefix`; returns how many had not ended."""
         live = [request for request in self.requests() if request.request_id.startswith(prefix)]
-        # one that was aborted while it waited for a place has ended, and keeps its name until its caller runs
+        # a request that was aborted while it waited for a place has ended, and keeps its name until its caller runs
         live = [request for request in live if not request.done.done()]
         for request in live:
             self.abort(request)

@@ -64,7 +64,7 @@ class StopSearch:
     def _find(self, text: str, special: str) -> Match | None:
         seen = len(self._tail)
         whole = self._tail + text + special
-        # what was searched before holds no whole stop string, or one that was barred
+        # the text searched before holds no whole stop string, or only a barred one
         found = [
             (at, number)
             for number, stop in enumerate(self._stops)

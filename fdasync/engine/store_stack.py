@@ -41,8 +41,8 @@ class StoreStack:
     """One engine's store and its wrappers.
 
     Args:
-        given: a store object instead of the one that the config names; the stack owns it from now on, unless another
-            engine has it open: then it is opened when that one has let go of it.
+        given: a store object in the place of the configured one; the stack owns it from now on. While another engine
+            has it open, the stack waits until that engine lets go of it, and opens it then.
         closing: the deadline of `aclose`, which other parts of the engine share.
         publish: takes the wrappers' events.
 

@@ -144,12 +144,12 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     never leaves the device) of every member of the decode set but `skips`, and the `chunks`; samples in
     that order, chunks only where `last`; lastly the sequences of `last` chunks join the decode set.
 
-    A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one
-    of a decoding sequence, as far as the block table that the step leaves has room; of a sequence whose table has no
-    room for the first one either, it forwards and yields nothing. It yields the tokens that are accepted, as a run;
-    they are those that one token a step would give. The positions that were forwarded with tokens of the run have KV
-    and rows. The content of positions behind those has no meaning, and the next step, in flight already or not, begins
-    there and writes them again.
+    A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one of
+    a decoding sequence, as far as its block table after this step has room; if it has no room for the first one either,
+    the runner forwards and yields nothing of that sequence. It yields the accepted tokens, as a run; they are the
+    tokens that one token a step would give. The positions that were forwarded with tokens of the run have KV and rows.
+    Later positions have content without meaning; the next step, in flight already or not, begins there and writes them
+    again.
 
     Attributes:
         step_id: counts steps.
@@ -161,7 +161,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
         drafts: paths to verify, where `RunnerLimits.speculation` allows for it; None: there are none.
         own_drafts: tokens that the runner's own drafter (`Capacity.drafter`) drafts behind each sampled sequence, for
             the next step to verify; None: as many as `RunnerLimits.speculation`.
-        snapshots: recurrent states to copy; those of one sequence in the order of their positions.
+        snapshots: recurrent states to copy; of one sequence in the order of their positions.
     """
 
     step_id: int

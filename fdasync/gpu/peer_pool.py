@@ -172,7 +172,7 @@ class DevicePool(PeerPool[Memory]):
 
 
 def _read(found: dict[str, NDArray[Any]], problem: Exception | None) -> list[int]:
-    """The checksum of each run, from those of its chunks. Raises RunnerError where not all was queued."""
+    """The checksum of each run, from the checksums of its chunks. Raises RunnerError where not all was queued."""
     if problem is not None:
         raise _not_launched(problem) from problem
     return [added(chunks) for array in found.values() for chunks in array.tolist()]

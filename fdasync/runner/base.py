@@ -170,7 +170,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def snapshot_nbytes(self) -> int:
-        """Bytes of one snapshot, and about those of a live state; 0 without recurrent state."""
+        """Bytes of one snapshot; a live state has about as many; 0 without recurrent state."""
         return snapshot_nbytes(self.state_specs)
 
 
@@ -214,8 +214,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
             step on have no meaning.
-        own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 of one
-            that had the host's; None: `Capacity.drafter` is "".
+        own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 where it
+            forwarded the host's drafts; None: `Capacity.drafter` is "".
     """
 
     step_id: int
@@ -323,9 +323,9 @@ class Runner(ABC):
 
         Each step writes the rows of its tokens that stand before its future ends; rows that are there already stay as
         they are, whatever starts the sequence again. The caller keeps the rows, and may close their descriptor on
-        return; a runner refers to them until `take_back`, and closes nothing. An error ends the one request, of which
-        nothing was lent then. Where the call is cancelled, rows may have been lent or not, and `take_back` follows: it
-        does nothing if they were not. Never called, and refused by this default, where `Capacity.chosen` is None.
+        return; a runner refers to them until `take_back`, and closes nothing. An error ends this one request, and
+        nothing was lent. Where the call is cancelled, rows may have been lent or not, and `take_back` follows: it does
+        nothing if they were not. Never called, and refused by this default, where `Capacity.chosen` is None.
         """
         raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
 
@@ -361,7 +361,7 @@ class Runner(ABC):
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
 
     async def load_folder(self, path: str) -> str:
-        """Replace all weights by those of a checkpoint folder of the same architecture; returns their weights id.
+        """Replace all weights by a checkpoint folder's, of the same architecture; returns their weights id.
 
         Raises WeightsRejected before anything is changed, WeightsBroken after.
         """
@@ -447,7 +447,7 @@ class Runner(ABC):
         raise WeightsRejected(f"this runner joins no process group ({source.group!r})")
 
     async def end_received(self) -> None:
-        """End an update of which all tensors have come, the last ones by `receive_tensors` without `last`. Raises
+        """End an update whose tensors have all come, the last ones by `receive_tensors` without `last`. Raises
         WeightsBroken where it does not replace all that an earlier update broke."""
         raise InvariantBroken("end_received without receive_tensors")
 
@@ -457,10 +457,10 @@ class Runner(ABC):
         """Give these parts of the device's memory back to the device.
 
         No block has content that anybody will read. Where `keep_weights`, "weights" go to host memory; else they are
-        dropped, those that an earlier call kept too, and a whole update must come before the next step. Other state of
-        the model (buffers that no update brings) is kept. Parts are released at most once, but for "weights" that are
-        to be dropped after they were kept. `aclose` may come while memory is released, other calls for weights not
-        before these are there. Called where `Capacity.no_sleep` is "". Any error fails the runner.
+        dropped, also weights that an earlier call kept, and a whole update must come before the next step. Other state
+        of the model (buffers that no update brings) is kept. Parts are released at most once, but for "weights" that
+        are to be dropped after they were kept. `aclose` may come while memory is released; other calls for weights come
+        only once the weights are there again. Called where `Capacity.no_sleep` is "". Any error fails the runner.
         """
         raise InvariantBroken(f"a release of {', '.join(parts)} (keep_weights={keep_weights}) that was not offered")
 

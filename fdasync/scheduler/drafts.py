@@ -64,7 +64,7 @@ class StepDrafts:
         # of the steps in flight, whether the engine's drafter has paths in them
         self._with_paths: deque[bool] = deque()
         # where the runner drafts by itself, by live sequence: decode steps that gave tokens of it, the runner's drafts,
-        # those of them that were accepted
+        # its accepted drafts
         self._begun: dict[int, tuple[int, int, int]] = {}
         # of the last plan: plans share the list while no sequence joins or leaves
         self._decodes: list[Sequence] = []

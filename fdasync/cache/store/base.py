@@ -81,8 +81,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         status: `put`: "done", "exists" (it was there: nothing changed), "full" (no room now; a later put may find
             some), "failed". `get_into`: "done" (all parts are filled), "miss", "damaged" (the object under this key
-            cannot be the one that was asked for: it has another size, for example), "failed". Unless "done", the
-            content of a get's parts is undefined.
+            cannot be the wanted one: it has another size, for example), "failed". Unless "done", the content of a get's
+            parts is undefined.
         problem: in words, for "damaged", "full" and "failed"; else "".
         transient: the same item may succeed later; only with "failed".
     """

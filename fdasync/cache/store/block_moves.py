@@ -1,8 +1,8 @@
 """The bytes of a block's object on their way to a store and back, hashed while the CPU's caches hold them.
 
-A block that leaves is hashed, gets its header, and goes in one piece: one call of the system costs less than several,
-and the file system does less. One that arrives comes in pieces, each small enough that its hash finds it in the cache;
-whole blocks are larger than that. The module knows the object format and no store, no file and no loop. `checked.py`
+A block that leaves is hashed, gets its header, and goes in one piece: one system call costs less than several, and the
+file system does less. A block that arrives is read in pieces, each small enough to be hashed while it is in the CPU's
+cache, as a whole block would not be. The module knows the object format and no store, no file and no loop. `checked.py`
 makes a `BlockMoves` for each store that moves bytes in threads; such a store (`file/store.py`) iterates there.
 """
 
@@ -54,7 +54,7 @@ class BlockMoves(Moves):
         forms: of its objects; no two have equally many parts.
         view: the bytes of a part.
         write_header: completes the header in the first part of an item, given the checksums of its sections.
-        problem: why these checksums are not those of the header in the first part, or "".
+        problem: how these checksums differ from the header in the first part, or "".
     """
 
     def __init__(

@@ -293,7 +293,7 @@ class CheckedStore(Store):
 
 
 class _Form(Form):
-    """The objects of blocks that carry a state, or of those that do not.
+    """The objects of blocks with a recurrent state, or of blocks without one.
 
     Attributes:
         with_state: which of the two.

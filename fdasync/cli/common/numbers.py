@@ -1,6 +1,6 @@
 """Numbers of the command line: a range that "nan" does not slip through.
 
-Knows no command. Called by the commands that have such options, those of plugins too.
+Knows no command. Called by the commands that have such options, also by plugins' commands.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Sleep:
         self._closing = False
 
     def check(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> tuple[MemoryPart, ...]:
-        """Raise where a sleep is refused, of which nothing may have changed then; returns what it would release."""
+        """Raise where a sleep is refused, before it has changed anything; returns what the sleep would release."""
         level, _ = checked_sleep(level, mode)
         named = _PARTS if parts is None else checked_tags(parts)
         wanted = tuple([part for part in _PARTS if part in named]) if level else ()
@@ -117,7 +117,7 @@ class Sleep:
             async with self._turn:
                 await work
         finally:
-            # one that was cancelled before its turn
+            # a call that was cancelled before its turn
             work.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -142,17 +142,17 @@ class WeightsState:
     # -- labels ---------------------------------------------------------------------------------------
 
     def new_label(self, version: str | int | None, *, goes_on: bool = False) -> str:
-        """The label of new weights; None: the one that follows on the label in use. Raises BadInput for what is none.
+        """The label of new weights; None: the label that follows the one in use. Raises BadInput if it is no label.
 
         Args:
-            goes_on: without a version, these tensors may be more of those that came before them.
+            goes_on: without a version, these tensors may continue an update whose first tensors came before.
         """
         if version is not None:
             return checked_version(version)
         return self.goes_on if goes_on and self.goes_on is not None else next_version(self.version)
 
     def take_label(self, label: str, order: int) -> None:
-        """The weights in use have this label from now on; an order of 0 is the one that they have."""
+        """The weights in use have this label and order from now on; order 0: they keep their order."""
         self.version, self.order = label, order or self.order
         if self._changed is not None:
             self._changed()

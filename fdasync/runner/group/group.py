@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# how long steps before a failed one may take: a rank may wait for ever for one that failed
+# how long steps before a failed step may take: a rank may wait for ever for a failed rank
 _GRACE_S = 1.0
 
 
@@ -302,7 +302,7 @@ class GroupRunner(Runner):
         return []
 
     def _progress(self) -> dict[str, list[int]]:
-        """How far each rank has come, by what is counted, that which others wait for first; empty: not known."""
+        """How far each rank has come, by what is counted; first what the others wait for; empty: not known."""
         return {}
 
     async def aclose(self) -> None:
@@ -360,7 +360,7 @@ class GroupRunner(Runner):
         return tasks
 
     def _raise_first(self, errors: Mapping[int, BaseException]) -> None:
-        """Raise that of the lowest rank, with notes of those that say something else."""
+        """Raise the error of the lowest rank, with notes of errors that say something else."""
         named = [self._named(error, rank) for rank, error in sorted(errors.items())]
         if named:
             for later in named[1:]:

@@ -116,7 +116,7 @@ class WorkerRunner(Runner):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """As those of a group."""
+        """Of all workers, as a group has it."""
         return (self.pid,)
 
     def place(self, environments: Sequence[Mapping[str, str]]) -> None:

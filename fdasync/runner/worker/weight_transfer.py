@@ -244,7 +244,7 @@ class TensorSender:
         acks = self._acks[chunk]
         if not acks:
             return
-        # cancelling the wait must not cancel the answers: a worker reads the chunk until it answers. One that failed
+        # cancelling the wait must not cancel the answers: a worker reads the chunk until it answers. A failed answer
         # ends the update, whatever the others do
         await asyncio.wait(acks, return_when=asyncio.FIRST_EXCEPTION)
         for number, ack in enumerate(acks):

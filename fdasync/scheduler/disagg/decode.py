@@ -201,8 +201,8 @@ class DecodeSide:
     def _grant_all(self, now: float) -> Order | None:
         """Grant the leases that fit; returns the order of the first lease that has aged and does not fit.
 
-        One order holds for leases in line and for samples that wait for room here: none passes one that has aged. A
-        pause that lets requests end waits for every granted lease, so it grants none, and no lease holds up what ends.
+        Leases in line and samples that wait for room here have one order: none passes an aged one. A pause that lets
+        requests end waits for every granted lease, so none is granted meanwhile, and no lease holds up the end.
         """
         before = now - self._rules.age_s
         first = self._queues.first_aged(before)
@@ -328,7 +328,7 @@ class DecodeSide:
             self._await(lease, self._swap_planner.bring(blocks))
 
     def _want_state(self, lease: Lease, key: int) -> None:
-        """A sample comes with its state. The state behind a prompt is that of every sample of the group: one that is
+        """A sample comes with its state. All samples of a group share the state behind their prompt: a state that is
         here, or on its way, serves all that wait."""
         here = next(iter(lease.states.values()), None)
         comes = bool(lease.states)

@@ -2,9 +2,9 @@
 
 Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
 it at most), and checked there. Blocks that lie on a prefill instance's device are copied to this one's, and have no
-place on the host. Recurrent states are copied to the host's places for them, of which one prefill instance gets half,
-too. Each block takes one of the device blocks that were reserved for its lease. This module knows no bytes, and decides
-about no lease. Called by `decode.py`.
+place on the host. Recurrent states are copied to the host's places for them; one prefill instance gets half of these at
+most. Each block takes one of the device blocks that were reserved for its lease. This module knows no bytes, and
+decides about no lease. Called by `decode.py`.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class BlockReceiver:
         return True
 
     def let_go(self, lease: Lease, state: Snapshot) -> None:
-        """A sample of a lease, which it has left, needs the place of a state on the host no more; the last one of those
-        that share it gives the place back."""
+        """A sample has left its lease, and needs its state's place on the host no more; the last sample that shares the
+        place gives it back."""
         if not any(held is state for held in lease.states.values()):
             self._states.give_back(lease.peer)
         self._index.unhold(state)

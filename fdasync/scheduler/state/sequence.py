@@ -255,7 +255,7 @@ class Sequence:
 
     @property
     def _waits_for_prompt(self) -> bool:
-        """Its chosen positions of the prompt are those of the first sample, which has not planned all of them yet: it
+        """It takes the prompt's chosen positions from the first sample, which has not planned all of them yet, and
         could end before they are written (docs/design.md, rule 46)."""
         first = self.first
         if first is None or self.chosen_from < 0:
@@ -278,8 +278,8 @@ class Sequence:
         (self.first or self).begun = True
 
     def hit_limit(self, block_tokens: int) -> int:
-        """The most leading blocks that it need not compute: the first sample needs the logits of the last token, and a
-        token of the prompt that is scored those of the token before it (docs/design.md, rule 12). No block has the
+        """The most leading blocks that it need not compute: its next token needs the logits of its last token, and a
+        scored token of the prompt needs the logits of the token before it (docs/design.md, rule 12). No block has the
         positions that indexers chose (rule 46)."""
         last = len(self.tokens) - 1
         if self.score_from >= 0:

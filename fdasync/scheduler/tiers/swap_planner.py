@@ -215,7 +215,7 @@ class SwapPlanner:
                 copy.waiting = [other for other in copy.waiting if other is not seq]
 
     def plan(self, *, ahead: bool = True) -> list[SwapIn | SwapOut]:
-        """The copies of this turn; `ahead`: also those that make room before it is needed."""
+        """The copies of this turn; `ahead`: also copies that make room before it is needed."""
         actions: list[SwapIn | SwapOut] = [*self._loads]
         self._loads.clear()
         if not self.enabled:
@@ -259,7 +259,7 @@ class SwapPlanner:
         return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
 
     def _send_snapshots(self, *, ahead: bool) -> list[SwapOut]:
-        """Copy out the snapshots that shall be kept, and those that make room before it is needed."""
+        """Copy out the snapshots that shall be kept, and snapshots whose copies make room before it is needed."""
         pool = self._index.pool.snapshots
         if pool is None or self._outward >= _MAX_OUTWARD:
             return []

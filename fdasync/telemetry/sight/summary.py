@@ -29,7 +29,7 @@ SLOW = 1.5
 # sights that are older than this say nothing of now
 _STALE_S = 5.0
 _QUANTILES = (0.5, 0.9, 0.99)
-# from the one that serves most to those that serve nothing
+# from the state that serves most to the states that serve nothing
 _STATES: tuple[str, ...] = (*get_args(Doing), "draining", "closing", "closed", "failed", "silent", "away")
 # what keeps an engine from going on until somebody brings weights
 _NEEDS = {
@@ -103,7 +103,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         slow: a token takes it longer than the others of its role.
         weight_version: label of its weights.
         requests, device, host, slots, rates: of it alone.
-        leases: granted, denied, dropped, of those that other instances asked it for.
+        leases: granted, denied, dropped, of the leases that other instances asked it for.
         queued_tokens, preemptions, finished, tokens: see `Sight`.
     """
 

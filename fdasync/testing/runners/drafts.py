@@ -6,8 +6,8 @@ Adopt it beside `RunTests`, whose `make` then drafts by itself, or alone:
         def make(self, limits):
             return MyRunner(MyConfig(), limits)
 
-Whatever a host drafts, tokens, log-probs and rows must be those of a runner without drafts. What is right is accepted,
-as far as the step may; what does not fit the contract fails the step.
+Whatever a host drafts, tokens, log-probs and rows must be the same as without drafts. Right drafts are accepted, as far
+as the step may; drafts that break the contract fail the step.
 """
 
 from __future__ import annotations

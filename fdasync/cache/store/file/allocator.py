@@ -40,7 +40,7 @@ class _Batch(Generic[T, U]):
         ended: done, on the loop, when every item is.
         results: by number.
         error: the latest that an item raised.
-        numbers: those that no thread has taken.
+        numbers: of the items that no thread has taken.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, items: Sequence[T], work: Callable[[T], U]) -> None:
