@@ -224,12 +224,12 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     counters of `scheduler.SchedulerStats`.
 
     Attributes:
-        tokens: tokens sampled here, with those of live requests.
+        tokens: tokens sampled here, live requests' included.
         received_blocks, received_nbytes: blocks of other instances that were copied here and checked.
         leases_granted, leases_denied: leases that this decode side granted and denied.
         asked: leases that other instances granted to this prefill side.
-        asked_s: seconds from lease request to grant, summed over those leases.
-        asked_most_s: the longest of those times.
+        asked_s: seconds from lease request to grant, summed over the `asked` leases.
+        asked_most_s: the longest such time.
     """
 
     tokens: Count = 0
@@ -542,7 +542,7 @@ class Abort(Message, frozen=True, array_like=True, tag="abort"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """New output of one sample. Fields that are not listed are those of `fdasync.Delta`.
+    """New output of one sample. Fields that are not listed are as in `fdasync.Delta`.
 
     Attributes:
         request: the request's name among instances.
@@ -692,7 +692,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 
     Attributes:
         namespace, weight_version, weight_order: of the weights in use, under which these identities stand.
-        reset: whether the instance has no identities but those of `added`.
+        reset: whether the instance has no identities but `added`.
         added: identities that the instance can serve from now on.
         removed: identities that it can serve no more.
     """

@@ -1,6 +1,6 @@
 """Settings of the app and of the command's server: names, keys, bounds.
 
-Pure data; `application.py` and every room of paths read the app's, `protocol.py` those of connections.
+Pure data; `application.py` and every room of paths read the app's settings, `protocol.py` the connections'.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_connections: open at a time; the next one is answered with 429 and closed.
         max_header_nbytes: the first line and all headers of a request; and what a chunked body has besides its bytes
             and their frames.
-        max_pipelined: requests that may wait behind one that is under way; one more closes the connection.
+        max_pipelined: requests that may wait behind the current one; one more closes the connection.
         header_s: longest from the first byte of a connection, or of its next request, to the end of the headers; a
             connection that sends nothing has as long, and so has the rest of a body whose request was answered.
         write_s: longest that a client may read nothing while an answer waits.

@@ -87,8 +87,8 @@ class Described(Protocol):
     """A body, or an object within one, that has a table of its dialect beside its type.
 
     Attributes:
-        RULES: what its fields ask of the engine, and what becomes of those that it has not. Types without one refuse
-            or ignore those.
+        RULES: what its fields ask of the engine, and what becomes of fields that it has not. Types without RULES refuse
+            or ignore such fields.
 
     `OBJECTS`, where a type has it, names the types of fields that are objects themselves, or lists of them.
     """
@@ -109,7 +109,7 @@ def asked_by(kind: type[Described]) -> dict[str, tuple[str, ...]]:
 
 
 def read_by(kind: type[Any], body: bytes | msgspec.Raw, ignore: Ignore, where: str = "") -> dict[str, Any]:
-    """The fields of an object that its type reads, as they came; those that are null are left out.
+    """The fields of an object that its type reads, as they came; null fields are left out.
 
     Args:
         body: JSON.

@@ -162,8 +162,8 @@ class Front:
             self._pausing -= 1
 
     async def reset_running(self) -> None:
-        """Have requests that run give their blocks up, and forget every cached block. In a client's pause, which it
-        leaves as it is, those that are inside keep theirs."""
+        """Have running requests give their blocks up, and forget every cached block. In a client's pause, which goes
+        on, requests that are inside keep their blocks."""
         async with self._resetting:
             if self._pausing or self.generator.load().paused:
                 await self.generator.reset_cache()
@@ -175,7 +175,7 @@ class Front:
                 await self.generator.resume()
 
     def abort(self, name: str) -> int:
-        """End a request, or those of a list, by the name that its client gave it. Returns how many there are."""
+        """End a request, or the requests of a list, by the name that the client gave. Returns how many there are."""
         return sum([self.generator.abort(one) for one in dict.fromkeys((name, *self.groups.get(name, ())))])
 
     @contextmanager

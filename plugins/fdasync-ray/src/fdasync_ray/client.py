@@ -115,7 +115,7 @@ class FleetClient:
     async def router(
         self, config: RouterConfig | None = None, *, connect_s: float = 120.0, **options: Any
     ) -> AsyncIterator[Router]:
-        """A router of this process over all members, which adds those that join and removes those that leave.
+        """A router of this process over all members; it adds members that join and removes members that leave.
 
         Any number of processes may have one: a driver, an actor, a web service in front of HTTP clients. It has the
         fleet's keys. Raises DeadlineExceeded if no member is there within `connect_s`, and what `Router.start` raises.
@@ -134,7 +134,7 @@ class FleetClient:
                 await asyncio.wait([following])
 
     async def _follow(self, router: Router, known: set[str], seen: int) -> None:
-        """Keep a router's instances those of the fleet, until it is cancelled or the fleet has ended."""
+        """Keep a router's instances the same as the fleet's, until it is cancelled or the fleet has ended."""
         joining: dict[str, asyncio.Task[None]] = {}
         try:
             while True:

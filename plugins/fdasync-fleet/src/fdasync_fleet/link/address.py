@@ -104,8 +104,8 @@ def advertised(address: str, host: str) -> str:
 
 
 def check_address(address: str, *, listens: bool = False, keyed: bool = False, anywhere: bool = False) -> None:
-    """Raises ConfigError, which names the address, for one that is malformed, or beyond this machine and `keyed` is
-    false: there are no keys. `anywhere`: it may be that of all interfaces, since others are told another one."""
+    """Raises ConfigError, which names the address, if it is malformed, or beyond this machine and `keyed` is false:
+    there are no keys. `anywhere`: it may stand for all interfaces, since others are told another address."""
     if is_ipc(address):
         _check_path(address, address.removeprefix(_IPC))
         return

@@ -251,7 +251,7 @@ class Session:
     def acknowledged(self, number: int, now: float) -> bool:
         """The other side has all messages up to this number. True: the window has more room than before."""
         if number < self.base or number > self._last:
-            # an old number, or one that was never sent
+            # an old number, or a number that was never sent
             return False
         unacked = self._unacked
         for each in range(self.base, number + 1):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PartPuller(ABC):
-    """Copies parts from device to device. The calls are those of `PeerBlocks`, whose docstrings hold.
+    """Copies parts from device to device. Its methods are `PeerBlocks`' methods, whose docstrings hold.
 
     Attributes:
         sizes: bytes of each region that parts are in, known after `export`.

@@ -140,8 +140,8 @@ def socket_name(host: str, port: int) -> str:
 
 
 def parse_address(address: str, *, keyed: bool = False) -> tuple[str, int]:
-    """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and unless `keyed` for one that
-    is not loopback."""
+    """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and, unless `keyed`, if it is
+    not loopback."""
     host, _, port = address.removeprefix(_TLS).rpartition(":")
     try:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):

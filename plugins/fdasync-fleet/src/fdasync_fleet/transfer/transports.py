@@ -38,7 +38,7 @@ class Transports:
     Args:
         transports: the transports, in order of preference; this object closes them.
         process: the process that these are in; None: they are on this loop.
-        optional: names of those that are left out where they do not open.
+        optional: names of transports that are left out where they do not open.
 
     Attributes:
         problems: why transports were left out, by name.

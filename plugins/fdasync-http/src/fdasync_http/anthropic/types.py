@@ -27,7 +27,7 @@ FIELDS: Table = {
     "output_format": Unserved("give output_config.format", ()),
 }  # fmt: skip
 
-#: fields of Messages by those of chats, where the names differ
+#: fields of Messages by the fields of chats, where the names differ
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",

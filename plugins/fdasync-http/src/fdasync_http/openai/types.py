@@ -97,7 +97,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
         logprobs: how many alternatives beside each token; None and false: no log-probs; true: one.
         echo: the answer begins with the prompt, and with its log-probs where `logprobs` asks for some. It may then ask
             for no new tokens.
-        add_special_tokens: False: a prompt of text is without those that the tokenizer puts around one.
+        add_special_tokens: False: the tokenizer puts no special tokens around a prompt of text.
     """
 
     RULES: ClassVar[Table] = COMPLETION_FIELDS

@@ -34,7 +34,7 @@ FIELDS: Table = {
     **unserved("Responses have no stop sequences; /v1/chat/completions and /v1/messages do", "stop"),
 }  # fmt: skip
 
-#: fields of Responses by those of chats, where the names differ
+#: fields of Responses by the fields of chats, where the names differ
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

@@ -32,7 +32,7 @@ ONE = "application/vnd.fdasync.rollout+safetensors"
 MANY = "application/vnd.fdasync.rollouts"
 
 
-# by the engine's field: those of the body that ask for it
+# by the engine's field: the body's fields that ask for it
 _FIELDS: Table = {
     **{name: (f"sampling.{name}",) for name in SamplingParams.__struct_fields__},
     "params": ("sampling",),

@@ -71,8 +71,8 @@ async def continue_generation(request: Request, front: Front) -> Response:
 async def flush_cache(_request: Request, front: Front) -> Response:
     """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400.
 
-    In a pause, requests that wait are no hindrance: new ones, and those that were retracted. They have no blocks, and
-    they cannot end before the trainer goes on.
+    In a pause, waiting requests (new ones and retracted ones) are no hindrance. They have no blocks, and they cannot
+    end before the trainer goes on.
     """
     load = front.generator.load()
     busy = min(load.running, load.live) if load.paused else load.live
@@ -125,7 +125,7 @@ class MemoryBody(SGLangBody):
 
 async def release_memory_occupation(request: Request, front: Front) -> Response:
     """`POST /release_memory_occupation`: the device's memory is free when it answers. Weights are kept in host memory,
-    so that a client that pushes none finds those that were there; requests wait, and go on after it."""
+    so that a client that pushes none finds the old ones again; requests wait, and go on after it."""
     body = await read_json(request, MemoryBody, front.config)
     await sleep(front, 1, "keep", body.tags or None)
     return reply({"message": "memory is released", "status": "ok"})

@@ -113,7 +113,7 @@ class StartBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of `/start_weight_update`.
 
     Attributes:
-        is_checkpoint_format: names are those of a checkpoint, or of the model: both are known here.
+        is_checkpoint_format: names are a checkpoint's, or (False) the model's: both are known here.
     """
 
     is_checkpoint_format: bool = True

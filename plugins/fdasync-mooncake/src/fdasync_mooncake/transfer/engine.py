@@ -142,7 +142,7 @@ class Engine:
         return client
 
     async def check(self) -> None:
-        """Raise unless it answers: a receiver's engine must not meet one that hangs. Raises as `start`."""
+        """Raise unless it answers: a receiver's engine must not meet a hanging engine. Raises as `start`."""
         client = await self.start()
         answer = client.send(Ping(), _NONE)
         await wait_within([answer], _PING_S)

@@ -89,7 +89,7 @@ async def _by_one_engine(config: EngineConfig, asks: list[Ask], update: Update |
             before, after = Answers(asks[: len(asks) // 2]), Answers(asks[len(asks) // 2 :])
             async with asyncio.TaskGroup() as group:
                 early = group.create_task(before.serve(engine))
-                # requests have deadlines: each ends, and one that fails ends the group
+                # requests have deadlines: each ends, and a failed one ends the group
                 await before.third.wait()
                 crossed = frozenset({ask.name for ask in asks[: len(asks) // 2]} - before.results.keys())
                 await engine.update_weights(None, update.tensors, "keep", expected=update.expected)

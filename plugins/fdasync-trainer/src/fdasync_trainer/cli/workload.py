@@ -168,7 +168,7 @@ class Answers:
         return [self.results[ask.name] for ask in self._asks]
 
     async def _one(self, face: Generator, ask: Ask) -> None:
-        # requests have deadlines: each ends, and one that fails ends the group
+        # requests have deadlines: each ends, and a failed one ends the group
         async with self._open:
             self.results[ask.name] = await face.complete(ask.prompt, ask.params, request_id=ask.name)
         if 3 * len(self.results) >= len(self._asks):

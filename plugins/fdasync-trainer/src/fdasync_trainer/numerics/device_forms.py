@@ -151,7 +151,7 @@ class RouterForward(NotCopied):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The ids that win, and the values on them; those who watch see the library's own selection."""
+        """The ids that win, and their values; whoever watches sees the library's own selection."""
         router: Any = self._site.router
         wanted = ids
         # a record of another length goes on as it is: the library's selection raises
@@ -171,7 +171,7 @@ class RouterForward(NotCopied):
 
 @contextmanager
 def finding_forms(model: PreTrainedModel) -> Iterator[DeviceForms]:
-    """Within the context, a pass of the model fills the forms that are given: those of the modules that ran.
+    """Within the context, a pass of the model fills the yielded forms, for the modules that ran.
 
     The pass must run without gradients, in eval mode, with attention of its own choice; the context gives it experts
     that run everywhere. Waits for the device. Raises UnsupportedModel where there are no kernels.

@@ -160,7 +160,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def _behind(logits: torch.Tensor, how: How) -> torch.Tensor:
-    """The logits behind what the model does to those of its head."""
+    """The logits after what the model does to its head's logits."""
     if how.finish is None:
         return logits
     with FixedNumerics():

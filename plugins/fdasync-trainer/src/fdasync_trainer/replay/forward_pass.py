@@ -106,7 +106,7 @@ class Forcing(AbstractContextManager[None]):
 
 
 class Recomputed(Protocol):
-    """A forward pass of which a part may be recomputed.
+    """A forward pass that may be recomputed in part.
 
     Attributes:
         running: whether it runs; a call after its end is a recomputation.

@@ -1,4 +1,4 @@
-"""Hashes prompts to the identities of their full blocks, and remembers those of prefixes that come again.
+"""Hashes prompts to the identities of their full blocks, and remembers the identities of prefixes that come again.
 
 The samples of a group and the turns of a conversation share most of their prompts, and a look-up of 16 blocks is
 fifteen times as fast as hashing them. What is remembered is bounded: the prefix that was not used for the longest time

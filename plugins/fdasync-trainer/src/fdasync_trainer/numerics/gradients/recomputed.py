@@ -1,4 +1,4 @@
-"""Values of the rollout's kernels whose gradients are those of the library's code, which the backward pass runs again.
+"""Values by the rollout's kernels, gradients by the library's code, which the backward pass runs again.
 
 The forward pass runs the kernels alone, past all modes, and keeps their inputs; the library's graph is built in the
 backward pass, of the inputs and parameters of the forward pass. Knows no kernels and no modules of the library. Called
