@@ -219,7 +219,7 @@ class FleetClient:
 
 
 async def _join(router: Router, address: str) -> None:
-    """Add an instance; a router goes on dialing one that does not answer, and tells in its stats why it is not used."""
+    """Add an instance. While it does not answer, the router goes on dialing it, and its stats say why it is unused."""
     try:
         await router.add(address)
     except (FdasyncError, PeerUnreachable):

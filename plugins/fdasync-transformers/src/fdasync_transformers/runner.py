@@ -509,7 +509,7 @@ class TransformersRunner(Runner):
         return self._memory
 
     def _settle(self) -> None:
-        """Wait for the new weights: they were written on another stream than the one that runs the next step."""
+        """Wait for the new weights: they were written on another stream than the next step's."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
             torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
 

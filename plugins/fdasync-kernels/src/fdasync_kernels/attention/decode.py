@@ -114,7 +114,7 @@ def decode_launch(
     if key_dim > 256:
         if fixed:
             # the sums of a part and of all parts, 512 wide: where both change their layout, shared memory has no room
-            # for those of 64 rows
+            # for 64 rows of them
             return Launch(16, 32, 4, 2)
         # latent heads: 64 rows x 512 sums fill the registers of 8 warps; two stages of 32 keys are 74 KB
         return Launch(min(rows, 64), 32, 8 if rows > 16 else 4, 2)
@@ -142,7 +142,7 @@ def count_splits(
 def share_parts(
     splits: int | None, sequences: int, heads: int, tiles: int, most: int, workspace: Workspace, capacity: int
 ) -> int:
-    """Programs that share a sequence's parts, of which there are up to `most`; each part is a partial of its own."""
+    """How many programs share a sequence's parts, which are up to `most`; each part is a partial of its own."""
     room = capacity // (sequences * heads)
     if splits is None:
         wanted = PROGRAMS_PER_PROCESSOR * workspace.processors // (sequences * tiles)

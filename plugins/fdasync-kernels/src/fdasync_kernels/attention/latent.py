@@ -278,7 +278,7 @@ def choose_splits(
     workspace: Workspace,
     rank: int,
 ) -> int:
-    """The caller's splits, or those of `latent_splits`. Raises BadInput where the workspace has no room for them."""
+    """The caller's splits, or `latent_splits`' choice. Raises BadInput where the workspace has no room for them."""
     capacity = room_of(workspace, rank)
     if splits is None:
         return latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)

@@ -40,7 +40,7 @@ class Way:
     Attributes:
         tile_nbytes: of a slot: what a program sends to a peer at once.
         slots: of each rank in a turn.
-        programs: most of a launch. All of them must run at once: they wait for those of other devices.
+        programs: most of a launch. All of them must run at once: they wait for programs of other devices.
         warps: of a program; 0: its kernel knows.
     """
 
@@ -118,7 +118,7 @@ class PeerMemory:
     """
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, group: Group) -> None:
-        """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all of which are
+        """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all bytes
         0xFF."""
         self.rank, self.ranks, self.places = rank, group.ranks, group.places
         self.areas: dict[str, Area] = {}

@@ -20,7 +20,7 @@ BLOCK: Final = 128
 GROUP: Final = 32
 # of an exponent, as it is stored
 _BIAS = 127
-# inner places of which the first half are the lower halves of bytes
+# inner places; the first half of them are the lower halves of bytes
 _PAIR = 2 * GROUP
 #: a larger one is none of a model's weights, and the kernels' powers of two end there
 MOST_EXPONENT: Final = 128
@@ -29,7 +29,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 def check_exponents(exponents: torch.Tensor) -> None:
-    """Raise BadInput for stored exponents of which one is above the most: it waits for the device."""
+    """Raise BadInput if a stored exponent is above the most: it waits for the device."""
     if exponents.numel() and int(exponents.max()) > MOST_EXPONENT:
         raise BadInput("exponents", f"{int(exponents.max())} is too large", limit=MOST_EXPONENT)
 

@@ -1,10 +1,10 @@
 """Both products of experts whose weights stay as they were stored (`stored.py`).
 
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
-roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product
-and fill its 64 rows: otherwise the compiler may take another instruction, and order the inner places of one by the
-narrower type. So there are no other tiles here, and rows of gate and up are one operand. FP8 comes by the bulk copy
-engine where that can be, and then rows are in the order of `inner_order.py`. Knows no shapes to check. Launched by
+roundings and places are as with plain weights, bit for bit. That holds where weights are the left side of the product
+and fill its 64 rows: otherwise the compiler may take another instruction, and order the inner places of an instruction
+by the narrower type. So there are no other tiles here, and rows of gate and up are one operand. FP8 comes by the bulk
+copy engine where that can be, and then rows are in the order of `inner_order.py`. Knows no shapes to check. Launched by
 `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 

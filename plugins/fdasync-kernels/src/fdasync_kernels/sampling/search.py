@@ -66,7 +66,7 @@ def _bits_in(word):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _listed(words, count, listed, most: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the ids whose bits are set, in order; returns how many there are, of which `most` are written."""
+    """Write the ids whose bits are set, in order, at most `most` of them; returns how many there are."""
     found = tl.full((), 0, tl.int32)
     for start in range(0, count, block):
         number = start + tl.arange(0, block)

@@ -141,7 +141,7 @@ def make_aux(
             elif moe is not None:
                 producers.append(RouterWeights(model, moe, max_step_tokens))
     except BaseException:
-        # the model must not keep the hooks of those that were attached
+        # the model must not keep the hooks of producers attached so far
         for producer in producers:
             producer.close()
         raise

@@ -89,7 +89,7 @@ class DeviceExecutor(Executor):
     """See the module and `Executor`.
 
     Attributes:
-        graphs, run_graphs: of decode steps, and of those with drafts; None before `capture_graphs`.
+        graphs, run_graphs: of decode steps, and of decode steps with drafts; None before `capture_graphs`.
         flat_tokens: a step of at most so many tokens is computed as if each were a decode, which a graph can replay.
         model: the model that computes the steps.
         mixed: graphs of steps with prompts in them; None before `capture_mixed`.
@@ -156,7 +156,7 @@ class DeviceExecutor(Executor):
 
     @staticmethod
     def lone_sizes(sizes: tuple[int, ...], running: int) -> tuple[int, ...]:
-        """Of these sizes, those of steps that decode up to so many sequences, one row each."""
+        """The sizes that steps need which decode up to so many sequences, one row each."""
         return sizes[: bisect.bisect_left(sizes, running) + 1]
 
     def _ladder(self, sizes: tuple[int, ...], *, runs: bool) -> GraphLadder:

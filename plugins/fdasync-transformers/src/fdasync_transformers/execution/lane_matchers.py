@@ -1,4 +1,4 @@
-"""The matchers of the sequences in the runner, by lane, and those of one step's samples.
+"""The matchers of the sequences in the runner, by lane, and the matchers for one step's samples.
 
 Knows steps and lanes; a matcher's grammar is `sampling/grammars.py`'s. Called by the executors.
 """

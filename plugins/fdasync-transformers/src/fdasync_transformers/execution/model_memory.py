@@ -48,7 +48,7 @@ class ModelMemory(ABC):
 
     @property
     def held_nbytes(self) -> int:
-        """Of a device, of which torch does not know."""
+        """Bytes on a device that torch does not know of."""
         return 0
 
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:

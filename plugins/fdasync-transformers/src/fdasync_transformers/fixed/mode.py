@@ -113,7 +113,7 @@ class _Linears(TorchFunctionMode):
 
 
 def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's `linear`, of rows [R, K] that are contiguous, of which it makes one operation with one rounding."""
+    """torch's `linear` of contiguous rows [R, K]: torch computes these by one operation with one rounding."""
     if weight.dim() != 2 or input.dim() == 2 or not input.dim():
         return linear(input, weight, bias)
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)

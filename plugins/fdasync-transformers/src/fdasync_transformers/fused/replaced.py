@@ -53,7 +53,7 @@ class Replaced:
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Names and modules of a model, without those of images and sounds."""
+    """Names and modules of a model, without modules for images and sounds."""
     return ((name, module) for name, module in model.named_modules() if not _NOT_TEXT.search(name))
 
 

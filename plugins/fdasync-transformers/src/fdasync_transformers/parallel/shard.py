@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A model of which this process holds one rank's parts.
+    """A model; this process holds one rank's parts of it.
 
     Args:
         model: whole, on the meta device; its tensors are replaced.

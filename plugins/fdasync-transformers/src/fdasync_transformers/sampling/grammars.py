@@ -103,7 +103,7 @@ class Grammars:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as the library wants it. Raises BadInput for one that cannot be written so."""
+    """The grammar as the library wants it. Raises BadInput if it cannot be written so."""
     make = llguidance.LLMatcher
     try:
         if grammar.kind == "json_schema":

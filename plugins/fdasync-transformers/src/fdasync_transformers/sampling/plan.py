@@ -39,10 +39,10 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         count: rows, N.
         jobs: distributions, J >= N.
-        arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of
-            the same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
-            `ints` and `floats` are those of the jobs (`fdasync_kernels.sampling.tile` has the columns), `edits`
-            and `penalties` of the penalised rows, `bias_cells`, `bias` and `stop_cells` of single logits, `top_jobs`,
+        arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of the
+            same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
+            `ints` and `floats` are numbers of the jobs (`fdasync_kernels.sampling.tile` has the columns), `edits` and
+            `penalties` of the penalised rows, `bias_cells`, `bias` and `stop_cells` of single logits, `top_jobs`,
             `top_counts` and `top_raw` (1: of the logits as given, whatever the job filters) of the alternatives.
         longest: known tokens of the longest row with a penalty; 0 where no row has one.
         edited, stopped, masked: how many rows have a penalty or a bias; are under a stop mask; under a grammar, whose

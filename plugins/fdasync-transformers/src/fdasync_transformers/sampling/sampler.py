@@ -127,9 +127,9 @@ def compute_samples(
         plan: of the same rows.
         sent: `plan.arrays`, and the masks of grammars where the plan has rows under one, as tensors on the device of
             `logits`; read only.
-        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; those of row i are
-            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None.
-            Ids outside the vocabulary are passed over.
+        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; row i has
+            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None. Ids
+            outside the vocabulary are passed over.
 
     Returns:
         New tensors on the device of `logits`, the caller's, for `read_samples` (entries in the plan's order):

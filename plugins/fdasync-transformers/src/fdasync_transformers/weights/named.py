@@ -79,13 +79,13 @@ def weights_fingerprint(
         state: the model's whole tensors by the names of its state dict, where the model holds only parts of them
             (FSDP); None: the model's own.
         stored: the form in which an engine with `quantised_weights="stored"` keeps the experts' weights, which it makes
-            of plain ones by the published recipe: they count as what they then stand for. "fp8_linears": of one with
-            "stored_linears", whose checkpoint has all linear layers in FP8 that could be, and which no ranks cut.
+            of plain ones by the published recipe: they count with the values they then stand for. "fp8_linears": of an
+            engine with "stored_linears", whose checkpoint has every possible linear layer in FP8, and no rank cuts.
 
     Raises BadInput for another kind of model and for a dtype that is not served; ConfigError for experts that cannot be
-    kept so; WeightsRejected naming the tensor: one
-    that is missing, too much, of another shape or sharded, and a computed buffer (the frequencies of rotary embeddings)
-    in another dtype than the server's, as `model.to(dtype)` leaves it: the trainer's forward pass reads other values.
+    kept so; WeightsRejected naming a tensor that is missing, too much, of another shape or sharded, or a computed
+    buffer (the frequencies of rotary embeddings) in another dtype than the server's, as `model.to(dtype)` leaves it:
+    the trainer's forward pass reads other values.
     """
     served = SERVED.get(str(dtype).removeprefix("torch."))
     if served is None:

@@ -269,7 +269,7 @@ class LiveWeights:
         metas, addresses = tuple(tensors), self._addresses()
         # what an update that failed has left at its places is forgotten with them
         if placed is None or self.broken or placed.metas != metas or placed.addresses != addresses:
-            # thousands of names take longer than their bytes: those of the next update are the same
+            # thousands of names take longer than their bytes: the next update has the same names
             placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
         if last and (left := self._left(placed.replaced)):
             raise WeightsRejected(left)
@@ -351,8 +351,8 @@ class LiveWeights:
             self.broken, self._dropped = frozenset(), False
 
     def end_parts(self) -> None:
-        """End an update in several parts, of which none was called the last. Raises WeightsBroken where they leave out
-        what an earlier update broke."""
+        """End an update in several parts; none was called the last. Raises WeightsBroken where they leave out what an
+        earlier update broke."""
         if left := self._left(self._covered):
             raise WeightsBroken(left)
         self.broken, self._dropped = frozenset(), False

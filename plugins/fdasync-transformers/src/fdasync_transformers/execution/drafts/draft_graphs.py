@@ -91,7 +91,7 @@ class DraftGraphs:
         """A number of sequences whose graph computes other logits than the same pass launched operation by operation;
         0: none. Drafts behind the second token of lane 0, for start-up. Waits for the device.
 
-        All ranks of a group make all passes, and those that compute no logits find nothing."""
+        All ranks of a group make all passes; ranks that compute no logits find nothing."""
         tables = self._tables
         wrong = 0
         tables.lengths[0], tables.drafted[0] = 1, len(self._captured[self.sizes[0]])

@@ -1,4 +1,4 @@
-"""The passes of multi-token prediction (MTP) layers on a device: over a step's rows, and over those of drafts.
+"""The passes of multi-token prediction (MTP) layers on a device: over a step's rows, and over drafts' rows.
 
 In a step the layers go over the model's own rows, with the hidden state of the row before. So their KV of a position
 comes of the pass whose row of it stands, a graph of the step holds them too, and nothing of it depends on what is

@@ -25,7 +25,7 @@ class Kept:
 
     Args:
         form: of the values.
-        parts: parameters of a module, of which these are two; read at each use, as modules may get others.
+        parts: parameters of a module, values and scales among them; read at each use, as modules may get others.
         name: of the values; scales have the form's end behind it.
     """
 
@@ -107,8 +107,8 @@ class Kept:
         return len(self.values)
 
     def __getitem__(self, index: int | torch.Tensor | slice) -> torch.Tensor:
-        """The matrix of an expert, or those of several, new; of one matrix its rows. A number that lies on a device is
-        waited for."""
+        """The matrix of an expert, or several experts' matrices, new; of one matrix its rows. A number that lies on a
+        device is waited for."""
         if self.dim() == 2:
             return self.form.dequantised(self.values.detach(), self.scales.detach())[index]
         if isinstance(index, slice):
