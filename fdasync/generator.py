@@ -54,7 +54,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             instances may differ in it.
         vocab_size: token ids are below it.
         eos_ids: token ids that end a sample, sorted.
-        max_context_tokens: most tokens of a sample, prompt and output; on a router that of the instance that takes the
+        max_context_tokens: most tokens of a sample, prompt and output; on a router, of the instance that takes the
             longest.
         block_tokens: tokens of a KV block.
         captures_routing: results have expert routing.
@@ -191,9 +191,9 @@ class DeltaStream(ABC):
         return self._prompt()
 
     def sample(self, index: int) -> Sample:
-        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the one
-        with a `finish_reason`), and without deltas at the request's end. It equals that of the result, which may share
-        its arrays. It stays there when the request fails later, or is aborted.
+        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the
+        delta with a `finish_reason`), and without deltas at the request's end. It equals the result's sample, which may
+        share its arrays. It stays there when the request fails later, or is aborted.
 
         Raises IndexError for a number that no sample has, RuntimeError before its last delta was read, and the error
         that the request ended with where that error has cut it short.
@@ -247,7 +247,7 @@ class DeltaStream(ABC):
         return self
 
     async def _settle(self) -> None:  # noqa: B027 - a result that is there as the request ends needs no work
-        """Do the work that the result of a request that has ended still takes, without holding up the loop."""
+        """Do the work that an ended request's result still takes, without holding up the loop."""
 
     async def __anext__(self) -> Delta:
         request = self._request
@@ -409,15 +409,15 @@ class Generator(Protocol):
         was no sleep.
 
         Args:
-            tags: the parts to take back; None or none: all. Graphs ("cuda_graph") come back with the last part of the
-                others, named or not: they hold its addresses. "scheduling" names none: without memory to take
+            tags: the parts to take back; None or an empty one: all. Graphs ("cuda_graph") come back with the last part
+                of the others, named or not: they hold its addresses. "scheduling" names none: without memory to take
                 back it ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
 
         Dropped weights that no update has brought by then are loaded once more from their folder; where they came as
         tensors, the generator waits for an update, and requests with it.
 
         Returns what it does now: "asleep" where parts are still released, "waits_for_weights", "paused" where a pause
-        is left. On a router: what the instance does that is farthest from "running".
+        is left. On a router: what the instance farthest from "running" does.
 
         Raises WakeFailed where the device does not give the memory (it sleeps on, and may be woken again); BadInput for
         other tags; UpdateUnderWay while an update is under way.
@@ -463,7 +463,7 @@ class Generator(Protocol):
         the weights id that tells weights apart. Tensors are always carried out. A folder that comes under the version
         in use is compared first: if it holds the weights in use nothing is loaded, and no request ends or starts again
         (where others are expected, BadInput says so). While the caller's own pause lasts no step runs, so a group's
-        tensors may come in several updates under one version: None as the version then names that of the last update.
+        tensors may come in several updates under one version: a version of None then means the last update's.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no
@@ -481,7 +481,7 @@ class Generator(Protocol):
         and NCCL authenticate nobody: workers listen on the loopback interface, or on the interface that the
         configuration names (`EngineConfig.weights_interface`).
 
-        Raises BadInput naming the field, for another machine's address without that setting too; WeightsRejected where
+        Raises BadInput naming the field, also for another machine's address without that setting; WeightsRejected where
         the ranks do not meet within `group.timeout_s`, or the group is left meanwhile; UpdateUnderWay; EngineClosed.
         Cancelling ends the join, in a moment.
         """
@@ -491,7 +491,7 @@ class Generator(Protocol):
         """Leave a group; its other ranks see the connection end. A join of it that is under way ends. Does nothing
         where there is none of that name. No step runs meanwhile. Cancelling stops the waiting.
 
-        Raises UpdateUnderWay while an update is under way, one in parts that is open too; EngineClosed.
+        Raises UpdateUnderWay while an update is under way, or an update in parts is open; EngineClosed.
         """
 
     @abstractmethod
@@ -502,9 +502,9 @@ class Generator(Protocol):
         Args:
             mode: as in `update_weights`.
 
-        Where a part is refused and none came before it, the update ends with nothing changed. Where one fails, or is
-        refused after others, and where nobody goes on with the update in time, the weights are broken (WeightsBroken)
-        until another update has replaced what this one did.
+        If a part is refused and none came before it, the update ends with nothing changed. If a part fails, or is
+        refused after others, or nobody goes on with the update in time, the weights are broken (WeightsBroken) until
+        another update has replaced what this one did.
 
         Raises BadInput; UpdateUnderWay while another update is open; EngineClosed.
         """
@@ -513,10 +513,10 @@ class Generator(Protocol):
     async def end_weight_update(
         self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
     ) -> None:
-        """End an update in parts: all of them came, and steps run on the new weights. One of no parts changes nothing.
+        """End an update in parts: all of them came, and steps run on the new weights. Without parts nothing changes.
 
         Args:
-            version, expected: as in `update_weights`. A version of None: that of the last part that named one.
+            version, expected: as in `update_weights`. None: the version of the last part that named one.
 
         Raises BadInput where no update is open; WeightsBroken; WeightsDiffer; EngineClosed.
         """
@@ -563,7 +563,7 @@ class Generator(Protocol):
         """What every engine shows of itself to people: gauges, counters, latencies, its last minutes, the experts
         chosen (`telemetry/sight/sight.py`); on a router one for each instance, in the order in which they were named.
 
-        A router asks the instances, each at most once a second however many watch, and waits a second at most; what an
-        instance said before stands where it does not answer. Cancelling stops the waiting only. Raises EngineClosed
-        before the start, and the error that ended it.
+        A router asks each instance at most once a second, however many watch, and waits a second at most; if an
+        instance does not answer, its last answer stands. Cancelling stops the waiting only. Raises EngineClosed before
+        the start, and the error that ended it.
         """

@@ -36,11 +36,11 @@ SleepMode = Literal["keep", "abort", "wait"]
 #: the parts of a device's memory that a sleep releases, and a wake takes back
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
 WakeTag = Literal["weights", "kv_cache", "cuda_graph", "scheduling"]
-#: what a generator does, in one word. Where several hold, it is the last of them.
-#: "running": it plans steps whenever there is work. "paused": a pause has returned, and no resume came since.
-#: "waits_for_weights": a sleep that is over has dropped them, and an update has to bring some. "broken": an update has
-#: failed half-way, and another one has to mend that. "updating": an update is under way, or ranks of a trainer's group
-#: meet. "asleep": a sleep has begun, and not all memory is back. "waking": a wake is under way
+#: what a generator does, in one word. Where several hold, the last of them counts. "running": it plans steps whenever
+#: there is work. "paused": a pause has returned, and no resume came since. "waits_for_weights": a sleep that is over
+#: has dropped the weights, and an update has to bring some. "broken": an update has failed half-way, and another one
+#: has to mend that. "updating": an update is under way, or ranks of a trainer's group meet. "asleep": a sleep has
+#: begun, and not all memory is back. "waking": a wake is under way
 Doing = Literal["running", "paused", "waits_for_weights", "broken", "updating", "asleep", "waking"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed
@@ -185,7 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
         stop: strings that end the request, or a single one, which becomes a tuple. They are looked for in the text with
             special tokens shown, so one may be or hold a special token ("<|im_end|>"). Text from the match on is not
-            returned; the tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
+            returned. Tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
             tokens after it are dropped. Text that only the end of the request completes (U+FFFD of an incomplete
             character) is searched at the end: a match makes "length" a "stop". `Sample.stop_reason` tells which it was.
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
@@ -199,8 +199,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             of position i - 1, so the token at position 0 has none. Positions from there on are computed even if a
             cache has them, once for all samples.
         prompt_top_logprobs: this many best alternatives beside each token of the prompt that has a log-prob.
-        chosen_positions_start: position of the first token, in the prompt, for which the positions chosen by the
-            model's indexers are wanted (`Sample.chosen_positions`); None: none are. The prompt's are computed even if a
+        chosen_positions_start: position in the prompt: for each token from there on the positions that the model's
+            indexers chose are wanted (`Sample.chosen_positions`); None: none are. The prompt's are computed even if a
             cache has its blocks, once for all samples. The engine bounds their bytes
             (`EngineConfig.chosen_positions_nbytes`); a router serves none.
     """
@@ -343,8 +343,8 @@ class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
         name: the request's name among instances.
         caller: incarnation of the router that gets the answer.
         decoders: addresses of decode instances, in order of preference.
-        seen: of each of these, the incarnation of the process that the router reaches there, and the address at which
-            that says that it listens; empty: unknown.
+        seen: of each decoder, the incarnation of the process that the router reaches there, and the address at which
+            that process says that it listens; empty: unknown.
     """
 
     name: str

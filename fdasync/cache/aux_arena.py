@@ -166,7 +166,7 @@ class AuxArena:
 
     def _check_slots(self, slots: Sequence[int], generations: Sequence[int], offset: int, count: int) -> None:
         size, stop = self.block_tokens, offset + count
-        # they end in the last slot: of one behind it nothing would be copied, and no row of it be looked at
+        # they end in the last slot: of a slot behind it nothing would be copied, and no row be checked
         if not (
             slots
             and len(slots) == len(generations)

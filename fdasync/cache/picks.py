@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: rows that are all counted at the beginning, and how many of one step are then
 WHOLE_ROWS, MOST_AT_FIRST = 4096, 256
-#: later: a step is looked at once in so many rows, and so many of its own rows are
+#: later: one step is looked at in so many rows, and so many of its own rows are counted
 EVERY_ROWS, MOST_ROWS = 4096, 32
 # rows and counted rows, before the table
 _HEAD = 2

@@ -79,7 +79,7 @@ class Carrier(Protocol):
         ...
 
     def without_state(self) -> int:
-        """Its snapshot is lost to the host: no store can have it with its state. Returns 1 if one was to, else 0."""
+        """Its snapshot is lost to the host: no store can get it with its state. Returns 1 if one was to, else 0."""
         ...
 
 
@@ -359,7 +359,7 @@ class SnapshotPool:
 
     @property
     def has_host_room(self) -> bool:
-        """A snapshot could be copied out, without another one being on the device alone for it."""
+        """Whether a snapshot could be copied out without leaving another one on the device alone."""
         idle = (one for one in self._live if one.place < 0 and not one.holds and not self._in_use(one))
         return bool(self._host_free) or any(idle)
 

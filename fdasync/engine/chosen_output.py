@@ -1,11 +1,11 @@
 """The positions that indexers chose, on the engine's side: what a request takes of memory, and its samples' arrays.
 
-Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
+Each sample has a region of its own (`runner/chosen.py`). The first sample has the rows of the whole prompt; the others
 begin with the prompt's last token, which every sample computes, and take the rows before it from the first: none of
-them starts before the steps are planned that write those (`Sequence.wants_room`). When a sample has ended and is read,
-its rows are copied, slice by slice, and the regions are freed. A region counts against the engine's limit for as long
-as it is there: until the caller has taken its request's last result, or let go of the request. Knows no blocks and no
-scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
+them starts before all steps that write these rows are planned (`Sequence.wants_room`). When a sample has ended and is
+read, its rows are copied, slice by slice, and the regions are freed. A region counts against the engine's limit for as
+long as it is there: until the caller has taken its request's last result, or let go of the request. Knows no blocks and
+no scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def chosen_nbytes(shape: ChosenShape | None, params: SamplingParams, prompt_toke
 def make_chosen(
     shape: ChosenShape, params: SamplingParams, prompt_tokens: int, freed: Callable[[int], None]
 ) -> list[ChosenOutput]:
-    """What each sample's rows go to. `freed`: told, for each of them, of its bytes when its memory is no more.
+    """The memory for each sample's rows. `freed`: called for each with its bytes, once its memory is freed.
 
     Raises OSError; nothing is left behind then, and `freed` was told of all bytes."""
     wanted = _most(params, prompt_tokens)
@@ -90,7 +90,7 @@ class ChosenOutput:
     def __init__(
         self, rows: ChosenRows, first: ChosenRows | None, prompt_tokens: int, counts: tuple[_Count, ...]
     ) -> None:
-        """`rows`: its own, which the runner writes; `first`: of the first sample, None: this is that one; `counts`: of
+        """`rows`: its own, which the runner writes; `first`: the first sample's, None: this is the first; `counts`: of
         both."""
         self.start = rows.start if first is None else first.start
         self._rows: ChosenRows | None = rows

@@ -108,13 +108,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         steps_in_flight: launched and not completed.
         doing: in one word, whether it plans steps, and why not (`request.Doing`).
         updating: a weight update is under way.
-        reloadable: a wake brings the weights in use again after a sleep has dropped them: they came from a checkpoint
-            folder, and 64 deltas at most since.
+        reloadable: a wake can load the weights in use again after a sleep has dropped them: they came from a checkpoint
+            folder, with at most 64 deltas since.
         released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
         scheduler: what the scheduler counts.
         refused_writes: blocks that the store did not take.
-        refused_why: the store's words about the latest of them, e.g. how much room it needs and how much there is.
+        refused_why: the store's words about the latest refusal, e.g. how much room it needs and how much there is.
         store_problem: why the store is left alone for now; "" while it is used, and where there is none.
         taps: the taps that the configuration names.
     """
@@ -142,8 +142,8 @@ T = TypeVar("T")
 def _telling(
     verb: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
-    """A verb whose work is a task, which may go on without its caller: the engine's failure counts as told where it is
-    raised here, and not where that task meets it."""
+    """A verb whose work is a task, which may go on without its caller: the engine's failure counts as told if it is
+    raised here, and not if only that task meets it."""
 
     @wraps(verb)
     async def told(self: Engine, /, *args: P.args, **options: P.kwargs) -> T:
@@ -652,7 +652,7 @@ class Engine(Generator):
         )
 
     def peer_blocks(self) -> PeerBlocks | None:
-        """By what blocks go from device to device, for the same services; None where the runner shows none.
+        """What copies blocks from device to device, for the same services; None where the runner shows none.
 
         Raises EngineClosed before the start.
         """
@@ -661,7 +661,7 @@ class Engine(Generator):
 
     @property
     def weights(self) -> Weights:
-        """What changes the weights and their label, for services that know the order of versions among instances.
+        """The object that changes weights and label, for services that know the order of versions among instances.
         Raises EngineClosed before the start."""
         self._inside()
         assert self._weights is not None

@@ -1,8 +1,8 @@
 """Builds an engine's store from its configuration: finds it by name, gives it a process if it blocks, wraps it.
 
 From the inside out: the store itself; `CheckedStore`, which writes and checks the object format next to it; a process
-of their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
-the trace. The wrappers' reports become events. The breaker opens a store later that cannot be opened at the start,
+of their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker; the
+trace. The wrappers' reports become events. If the store cannot be opened at the start, the breaker opens it later,
 unless the configuration requires it. Decides nothing. Called by `runtime.py`.
 """
 

@@ -400,7 +400,7 @@ class PauseRequested(Event, frozen=True, kw_only=True):
 
 
 class ResumeRequested(Event, frozen=True, kw_only=True):
-    """The scheduler is to plan steps again, whatever the mode of the pause was, and if it has not begun yet."""
+    """The scheduler is to plan steps again, whatever the mode of the pause was, even if it has not begun yet."""
 
 
 class SleepRequested(Event, frozen=True, kw_only=True):

@@ -2,10 +2,10 @@
 
 Where drafts do not pay, an engine asks for paths once in hundreds of steps. In between a token must not cost anything:
 it stands in the sequence anyway. So a step tells the planner nothing, and a sequence that begins or ends is noted here.
-`tell` brings all of it to the planner at once, before it asks the drafter. What no path could show any more is not told
-at all: sequences of a prompt whose sequences have all ended, where the drafter does not keep such.
+`tell` brings all of it to the planner at once, before it asks the drafter. Sequences that no path could show any more
+are not told at all: a prompt's, once all of them have ended, if the drafter does not keep such text.
 
-What ended is held up to a limit, and told when that is reached. Called by `drafts.py`.
+Ended sequences are held up to a limit, and told when it is reached. Called by `drafts.py`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class HeldText:
         self._outlasts = planner.outlasts
         # tokens that no decode step gave, by key: the first ones after a preemption
         self._resumed: dict[int, int] = {}
-        # steps have passed that the planner has not been told the tokens of
+        # steps have passed whose tokens the planner has not been told
         self._lags = False
         self._told_at = 0.0
 

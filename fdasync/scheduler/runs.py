@@ -91,8 +91,8 @@ def take_runs(
 def one_each(
     decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int], *, maybe_cut: bool
 ) -> bool:
-    """Whether a step with counts gave one token of each sequence, which all of them had room for and no cut before: the
-    same as a step without counts. Arguments as of `take_runs`.
+    """Whether a step with counts gave one token of each sequence, all had room for it, and none was cut before: then it
+    equals a step without counts. Arguments as of `take_runs`.
 
     Args:
         maybe_cut: a step that was in flight when this one was planned gave runs, so some may have been cut.

@@ -414,8 +414,8 @@ class StepPlanner:
         queues.walled = False
 
     def _may_begin(self, seq: Sequence, places: int) -> bool:
-        """Whether its first chunk can be planned, even if that is its last one: to be handed over it needs a place for
-        its state, beside that of the snapshot that it starts from."""
+        """Whether its first chunk can be planned, even as its last chunk: to be handed over it needs a place for its
+        state, besides the place of the snapshot that it starts from."""
         return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room(places)
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:

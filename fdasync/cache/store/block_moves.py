@@ -29,7 +29,7 @@ _Run = tuple[int, int, int, int]
 
 
 class Form:
-    """How the objects of one schema lie that have the same sections.
+    """The layout of one schema's objects that have the same sections.
 
     Args:
         sizes: bytes of the parts of a whole object, in order: the header page, then sections and padding.
@@ -110,7 +110,7 @@ class _BlockArrival:
 def _plan(sizes: Sequence[int], sections: dict[int, int]) -> list[tuple[int, tuple[_Run, ...]]]:
     """Pieces of an object whose parts have these sizes: the offset of each, and its runs.
 
-    Each has `PIECE_NBYTES`, but that the last one has the rest too where that is short: it is not worth a call.
+    Each has `PIECE_NBYTES`, but the last one takes the rest, too, if it is short: a short rest is not worth a call.
     """
     plan: list[tuple[int, tuple[_Run, ...]]] = []
     runs: list[_Run] = []

@@ -88,7 +88,7 @@ class Pausing:
     async def quiet(self, mode: PauseMode = "in_place", pauser: object = None) -> None:
         """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
         (docs/design.md, rule 10). `pauser`: the call of `pause` that waits, until a resume undoes it; None: the room's
-        own work does, which no resume ends."""
+        own work waits, and no resume ends it."""
         driver = self._runtime.driver
         assert driver is not None
         pausing = driver.scheduler.pausing

@@ -28,7 +28,7 @@ class Joining(NamedTuple):
     Attributes:
         name: of the group.
         store: where the trainer's store should be, "ADDRESS:PORT".
-        until: by the loop's clock: at the latest then the ranks have met, or the join has failed.
+        until: by the loop's clock: by then the ranks have met, or the join has failed.
     """
 
     name: str
@@ -54,17 +54,17 @@ class WeightsState:
     Attributes:
         version: the caller's label of the weights in use.
         order: of that label among all weights and labels that were in use (`request.next_order`).
-        goes_on: the label of the last update by a group, where the engine has been paused by its callers since before
-            it; else None.
+        goes_on: the label of the last update by a group, if callers have kept the engine paused since before that
+            update; else None.
         sources: folders that the weights in use came from: a checkpoint, and deltas applied to it since, in their
             order. (): they cannot be loaded again: tensors of an update are among them, there would be more than
             `MOST_DELTAS` deltas, or the runner needs no folder.
-        is_delta: the update that brought the weights in use was a delta to those before.
+        is_delta: the update that brought the weights in use was a delta to the weights before.
         broken: why the weights cannot be used; None while they can.
         differs: they are broken, and whole: only a comparison failed, so that the runner knows of nothing wrong.
         dropped: a sleep dropped the weights, and no update or reload has brought any since: nothing goes on.
         held: a pause has returned, and no resume came since.
-        updating: an update is under way, which may read its caller's buffers, or the ranks of a group meet or part.
+        updating: an update is under way, and may read its caller's buffers, or the ranks of a group meet or part.
         joining: a group that is being joined; steps go on until its ranks meet. None: none is.
         is_open: an update in parts has begun and not ended.
         sleeps: a sleep keeps the engine from going on.

@@ -1,4 +1,4 @@
-"""One engine's weights: joins what pauses, updates and groups have in common, and takes the calls that change weights.
+"""One engine's weights: joins pauses, updates and groups, and takes the calls that change weights.
 
 An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Made by
 `engine/engine.py`; called by it and by `fdasync_fleet/instance/instance.py`.

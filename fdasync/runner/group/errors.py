@@ -9,7 +9,7 @@ import inspect
 
 from fdasync.errors import ConfigError, FdasyncError, RunnerError, UnsupportedModel
 
-# fields that hold an error's words, the first of them that its class has
+# fields that hold an error's words: the first one that its class has counts
 _WORDS = ("problem", "reason", "what")
 # of errors about the number of ranks
 _GROUP_FIELDS = ("tensor_parallel", "sum_slices")

@@ -96,7 +96,7 @@ class Placement:
 
 
 def too_few(seen: Sequence[Gpu], free: Sequence[Gpu], needed: int, who: str) -> ConfigError:
-    """The error where of the visible GPUs fewer are free than are needed.
+    """The error where fewer of the visible GPUs are free than are needed.
 
     Args:
         who: needs them, in words that end in "needs" or "need".

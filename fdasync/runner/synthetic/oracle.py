@@ -100,7 +100,7 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def place(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Odd, so that no bit of a word is lost; different at every position."""
+    """An odd factor, so that no bit of a word is lost; different at every position."""
     return positions * U64(2) + U64(1)
 
 
@@ -146,8 +146,8 @@ class Oracle:
         return (words % U64(self.config.vocab_size)).astype(np.int64)
 
     def biased(self, token: int, bias: Mapping[int, float]) -> int:
-        """The token that a logit bias makes of a sampled one: the largest of the pretended logits with the bias, the
-        lowest id where several are equal."""
+        """The token that a logit bias puts in a sampled one's place: it has the largest pretended logit with the bias,
+        and the lowest id among equals."""
         if not bias:
             return token
         logits = np.zeros(self.config.vocab_size)

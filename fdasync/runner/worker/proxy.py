@@ -205,7 +205,7 @@ class WorkerRunner(Runner):
         self._tell(TakeBack(key))
 
     def _tell(self, message: Lend | TakeBack, fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send what `aclose` waits for, too, and does not take the worker for a busy one."""
+        """Send a message that `aclose` waits for, too, without taking the worker for busy."""
         told = self._send(message, _NOTHING, fds)
         self._told.add(told)
         told.add_done_callback(self._told.discard)
@@ -218,7 +218,7 @@ class WorkerRunner(Runner):
         return self._child.send(copy, _COPY)
 
     def peer_blocks(self) -> PeerBlocks | None:
-        """See `Runner`. Whether the worker's runner shows its blocks is told by `PeerBlocks.export`."""
+        """See `Runner`. `PeerBlocks.export` tells whether the worker's runner shows its blocks."""
         return WorkerPeerBlocks(self._send) if self.limits.shows_blocks else None
 
     async def check_grammar(self, grammar: Grammar) -> None:

@@ -2,11 +2,11 @@
 
 A lease reserves device blocks for the whole prompt and the first new token of each sample, and pins the prefix that
 this instance has already. Offered blocks are copied to the host (a bounded number at a time: the staging ring), checked
-there, and brought to the device; those on a device that this instance reads go straight to its own. A sample starts
-when its first token, all blocks before it and its recurrent state, if the model has one, are here. A lease is dropped
-if it is not renewed, takes too long, or if its blocks do not arrive as promised; blocks that arrived whole stay as
-cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may pass
-it, and it passes no lease or sample that has aged: so none starves.
+there, and brought to the device; blocks on a device that this instance reads go straight to its own device. A sample
+starts when its first token, all blocks before it and its recurrent state, if the model has one, are here. A lease is
+dropped if it is not renewed, takes too long, or if its blocks do not arrive as promised; blocks that arrived whole stay
+as cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may
+pass it, and it passes no lease or sample that has aged: so none starves.
 
 This module knows no bytes, no links and no clock but the time of events. Called by `core.py`; `receiver.py` enters the
 blocks that arrive, `fdasync_fleet/instance/decode_service.py` talks to the prefill instance. The other side is
@@ -451,7 +451,7 @@ class DecodeSide:
             self._drop(lease, why)
 
     def reset_cache(self) -> None:
-        """Granted leases keep the blocks that they have; these and later ones of theirs are not shared."""
+        """Granted leases keep the blocks that they have; neither these nor their later blocks are shared."""
         for lease in self.leases.values():
             if lease.granted:
                 lease.shares = False

@@ -38,9 +38,9 @@ class _Receive:
         epoch: of the weights at its start.
         blocks: device and host places that are being filled.
         indices: of each block, its number in the prompt.
-        samples: of each block, the sample that it is the open block of; None: it is a full block of all samples.
+        samples: of each block, the sample whose open block it is; None: it is a full block of all samples.
         on_device: the blocks come from device to device.
-        state: the state that is being filled, of the first of `samples`; None: blocks are.
+        state: the state that is being filled, of the first of `samples`; None: blocks are filled.
     """
 
     __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples", "state")

@@ -5,8 +5,8 @@ of no use to it. Snapshots cost as much as the KV of thousands of tokens, so the
 likely to start:
 
 - at the last full block of a prompt: the other samples of a group, and a request that is sent again. They compute the
-  last token themselves, so of a prompt of whole blocks they start one block earlier, and its next turn at its end;
-- where a prompt leaves the blocks that another one left behind: it is a branch of a conversation, or a shared preface;
+  last token themselves, so after a prompt of whole blocks they start one block early, and its next turn at its end;
+- where a prompt departs from the blocks of an earlier one: at a branch of a conversation, or after a shared preface;
 - every `state_every_tokens`;
 - behind the prompt of a sequence that is handed over to another instance, wherever in a block that is;
 - at the last full block of an answer, so that the next turn of a conversation, and a preempted sequence, go on from
@@ -134,8 +134,8 @@ class SnapshotPlanner:
             self.pool.unhold(snapshot)
 
     def decodes(self, seq: Sequence, least: int, most: int, step_id: int) -> None:
-        """Behind step `step_id` a decoding sequence has forwarded from `least` to `most` tokens, for all that is known:
-        plan the snapshots that the step takes, or may take."""
+        """After step `step_id` a decoding sequence has forwarded `least` to `most` tokens, as far as is known: plan the
+        snapshots that the step takes, or may take."""
         for position, snapshot in seq.awaited:
             # one behind fewer tokens is taken by a step in flight
             if snapshot.awaited and position >= least:

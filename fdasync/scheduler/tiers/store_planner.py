@@ -414,8 +414,8 @@ class StorePlanner:
         self._held += len(blocks)
 
     def _hold_snapshot(self, seq: Sequence, arrived: list[Snapshot]) -> None:
-        """Hold the last of the snapshots that came for it. Those before it came since an object is read as a whole:
-        they make room before others do, and the store has them."""
+        """Hold the last of the snapshots that came for it. Earlier ones came only because an object is read whole: they
+        make room first, and the store has them."""
         for snapshot in arrived[-1:]:
             snapshot.hold()
             seq.store.held_snapshots.append(snapshot)

@@ -124,8 +124,8 @@ class SwapPlanner:
         return export
 
     def pin(self, block: Block) -> Export:
-        """Hold a block on the device for another instance, which reads it there. It is there, and sealed, or an open
-        block that no step writes any more."""
+        """Hold a block on the device for another instance, which reads it there. The block is there, and is sealed, or
+        open but written by no step any more."""
         export = Export(block, on_device=True)
         export.held = True
         self._pinned[export] = None
@@ -386,7 +386,7 @@ class SwapPlanner:
         return {"copy": sum(len(copy.blocks) for copy in self._copies.values()), "export": self._held}
 
     def check(self) -> None:
-        """Raise InvariantBroken unless blocks in copies know it, and the sequences that wait for copies."""
+        """Raise InvariantBroken unless the blocks in copies, and the sequences that wait for copies, know it."""
         arriving: dict[int, int] = {}
         moves = Counter([id(one) for copy in self._copies.values() for one in copy.snapshots])
         for snapshot in self._index.pool.snapshots.live() if self._index.pool.snapshots else ():

@@ -162,7 +162,7 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        # the future is made by the first that waits: nearly always none does
+        # the first waiter makes the future: nearly always nobody waits
         self._busy: dict[str, asyncio.Future[None] | None] = {}
 
     def claim(self, key: str) -> None:

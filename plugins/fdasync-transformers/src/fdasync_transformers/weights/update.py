@@ -383,7 +383,7 @@ class LiveWeights:
                 )
 
     def _converted_already(self, located: Located, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placement]:
-        """Places of tensors whose name a conversion has for its source and for its result: those of the result's shape.
+        """Places of tensors whose name is both a conversion's source and its result, if they have the result's shape.
 
         Raises WeightsRejected for the sources of conversions, which come one by one here, and for another shape.
         """
