@@ -65,7 +65,7 @@ class BadInput(PermanentError, ValueError):
 
     @classmethod
     def of_validation(cls, error: Exception, root: str = "", whole: str = "") -> Self:
-        """From msgspec's error, whose message ends in the path of the value.
+        """This error made of msgspec's error, whose message ends in the path of the value.
 
         Args:
             root: stands before that path; "": the path alone is the field.

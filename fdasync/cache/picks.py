@@ -41,7 +41,7 @@ class PickShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that a `PickTable` takes."""
+        """Bytes of memory that a `PickTable` takes."""
         return (_HEAD + self.layers * self.num_experts) * 8
 
 

@@ -37,7 +37,7 @@ class DrafterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, max_drafts: int, depth: int, max_running: int) -> DrafterLimits:
-        """For steps that verify up to `max_drafts` of a sequence, `depth` of them in flight."""
+        """The limits for steps that verify up to `max_drafts` of a sequence, with `depth` steps in flight."""
         return cls(path_tokens=path_tokens(max_drafts, depth), max_running=max_running)
 
 
@@ -65,12 +65,12 @@ class Drafter(ABC):
     """Makes paths for sequences that decode.
 
     All calls are synchronous, from one thread, and take columns: entry i of each argument belongs to one sequence.
-    Calls may come late: what happens while no path is wanted is told before the next `propose`, that of many steps
-    together. So a sequence may begin with a long answer, or end right after it began.
-    Equal calls in equal order give equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is
-    bounded by what `stats` tells as `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and
-    proposes less. What a drafter learns from a sequence shows in paths of sequences of the same prompt and salt alone.
-    `fdasync.testing.DrafterTests` holds a drafter to all of this.
+    Calls may come late: what happens while no path is wanted is told before the next `propose`, many steps' news
+    together. So a sequence may begin with a long answer, or end right after it began. Equal calls in equal order give
+    equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is bounded by what `stats` tells as
+    `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and proposes less. What a drafter
+    learns from a sequence shows in paths of sequences of the same prompt and salt alone. `fdasync.testing.DrafterTests`
+    holds a drafter to all of this.
 
     `config_type` is a frozen msgspec Struct that holds the drafter's settings; one without settings leaves it out.
     `in_use` tells that an engine has this object, and is set by engines.

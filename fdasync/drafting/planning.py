@@ -166,7 +166,7 @@ class DraftPlanner:
             self._drafter.end(key, now=now)
 
     def tally(self, key: int) -> tuple[int, int, int]:
-        """Of a live sequence: decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
+        """A live sequence's decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
         steps, drafted, accepted = self._tally[self._rows[key]].tolist()
         return steps, drafted, accepted
 
@@ -396,7 +396,7 @@ class DraftPlanner:
             self._common = self._common * keep_all + int(right.sum()) / total * (1 - keep_all)
 
     def _learn_reach(self, planned: npt.NDArray[np.int64], reached: npt.NDArray[np.int64]) -> None:
-        """Of the sequences for which drafts were planned, these had a path that still fitted at their step."""
+        """Drafts were planned for some sequences; `reached` had a path that still fitted at their step."""
         if len(planned):
             self._reach[planned] *= 1 - _OWN_WEIGHT
             self._reach[reached] += _OWN_WEIGHT

@@ -32,7 +32,7 @@ _SLICE_NBYTES = 4 << 20
 
 
 def chosen_starts(params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]:
-    """Of each sample, the first position whose row is its own; (): the request wants none."""
+    """For each sample, the first position whose row is its own; (): the request wants none."""
     start = params.chosen_positions_start
     if start is None:
         return ()
@@ -40,7 +40,7 @@ def chosen_starts(params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]
 
 
 def _most(params: SamplingParams, prompt_tokens: int) -> list[tuple[int, int]]:
-    """Of each sample, the position of its first row, and how many it may have: the last token is never forwarded."""
+    """For each sample, the position of its first row, and how many it may have: the last token is never forwarded."""
     stop = prompt_tokens + params.max_tokens - 1
     return [(start, stop - start) for start in chosen_starts(params, prompt_tokens)]
 

@@ -85,7 +85,7 @@ class Meeting:
         return [self._region.fd, *heard, *told]
 
     def entered(self) -> list[int]:
-        """How many exchanges each rank has entered so far: the lowest number is that of a rank others may wait for.
+        """How many exchanges each rank has entered so far: others may wait for the rank with the lowest.
 
         Raises InvariantBroken after `close`.
         """

@@ -6,7 +6,7 @@ and opens the pools of another instance's processes once. Then it copies blocks 
 many runs as there are processes to take it from. So the two instances may have different numbers of processes.
 
 **Whole and checked.** A copy ends with a checksum that is computed over the copied bytes where they are. The checksums
-of all processes add up to that of the block (`ipc/block_sums.py`), which the sender tells in a message.
+of all processes add up to the block's (`ipc/block_sums.py`), which the sender tells in a message.
 
 Knows no requests, leases and messages. `Runner.peer_blocks` returns one; `fdasync_fleet/transfer/device_blocks.py`
 calls it.

@@ -82,7 +82,7 @@ class ChosenRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows that there is room for."""
+        """Bytes of all rows that there is room for."""
         return self.rows.nbytes
 
     @property

@@ -127,12 +127,12 @@ class StepDrafts:
 
     @property
     def counters(self) -> DraftCounters:
-        """Of the engine's drafter."""
+        """Counters of the engine's drafter."""
         return NO_DRAFTS if self._planner is None else self._planner.counters
 
     @property
     def own_counters(self) -> DraftCounters:
-        """Of the runner's own drafter."""
+        """Counters of the runner's own drafter."""
         return self._own
 
     def check(self, live: Iterable[Sequence]) -> None:

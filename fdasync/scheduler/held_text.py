@@ -184,7 +184,7 @@ class HeldText:
 
     @property
     def keys(self) -> Iterable[int]:
-        """Of live sequences."""
+        """Keys of live sequences."""
         return self._live.keys()
 
     # -- parts ------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class DrafterTests:
             assert _ask(drafter, (3,), [7]) == _ask(fresh, (3,), [7])
 
     def test_a_salt_keeps_sequences_apart(self) -> None:
-        """Nothing of a sequence shows in the paths of one with another salt, or another prompt."""
+        """Nothing of a sequence shows in the paths of a sequence with another salt, or another prompt."""
         random = Random("salt")
         text = [random.randrange(1 << 20) for _ in range(200)]
         alone, beside = self.make(_LIMITS), self.make(_LIMITS)

@@ -70,7 +70,7 @@ class BlockMoves(Moves):
         self.problem = problem
 
     def form(self, item: Item) -> Form:
-        """That of a whole object."""
+        """The form of a whole object."""
         return self._forms[len(item.parts)]
 
     def leave(self, item: Item) -> tuple[Piece]:

@@ -163,7 +163,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def engine_config(options: dict[str, Any], role: str | None = None) -> EngineConfig:
-    """From the values of `engine_options`, which are taken out of `options`.
+    """The configuration from the values of `engine_options`, which are taken out of `options`.
 
     Args:
         role: of the command line; None: the file's role, or "mixed".

@@ -156,7 +156,7 @@ class Oracle:
         return int(logits.argmax())
 
     def matcher(self, grammar: Grammar | None, answer: Sequence[int] = (), *, key: int = -1) -> Matcher | None:
-        """Of an answer of sequence `key` that begins with these tokens; None without a grammar. Raises BadInput."""
+        """A matcher for sequence `key`, its answer so far as given; None without a grammar. Raises BadInput."""
         if grammar is None:
             return None
         config = self.config

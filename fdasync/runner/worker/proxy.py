@@ -111,12 +111,12 @@ class WorkerRunner(Runner):
 
     @property
     def pid(self) -> int:
-        """Of the worker; -1 before `open`."""
+        """Process id of the worker; -1 before `open`."""
         return -1 if self._child is None else self._child.process.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of all workers, as a group has it."""
+        """The worker's process id, in the form in which a group has several."""
         return (self.pid,)
 
     def place(self, environments: Sequence[Mapping[str, str]]) -> None:

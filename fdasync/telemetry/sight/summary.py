@@ -53,7 +53,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a window of the last seconds.
+    """Rates over a window of the last seconds.
 
     Attributes:
         seconds: that it has, of engines that have run so long.
@@ -84,7 +84,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """By state; see `Sight`."""
+    """Requests by state; see `Sight`."""
 
     waiting_for_place: int
     waiting: int
@@ -339,8 +339,8 @@ def _leases(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
 
 
 def _once(role: str, moments: Sequence[Moment], apart: bool) -> tuple[Moment, ...]:
-    """Of a request that is handed over, the prefill side tells the prompt and the decode side the output: both count
-    both."""
+    """A request that is handed over has its prompt told by the prefill side and its output by the decode side: both
+    count both."""
     if apart and role == "prefill":
         return tuple([msgspec.structs.replace(moment, tokens=0, finished=0) for moment in moments])
     if apart and role == "decode":

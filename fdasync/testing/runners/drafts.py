@@ -249,7 +249,7 @@ class DraftTests(RunnerSuite):
 
 
 def drafts_of(paths: dict[int, tuple[int, Sequence[int], int]]) -> Drafts:
-    """From start, tokens, and most drafts to forward of each sequence's path."""
+    """`Drafts` made of each sequence's path: start, tokens, and most drafts to forward."""
     return Drafts(
         tuple(paths),
         tuple([start for start, _, _ in paths.values()]),

@@ -2,7 +2,7 @@
 
 One runner computes a prompt and its first token. The KV of all its blocks, the partly filled one included, and its rows
 are moved as bytes to another runner, which goes on where the first runner stopped: in the middle of a block. Its output
-must equal that of the first runner when the first runner goes on itself. Used by `runners/suite.py`.
+must equal the first runner's when the first runner goes on itself. Used by `runners/suite.py`.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the app answers.
 
     Attributes:
-        model: name of the model in answers; "": that of the checkpoint's folder, or as the runner names it.
+        model: name of the model in answers; "": the name of the checkpoint's folder, or as the runner names it.
         dialect: whose server `owned_by` names, and whose form fields have that both dialects share. All paths are
             there in either.
         api_key: every path asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`; "": none does.
         admin_key: paths that control the engine ask for this key instead; "": they ask for `api_key`.
-        weights_root: folder, and those below it, from which weights may be loaded; "": none may.
+        weights_root: folder from which, and from whose subfolders, weights may be loaded; "": none may.
         pulls_root: folder in which `/pull_weights` and `/fetch_weights` may write checkpoints, which may be loaded as
             well; "": they write nothing.
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,

@@ -206,7 +206,7 @@ def query_of(path: Path) -> tuple[str, ...] | None:
 
 
 class Contract(NamedTuple):
-    """Of one path.
+    """The contract of one path.
 
     Attributes:
         statuses: with which it answers.

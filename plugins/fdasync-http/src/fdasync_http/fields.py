@@ -18,7 +18,7 @@ import msgspec
 from fdasync_http.failures import Refused
 from fdasync_http.known import listed
 
-#: name in an ASGI scope of what counts a field that is ignored
+#: name in an ASGI scope of the function that counts an ignored field
 IGNORED = "fdasync_http.ignored"
 Ignore: TypeAlias = Callable[[str], None]
 
@@ -30,7 +30,7 @@ class Engine(NamedTuple):
     """A field that asks the engine for something.
 
     Attributes:
-        fields: of `SamplingParams` or `GenerateOptions`, the one whose value it is first; or "prompt".
+        fields: of `SamplingParams` or `GenerateOptions`, first the field whose value it is; or "prompt".
         reads_null: null is a value of its own, and not the default.
     """
 

@@ -33,7 +33,7 @@ _OTHERS = "others"
 
 
 def model_name(config: HttpConfig, facts: ModelFacts) -> str:
-    """Name of the model in answers: as configured, else that of the checkpoint's folder, else as the runner names it.
+    """Name of the model in answers: as configured, else the checkpoint folder's, else as the runner names it.
 
     Clients send it back, so it has no spaces of ours in it.
     """
@@ -212,7 +212,7 @@ class Front:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers of expert rows in answers: all hidden ones; those up to the last MoE layer where the runner does
-        not say how many there are."""
+        """Layers of expert rows in answers: all hidden ones; layers up to the last MoE layer where the runner does not
+        say how many there are."""
         facts = self.generator.facts()
         return facts.num_hidden_layers or max(facts.moe_layer_ids, default=-1) + 1

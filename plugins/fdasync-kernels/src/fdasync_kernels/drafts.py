@@ -73,7 +73,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     safe = tl.where(here, lane, 0)
     start = tl.where(start < 0, tl.load(lengths + safe).to(tl.int64), start)
     number = tl.arange(0, width).to(tl.int64)
-    # the draft of the row behind this one: those for positions that the sequence has are passed over
+    # the draft of the row behind this one: tokens for positions that the sequence has are passed over
     at = start + 1 - begin + number
     inside = (number < most) & (number + 1 < rows) & (at >= number) & (at < count)
     draft = tl.load(paths + path + at, mask=inside, other=-1).to(tl.int64)
@@ -244,7 +244,7 @@ def accept_drafts(
     tokens: torch.Tensor,
     most_rows: int,
 ) -> torch.Tensor:
-    """Keep the samples of each sequence up to the first that differs from its draft, that one too; one launch.
+    """Keep the samples of each sequence up to and including the first that differs from its draft; one launch.
 
     They are written to the known tokens, and the lanes' lengths move behind them.
 

@@ -162,9 +162,9 @@ def keep_states(
 ) -> None:
     """Write the states of the last positions that stand; one launch, no synchronising.
 
-    Of each sequence to `kept`, and of each block that the step reached to the block: D cells from `depth` * D on, which
-    stand token after token and share after share. Zeros where a position is before `depth`; the last depth's cells go
-    on with zeros to the end of the block.
+    A sequence's states go to `kept`, and those of each block that the step reached to the block: D cells from `depth` *
+    D on, which stand token after token and share after share. Zeros where a position is before `depth`; the last
+    depth's cells go on with zeros to the end of the block.
 
     Args:
         states: [T, D], contiguous: of the step's rows.

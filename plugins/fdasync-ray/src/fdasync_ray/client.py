@@ -87,7 +87,7 @@ class FleetClient:
         return (await self.view()).members
 
     async def keys(self) -> FleetKeys:
-        """Of the fleet's links: for `fdasync.connect(addresses, keys=...)`. Raises as `members`."""
+        """The keys of the fleet's links, for `fdasync.connect(addresses, keys=...)`. Raises as `members`."""
         keys: FleetKeys = await answer(self._registry.keys.remote(), "reading the registry")
         return keys
 

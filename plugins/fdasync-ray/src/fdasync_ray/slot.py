@@ -51,7 +51,7 @@ class Shared:
         registry: its named actor.
         tell: called with lines for people.
         slots: places whose task runs, leaving ones too.
-        choosing: held while a node is chosen: one after the other, so that each sees where those before it go.
+        choosing: held while a node is chosen: one after the other, so that each sees where earlier ones go.
     """
 
     def __init__(self, config: FleetConfig, tell: Callable[[str], None]) -> None:

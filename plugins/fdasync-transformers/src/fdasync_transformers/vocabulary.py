@@ -95,11 +95,11 @@ class Pieces:
         self._letter = decode(self._before)
 
     def spelling(self, token_id: int) -> str:
-        """Of one token; "" for an id without one."""
+        """Spelling of one token; "" for an id without one."""
         return self._added.get(token_id) or self._spelling(token_id) or ""
 
     def of(self, token_id: int) -> bytes:
-        """Of one token; b"" for an id without one."""
+        """Bytes of one token; b"" for an id without one."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()

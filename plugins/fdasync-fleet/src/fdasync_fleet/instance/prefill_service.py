@@ -522,8 +522,8 @@ class PrefillService:
 
 
 def _seen(lease: _Lease) -> tuple[bytes, str]:
-    """Of the decode instance that a lease is asked of, its incarnation and where it says that it listens, as the router
-    told; both may be empty."""
+    """The incarnation of the decode instance that is asked for the lease, and the address at which it says that it
+    listens, as the router told; both may be empty."""
     hand_off, address = lease.asked.hand_off, lease.action.peer
     if hand_off is None or address not in hand_off.decoders[: len(hand_off.seen)]:
         return b"", ""

@@ -154,9 +154,9 @@ def _check_path(address: str, path: str) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigError if a process listens at an address, or a file is there that is no socket.
+    """Raises ConfigError if a process listens at the address, or a file that is no socket is there.
 
-    ZMQ replaces the socket file of a listener that died. It would also replace that of a live one, hence this check.
+    ZMQ replaces the socket file of a listener that died. It would also replace a live socket, hence this check.
     """
     path = address.removeprefix(_IPC)
     if path == address:

@@ -321,7 +321,7 @@ class ControlPlane:
             errors = [error for join in ended if (error := join.exception()) is not None]
             if not errors:
                 return
-            # where one does not come the others wait in vain, and hold their requests up
+            # if one rank does not come, the others wait in vain, and hold their requests up
             self._say_to([joins[join] for join in others], leave)
             if others:
                 await asyncio.wait(others)
@@ -534,9 +534,9 @@ class ControlPlane:
 
     async def _claim_all(self) -> int:
         """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
-        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none.
+        that one of two routers gets all instances. Raises UpdateUnderWay, and then has claimed none.
 
-        Returns the order of the latest weights or label: this router may not have heard yet of what another one brought
+        Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
         command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)

@@ -142,7 +142,7 @@ class Dispatch:
         return self._live.get(request_id)
 
     async def aclose(self, limit_s: float) -> None:
-        """End every request with what it has. Instances have so long for what only they know of it."""
+        """End every request with what it has. Instances have so long to send what only they know of it."""
         live = self.live
         for request in live:
             self.abort(request)

@@ -31,7 +31,7 @@ LEAST = Need()
 
 
 def farthest(said: Sequence[Doing]) -> Doing:
-    """What the one does that is farthest from running, as `Doing` orders the words; "running": there is none."""
+    """What the instance farthest from running does, as `Doing` orders the words; "running": there is none."""
     return max(said, key=_DOING.index, default="running")
 
 

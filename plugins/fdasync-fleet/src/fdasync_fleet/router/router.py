@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from fdasync_fleet.messages import Message
 
 
-# what instances have, where the router closes, to end what it has of them
+# how long instances have to end this router's requests when it closes
 _LAST_WORD_S = 1.0
 
 
@@ -493,7 +493,7 @@ class Router(Generator):
 
     async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
         """See `Generator.begin_weight_update`: a barrier as `update_weights` is, from here to the end of the update. A
-        part may follow the one before it by up to `command_s`."""
+        part may come up to `command_s` after the part before it."""
         self._check_open()
         await self.commands.begin(mode)
 

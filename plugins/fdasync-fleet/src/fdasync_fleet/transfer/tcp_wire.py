@@ -80,7 +80,7 @@ def check_knock(data: bytes, token: bytes, *, tls: bool = False) -> bytes:
 
 
 def answer(token: bytes, theirs: bytes, nonce: bytes, digest: bytes = b"") -> bytes:
-    """Of the sender, to a knock with the nonce `theirs`. `digest`: of its certificate; b"": without TLS."""
+    """The sender's answer to a knock with the nonce `theirs`. `digest`: of its certificate; b"": without TLS."""
     return nonce + digest + _mac(token, b"answer", theirs, nonce, digest)
 
 
@@ -94,7 +94,7 @@ def check_answer(data: bytes, token: bytes, ours: bytes) -> tuple[bytes, bytes]:
 
 
 def proof(token: bytes, receivers: bytes, senders: bytes) -> bytes:
-    """Of the receiver, from the nonces of both."""
+    """The receiver's proof, from the nonces of both."""
     return _mac(token, b"proof", receivers, senders)
 
 

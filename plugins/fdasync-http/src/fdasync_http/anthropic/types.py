@@ -61,7 +61,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class CountBody(Extras, frozen=True, kw_only=True):
-    """Of `/v1/messages/count_tokens`; see Anthropic's documentation.
+    """Body of `/v1/messages/count_tokens`; see Anthropic's documentation.
 
     Attributes:
         model: any name in SGLang's dialect; in vLLM's one of this server's.
@@ -88,7 +88,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """Of `/v1/messages`; see Anthropic's documentation.
+    """Body of `/v1/messages`; see Anthropic's documentation.
 
     Attributes:
         max_tokens: the most new tokens; the context may leave fewer.

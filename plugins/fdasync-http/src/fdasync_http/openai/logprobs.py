@@ -121,7 +121,7 @@ class TextOffsets:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> int:
-        """Of the next token."""
+        """The offset of the next token."""
         at, names = self._at, self._names
         piece = names.piece(token_id)
         is_shown = self.specials or self._within.startswith(piece.decode(errors="replace"), at)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `/tokenize`.
+    """Body of `/tokenize`.
 
     Attributes:
         model: not looked at.
@@ -49,7 +49,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `/detokenize`.
+    """Body of `/detokenize`.
 
     Attributes:
         model: not looked at.

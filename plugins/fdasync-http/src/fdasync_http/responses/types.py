@@ -66,7 +66,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class ResponsesBody(Extras, frozen=True, kw_only=True):
-    """Of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
+    """Body of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
 
     Attributes:
         model: any name in SGLang's dialect; in vLLM's one of this server's.

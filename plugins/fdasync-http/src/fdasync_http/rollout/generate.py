@@ -41,7 +41,7 @@ _FIELDS: Table = {
 
 
 class RolloutBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/v1/rollout`.
+    """Body of `/v1/rollout`.
 
     Attributes:
         token_ids, text: the prompt; one of the two.

@@ -30,7 +30,7 @@ _RESET = (
 
 
 class CheckBody(SGLangBody):
-    """Of `/weights_checker`.
+    """Body of `/weights_checker`.
 
     Attributes:
         action: "checksum": tell the fingerprint. "snapshot": keep it. "compare": compare it with the kept one.

@@ -39,7 +39,7 @@ class SGLangBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/pause_generation`.
+    """Body of `/pause_generation`.
 
     Attributes:
         mode: what becomes of requests that run.
@@ -56,7 +56,7 @@ async def pause_generation(request: Request, front: Front) -> Response:
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/continue_generation`."""
+    """Body of `/continue_generation`."""
 
     RULES: ClassVar[Table] = ignored("memory is the engine's own matter", "torch_empty_cache")
 
@@ -84,7 +84,7 @@ async def flush_cache(_request: Request, front: Front) -> Response:
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/abort_request`.
+    """Body of `/abort_request`.
 
     Attributes:
         rid: name of a request; "": none.
@@ -114,7 +114,7 @@ async def abort_request(request: Request, front: Front) -> Response:
 
 
 class MemoryBody(SGLangBody):
-    """Of `/release_memory_occupation` and `/resume_memory_occupation`.
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
         tags: the parts that are meant; None and []: all.
@@ -138,7 +138,7 @@ async def resume_memory_occupation(request: Request, front: Front) -> Response:
     return woken(await front.generator.wake(body.tags), "ok")
 
 
-# what a wake has done, by what the engine does after it
+# what a wake has done, by the engine's state after it
 _WOKEN: dict[Doing, str] = {
     "running": "memory is taken back",
     "paused": "memory is taken back; requests wait for the end of a pause",
@@ -170,7 +170,7 @@ async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Se
 
 
 class UpdateBody(SGLangBody):
-    """Of `/update_weights_from_disk`.
+    """Body of `/update_weights_from_disk`.
 
     Attributes:
         model_path: a checkpoint folder within `weights_root`.
@@ -228,7 +228,7 @@ async def update_weights_from_disk(request: Request, front: Front) -> Response:
 
 
 class VersionBody(SGLangBody):
-    """Of `/update_weight_version`.
+    """Body of `/update_weight_version`.
 
     Attributes:
         new_version: label of the weights in use from now on.

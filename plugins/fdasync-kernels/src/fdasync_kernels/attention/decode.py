@@ -105,8 +105,8 @@ def decode_workspace(
 def decode_launch(
     group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False, lonely: bool = False, few: bool = False
 ) -> Launch:
-    """For `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: kv heads of all sequences are at
-    most half as many as processors; `few`: twice as many, of a device with much shared memory."""
+    """The launch for `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: kv heads of all sequences
+    are at most half as many as processors; `few`: twice as many, of a device with much shared memory."""
     rows = max(16, min(64, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
@@ -231,7 +231,7 @@ def _decode(  # type: ignore[no-untyped-def]
                     best, total, sums = join(best, total, sums, peak, weight, part_sums)
         if SPLIT:
             if JOINED:
-                # all of this program's stores come before its arrival, and those of all others before the last one's
+                # all of this program's stores come before its arrival, and all other programs' before the last arrival
                 tl.debug_barrier()
                 arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
                 if tl.atomic_add(arrival, 1) == tl.cdiv(used, span) - 1:
@@ -263,7 +263,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(stats + partial, best, mask=inside)
             tl.store(stats + capacity + partial, total, mask=inside)
             if JOINED:
-                # all of this program's stores come before its arrival, and those of all others before the last one's
+                # all of this program's stores come before its arrival, and all other programs' before the last arrival
                 tl.debug_barrier()
                 arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
                 used = tl.cdiv(position + 1 - begin, span)

@@ -84,7 +84,7 @@ def row_tiles(lanes: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.
 
 
 def rows_launch(rows: int, group: int, key_dim: int, dtype: torch.dtype) -> Launch:
-    """For tiles of so many rows, and `group` query heads per kv head."""
+    """The launch for tiles of so many rows, and `group` query heads per kv head."""
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
         return Launch(16, 16 if key_dim > 64 else 32, 4, 2)

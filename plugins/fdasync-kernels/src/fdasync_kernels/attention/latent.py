@@ -290,7 +290,7 @@ def choose_splits(
 def join_latents(
     workspace: Workspace, lanes: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, splits: int, keys: int
 ) -> None:
-    """Queue the join of what `splits` programs left in the workspace, whose tiles had `keys` positions."""
+    """Queue the join of the partials that `splits` programs, with tiles of `keys` positions, left in the workspace."""
     partials, stats = workspace.partials, workspace.stats
     sequences, heads, rank = out.shape
     at_once = triton.next_power_of_2(splits)

@@ -68,8 +68,8 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. Of a turn's
-    slots the first ones, one for each rank, are for tiles, the others for sums."""
+    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. The first
+    slots of a turn, one for each rank, are for tiles, the others for sums."""
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     SLOTS: tl.constexpr = 2 * RANKS

@@ -62,7 +62,7 @@ def received(  # type: ignore[no-untyped-def]
     slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr
 ):
     """The elements [PLACES, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, in
-    those behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
+    rows behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
     rank = tl.arange(0, PLACES)[:, None]
     at = rank * TILE + tl.arange(0, TILE)[None, :]
     here = (rank != RANK) & (rank < RANKS) & mask

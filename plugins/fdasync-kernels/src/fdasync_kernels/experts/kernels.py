@@ -32,7 +32,7 @@ def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKE
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
+    """A tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
     row = tl.arange(0, BM)
     if SINGLE:
         return tile + row * 0, tile + row * 0, row < 1

@@ -88,8 +88,8 @@ def _product(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, BM]: rows `row` of the matrix [N, INNER] of expert `e`, at the K inner places from `begin` on, by
-    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`. BULK: `w` is a descriptor of FP8
-    [E * HALVES, N / HALVES, INNER], and the rows are those from `first` on of each half. READY: `x_at` is in order."""
+    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`. BULK: `w` is a descriptor of FP8 [E *
+    HALVES, N / HALVES, INNER], and rows are taken from `first` on in each half. READY: `x_at` is in order."""
     sums = tl.zeros((ROWS, BM), tl.float32)
     # rows past the matrix's end are replaced by its first row, and their sums are not stored
     place = row if EVEN_N else tl.where(row < N, row, 0)

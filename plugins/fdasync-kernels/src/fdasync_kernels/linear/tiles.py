@@ -112,5 +112,5 @@ def _widest(tiles: tuple[Tile, ...], rows: int, outputs: int, processors: int) -
 
 
 def _time(tile: Tile, speed: float, rows: int, outputs: int, processors: int) -> float:
-    """Of the processor that gets the most tiles."""
+    """The time of the processor that gets the most tiles."""
     return -(-_tiles(tile, rows, outputs) // processors) * tile.rows * tile.columns / speed

@@ -70,8 +70,8 @@ def place_states(spans: Spans, decodes: int, current: torch.Tensor, versions: in
     """Queue the places of the states of a step's first `decodes` spans.
 
     Args:
-        spans: their sources are the first rows of their lanes, and their stops the rows behind those, as if these were
-            current. Written.
+        spans: their sources are the first rows of their lanes, as if these were current, and their stops the rows
+            behind them. Written.
         current: int32 [lanes], which version each lane goes on from.
     """
     if decodes > len(spans.sources):

@@ -51,7 +51,7 @@ def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _growth(growth, bias, head, raw: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a head: what its softplus is multiplied by, and what is added before."""
+    """A head's factor of the softplus, and the bias that is added before the softplus."""
     if raw:
         return -tl.exp(tl.load(growth + head).to(tl.float32)), tl.load(bias + head).to(tl.float32)
     else:

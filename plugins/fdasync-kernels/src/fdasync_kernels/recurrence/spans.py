@@ -42,7 +42,7 @@ class PlanSize:
 
     @property
     def numbers(self) -> int:
-        """Of the plan's tensor."""
+        """How many numbers the plan's tensor has."""
         return 3 * self.sequences + 2 + 2 * self.stops
 
 

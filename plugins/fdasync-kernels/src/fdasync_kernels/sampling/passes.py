@@ -40,7 +40,7 @@ def peaks_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The largest logits of a tile and, with their places, of its chunks; and the largest as given, +inf for NaN.
 
-    The place of a chunk's largest is that of the chunk's first id: so equal ones are in the order of their ids too.
+    A chunk's largest has the place of the chunk's first id: so equal ones are in the order of their ids too.
     """
     job = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0)

@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none: no number stands for no process in a call that ends processes."""
+        """Its process id; None while there is none: no number stands for no process in a call that ends processes."""
         return None if self._client is None or self._client.gone.done() else self._client.process.pid
 
     async def start(self) -> RpcClient:

@@ -170,7 +170,7 @@ class Receiver(asyncio.Protocol):
         self._server.drop(self)
 
     def close(self) -> None:
-        """For `Server.drop`."""
+        """Close the connection; called by `Server.drop`."""
         if self._work is not None:
             self._work.cancel()
         for slot, _ in self._staged.values():

@@ -112,7 +112,7 @@ def _totals(engine: Engine) -> SchedulerTotals:
 
 
 async def _by_two(config: EngineConfig, asks: list[Ask], weights_ids: dict[str, str]) -> Play:
-    """By a prefill and a decode instance, processes of their own, with the checkpoint's weights."""
+    """Serve by a prefill and a decode instance, processes of their own, with the checkpoint's weights."""
     first = next(iter(weights_ids))
     fleet = LocalFleet(plans_for(config, {"prefill": 1, "decode": 1}))
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:

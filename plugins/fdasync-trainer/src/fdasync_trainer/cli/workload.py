@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: small, so that short prompts have whole blocks
 BLOCK_TOKENS = 16
 MAX_RUNNING = 8
-# requests under way: those behind the running ones wait for room, which instances do for a minute at most
+# requests under way: requests behind the running ones wait for room, for which instances wait a minute at most
 _MAX_OPEN = 2 * MAX_RUNNING
 #: odd, so that chunks of prompts end at every place of a block
 MAX_STEP_TOKENS = 61

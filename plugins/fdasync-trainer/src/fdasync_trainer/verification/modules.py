@@ -44,7 +44,7 @@ class ModuleTrace:
         self._calls: dict[str, int] = {}
 
     def given(self, name: str) -> dict[int, Digests]:
-        """Of the tensors that a module gave, those with an entry for each token: uint64 [tokens] by their number."""
+        """The tensors that a module gave with an entry for each token: uint64 [tokens] by their number."""
         return {number: np.concatenate(parts) for number, parts in self._given.get(name, {}).items()}
 
     def taken(self, name: str) -> dict[int, Digests]:

@@ -59,7 +59,7 @@ class Served(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_result(cls, result: Any, *, greedy: bool = True) -> Served:
-        """From an engine's result (its first sample); keeps references, copies nothing.
+        """A request made of an engine's result (its first sample); keeps references, copies nothing.
 
         All rows are wanted if the result has routing and finished by itself.
         """

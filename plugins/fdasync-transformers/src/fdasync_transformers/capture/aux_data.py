@@ -40,7 +40,7 @@ class AuxData:
 
     @property
     def token_nbytes(self) -> int:
-        """Of a token's rows, of all specs."""
+        """Bytes of a token's rows, of all specs."""
         return sum(producer.spec.token_nbytes for producer in self.producers)
 
     def begin(self, positions: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ takes the host less time than the model takes the device (docs/design.md, rule 3
 second part in their order.
 
 Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
-(`parallel/on_device.py`). A step is computed in a way that follows from what all ranks know, so all make the same sums.
+(`parallel/on_device.py`). How a step is computed follows from what all ranks know, so all make the same sums.
 
 Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
 """

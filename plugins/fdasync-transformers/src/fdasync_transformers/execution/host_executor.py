@@ -200,7 +200,7 @@ class HostExecutor(Executor):
         return self._model.head.keeping() if keeps else nullcontext()
 
     def _compared(self) -> torch.Tensor | None:
-        """Of the pass, what the ranks of a group compare."""
+        """The part of the pass that the ranks of a group compare."""
         return self._model.head.hidden if self._compares else None
 
     def _score(self, plan: ScorePlan) -> tuple[PromptScores, ...]:

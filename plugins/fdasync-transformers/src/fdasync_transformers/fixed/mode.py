@@ -185,7 +185,7 @@ def _refuse(func: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _of_reals(func: Any, way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of complex numbers its lanes differ."""
+    """Refuse complex numbers: lanes of a vector differ for them."""
     return _refuse(func) if args[0].is_complex() else way(*args, **kwargs)
 
 

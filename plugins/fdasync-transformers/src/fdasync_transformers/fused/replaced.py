@@ -115,7 +115,7 @@ class Noise:
         self._device = device
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Of a normal distribution, times `scale`."""
+        """Numbers of a normal distribution, times `scale`."""
         return (torch.randn(shape, generator=self._generator) * scale).to(self._device, dtype)
 
 

@@ -162,7 +162,7 @@ class KVLayout:
 
     @property
     def name(self) -> str:
-        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim), behind their
+        """A name for people and namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim), behind their
         group's name. It is the same on all ranks, whatever their number."""
         runs: list[tuple[tuple[str, int, int, int], int]] = []
         for layer in self.layers:

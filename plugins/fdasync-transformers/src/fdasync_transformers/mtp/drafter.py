@@ -223,7 +223,7 @@ class MtpDrafter:
         return flat[:, : len(self._layers) * self._width].view(len(blocks), len(self._layers), self._width)
 
     def _whole(self, held: torch.Tensor) -> torch.Tensor:
-        """What all ranks hold of each block [n, tokens, shares, 1, width], of what this one holds."""
+        """What all ranks hold of each block, [n, tokens, shares, 1, width], from this rank's part."""
         layout = self._passes.layout
         if self._total is None or layout.held_shares == layout.shares:
             return held

@@ -36,7 +36,7 @@ class Cut:
     pieces: int = 1
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         return (*whole[: self.dim], whole[self.dim] // self.count, *whole[self.dim + 1 :])
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:

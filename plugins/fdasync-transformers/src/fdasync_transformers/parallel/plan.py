@@ -130,13 +130,13 @@ def _generic(name: str) -> str:
 
 
 def _style_of(name: str, table: Mapping[str, str]) -> str:
-    """Of a tensor: its own, or that of its module; "" where there is none."""
+    """The style of a tensor: its own, or its module's; "" where there is none."""
     own = _generic(name)
     return table.get(own) or table.get(own.rpartition(".")[0], "")
 
 
 def _cut(name: str, style: str, tensor: torch.Tensor, rank: int, ranks: int, *, in_module: bool) -> Cut | None:
-    """Of a tensor with this style; `in_module`: its module has it, and a bias is added behind the sum."""
+    """The cut of a tensor with this style; `in_module`: its module has the style, and adds a bias behind the sum."""
     last = tensor.dim() - 1
     if style == "rowwise":
         return None if in_module and name.endswith("bias") else Cut(last, ranks, rank)

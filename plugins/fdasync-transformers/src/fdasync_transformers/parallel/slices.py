@@ -119,7 +119,7 @@ class _Sum:
     def __call__(
         self, parts: Sequence[torch.Tensor], dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of this rank's slices, or of what they were joined to; rounded to `dtype`."""
+        """The sum over all ranks of this rank's slices, or of what they were joined to; rounded to `dtype`."""
         total = joined(parts)
         if self._collectives is not None:
             # a slice by itself has that dtype, and its sum without a bias is rounded to it once

@@ -80,8 +80,8 @@ class Grammars:
             raise BadInput("grammar", f"cannot be kept: {matcher.problem}")
 
     def matcher(self, key: int, packed: bytes, answer: array[int]) -> Matcher:
-        """Of a sequence whose answer begins with these tokens. A grammar that does not compile makes a matcher with a
-        problem, since it is made in a step: one request's grammar must not end the others."""
+        """A matcher for a sequence whose answer begins with these tokens. A grammar that does not compile makes a
+        matcher with a problem, since it is made in a step: one request's grammar must not end the others."""
         try:
             matcher = Matcher(key, self._compile(packed).deep_copy(), self.ends)
         except BadInput as error:

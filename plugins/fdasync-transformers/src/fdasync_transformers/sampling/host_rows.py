@@ -57,7 +57,7 @@ class Spread(NamedTuple):
 
 
 def ordered(x: Row) -> Row:
-    """With -inf for NaN, so that an order exists; the row itself where it has none."""
+    """The row with -inf for NaN, so that an order exists; the row itself where it has no NaN."""
     return np.where(np.isnan(x), np.float32(-math.inf), x) if math.isnan(x.max()) else x
 
 

@@ -4,7 +4,7 @@ Makes a `SamplePlan` of the rows' `SamplerSpec`s and positions: the jobs of the 
 needs, as numpy arrays that can be sent in one copy. Draws the noise. numpy only; knows nothing of torch, logits or the
 width of the vocabulary. Called by the executors before they launch a step; pure, no state.
 
-A job is one distribution over the vocabulary. Job i is that of row i, after all that its request asks for. A row that
+A job is one distribution over the vocabulary. Job i belongs to row i, after all that its request asks for. A row that
 wants raw log-probs of logits that its own job changes has a second job behind those, of the logits as given.
 """
 
@@ -186,7 +186,7 @@ RAW_JOB = (0, -1, -1, -1, 1, 0, 0, -1)
 
 
 class _Jobs:
-    """The numbers of jobs while a plan is made; `changed` says whose distribution is not that of the logits."""
+    """The numbers of jobs while a plan is made; `changed` says whose distribution differs from the logits'."""
 
     def __init__(self) -> None:
         self.ints: list[list[int]] = []

@@ -163,7 +163,7 @@ def compute_samples(
 def sample_on_device(
     logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """By the kernels."""
+    """Sample by the kernels."""
     # not above: machines without a GPU need no Triton
     from fdasync_kernels.sampling.largest import largest_of_rows
     from fdasync_kernels.sampling.sample import sample_rows

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Normalisers(NamedTuple):
-    """Of n rows of logits; tensors on their device.
+    """The sums of n rows of logits; tensors on their device.
 
     Attributes:
         best: float32 [n], the largest logit.
@@ -69,7 +69,7 @@ def normalisers(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool
 
 
 def normalisers_on_device(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Normalisers:
-    """By the kernels."""
+    """The sums of rows, by the kernels."""
     # not above: machines without a GPU need no Triton
     from fdasync_kernels.sampling.log_masses import log_masses
 

@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the language model, without what it says of quantisation."""
+        """The config of the language model, without its words on quantisation."""
         return self.architecture.config
 
     @property

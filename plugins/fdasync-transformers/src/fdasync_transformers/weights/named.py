@@ -123,7 +123,7 @@ def served_layout(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 
 
 def dtypes_of(layout: torch.nn.Module, *, computed: bool = False) -> dict[str, torch.dtype]:
-    """Of a layout's floating parameters and buffers by name; `computed`: of buffers that no checkpoint has, alone."""
+    """Dtypes of a layout's floating parameters and buffers by name; `computed`: only buffers that no checkpoint has."""
     tensors = layout.named_buffers() if computed else chain(layout.named_parameters(), layout.named_buffers())
     loaded = layout.state_dict() if computed else {}
     return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point() and name not in loaded}

@@ -2,7 +2,7 @@
 
 A set of instances is an int, a *bitset* with one bit for each instance's slot, and equal sets of one report are one
 object. So a block costs its identity and two references, and 16 bytes for each instance that has it. Following a prompt
-takes one look-up for each of its blocks, however many instances there are, and ends at the first that none has.
+takes one look-up for each of its blocks, however many instances there are, and ends at the first block that none has.
 
 Beside the blocks that instances reported it holds *expected* blocks: of prompts that were sent, before the instance
 reports their blocks. Without them the samples of one prompt that come together would be spread over all instances.

@@ -27,7 +27,7 @@ class PromptKeys:
     """See the module."""
 
     def __init__(self) -> None:
-        # the identities of a run of blocks, by that of the block before it and its tokens; oldest first
+        # the identities of a run of blocks, by the identity of the block before it and its tokens; oldest first
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
         # namespace and salt of the latest prompt, and the identity of an empty prefix under them
         self._root: tuple[bytes, str, bytes] | None = None

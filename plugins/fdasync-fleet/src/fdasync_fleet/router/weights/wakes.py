@@ -1,4 +1,4 @@
-"""Wakes a router's instances; an instance that is out of reach when the router is told to is woken once it is reached.
+"""Wakes a router's instances; an instance out of reach is woken as soon as it is reached.
 
 The router remembers which parts of memory its callers want awake. An instance that did not get a wake, or failed to
 wake, owes it (`InstanceHandle.owes_wake`) and gets no requests. It is woken when there is a link to it, again and again
@@ -71,7 +71,7 @@ class Wakes:
     def falling_asleep(self, level: int, tags: Sequence[WakeTag]) -> Iterator[None]:
         """While all instances are told to sleep. `tags`: the parts that are meant; (): all."""
         before = self._woken
-        # what sleeps at level 0 would go on with any part that is woken
+        # an instance asleep at level 0 would go on with any part that is woken
         self._woken = before - (frozenset(tags) or _PARTS) - {"scheduling"} if level else frozenset()
         try:
             yield

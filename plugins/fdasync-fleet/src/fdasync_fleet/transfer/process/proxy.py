@@ -89,7 +89,7 @@ class TransferProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; -1 while there is none."""
+        """Process id; -1 while there is no process."""
         return -1 if self._client is None or self._client.gone.done() else self._client.process.pid
 
     async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:

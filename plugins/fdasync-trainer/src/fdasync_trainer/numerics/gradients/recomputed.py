@@ -33,7 +33,7 @@ def recomputed(
     inputs: Sequence[torch.Tensor],
     kept: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """`values` with the gradients of what `again` returns; themselves where no gradient is asked for.
+    """`values` with the gradients of `again`'s results; themselves where no gradient is asked for.
 
     Args:
         values: new tensors of floats, without a graph, that nothing else holds: they become the results.

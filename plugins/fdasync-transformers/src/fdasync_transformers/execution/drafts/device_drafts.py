@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """Of the decodes of a queued step, int32 [n] on the device.
+    """Where the decodes of a queued step are, int32 [n] on the device.
 
     Attributes:
         starts: position of the first row of each.

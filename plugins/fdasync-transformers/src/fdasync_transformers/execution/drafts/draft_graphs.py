@@ -73,8 +73,8 @@ class DraftGraphs:
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
     def replay(self, depth: int, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Queue the pass of a depth, after that of the depth before: its states and logits [D, V], valid until the next
-        replay of any graph in the same memory. None where there are more sequences than the largest size."""
+        """Queue the pass of a depth, after the pass of the depth before: its states and logits [D, V], valid until the
+        next replay of any graph in the same memory. None where there are more sequences than the largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):

@@ -40,7 +40,7 @@ STATES = "states."
 
 
 class PlannedStates(NamedTuple):
-    """Of a step.
+    """The planned states of a step.
 
     Attributes:
         waiting: lane and place of sequences that start behind a snapshot, and have no tokens in the step.

@@ -174,7 +174,7 @@ def _fuse_hybrid(model: PreTrainedModel, layers: Sequence[Any], live: LiveRows, 
 
 
 def _columns(model: Any, decoder: Any) -> int | str:
-    """Of the cosines that attention layers are handed."""
+    """The columns of the cosines that attention layers are handed."""
     position = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     cos, _ = decoder.rotary_emb(hidden_of(model, 1), position_ids=position)
     return int(cos.shape[-1])

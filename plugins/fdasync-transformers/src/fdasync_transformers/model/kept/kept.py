@@ -39,13 +39,13 @@ class Kept:
 
     @classmethod
     def empty(cls, form: Form, logical: Sequence[int], device: torch.device | str) -> Kept:
-        """With memory of its own, of no module."""
+        """Matrices with memory of their own, of no module."""
         values, scales = form.empty(logical, device)
         return cls(form, {"": values, form.scales_end: scales}, "")
 
     @classmethod
     def made_of(cls, plain: torch.Tensor, form: Form) -> Kept:
-        """Of plain matrices, by the form's recipe, on their device. Raises BadInput for weights that it cannot have."""
+        """Made of plain matrices by the form's recipe, on their device. Raises BadInput for weights it cannot have."""
         if plain.dim() == 2:
             values, scales = form.quantised(plain)
             return cls(form, {"": values, form.scales_end: scales}, "")
@@ -94,7 +94,7 @@ class Kept:
         return self.shape.numel()
 
     def data_ptr(self) -> int:
-        """Of the values."""
+        """Address of the values."""
         return self.values.data_ptr()
 
     def detach(self) -> Kept:

@@ -59,7 +59,7 @@ class StateLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of a live state, and of a snapshot."""
+        """Bytes of a live state, and of a snapshot."""
         return snapshot_nbytes(self.specs)
 
 
@@ -104,7 +104,7 @@ class States:
         self.kept = tuple(rows[self.first_place :] for rows in self.rows)
 
     def row_of(self, lane: int, version: int = 0) -> int:
-        """Of `memory` and `rows`."""
+        """The lane's row in `memory` and `rows`."""
         return lane * self.versions + version
 
     def check_start(self, place: int, num_cached: int) -> None:

@@ -53,7 +53,7 @@ def new_store(address: str, port: int, world_size: int, timeout_s: float, *, is_
         world_size,
         is_trainer,
         timeout=timedelta(seconds=timeout_s),
-        # a server that waits for its clients counts each that connects as this one does
+        # a server that waits for its clients counts each client that connects as this one does
         wait_for_workers=not is_trainer,
     )
 
