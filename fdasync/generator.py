@@ -367,12 +367,14 @@ class Generator(Protocol):
         on. Idempotent; a further pause applies its mode to what is inside by then.
 
         Args:
-            mode: what happens to the requests that are inside. All keep their tokens and rows. "in_place": they stay
-                where they are, and go on after it with the KV that they have. "retract": running ones give their KV up
-                as in a preemption, and go back to the queue. Their cached blocks still match, unless the weights change
-                or `reset_cache` is called; what no longer matches is computed again. "abort": all end at once with what
-                they have, and finish_reason "abort". "wait": requests that have begun run to their end first; requests
-                that have not wait. Where a pause is there already nothing runs, so this pause changes nothing.
+            mode: what happens to the requests that are inside. All keep their tokens and rows.
+                "in_place": they stay where they are, and go on after it with the KV that they have.
+                "retract": running ones give their KV up as in a preemption, and go back to the queue. Their cached
+                blocks still match, unless the weights change or `reset_cache` is called; what no longer matches is
+                computed again.
+                "abort": all end at once with what they have, and finish_reason "abort".
+                "wait": requests that have begun run to their end first; requests that have not wait. Where a pause is
+                there already nothing runs, so this pause changes nothing.
 
         Raises BadInput for another mode.
         """
