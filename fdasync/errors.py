@@ -65,7 +65,7 @@ class BadInput(PermanentError, ValueError):
 
     @classmethod
     def of_validation(cls, error: Exception, root: str = "", whole: str = "") -> Self:
-        """From msgspec's error, whose message ends in the path of the value.
+        """This error made of msgspec's error, whose message ends in the path of the value.
 
         Args:
             root: stands before that path; "": the path alone is the field.
@@ -272,8 +272,7 @@ class EngineClosed(PermanentError):
 
 
 class WrongLoop(PermanentError):
-    """A call came from another event loop, or another thread, than the one that its object was started on. Nothing was
-    done.
+    """A call came from another event loop, or another thread, than its object was started on. Nothing was done.
 
     Attributes:
         what: the object: "engine", "instance" or "router".
@@ -573,8 +572,8 @@ class WeightsBroken(PermanentError):
 
 
 class WeightsDiffer(WeightsBroken):
-    """The weights that an update brought are not those that its caller expected. They are in place, and no step uses
-    them: the engine stays paused and takes only `update_weights` or `aclose`.
+    """The weights that an update brought are not the weights that its caller expected. They are in place, and no step
+    uses them: the engine stays paused and takes only `update_weights` or `aclose`.
 
     Attributes:
         expected: fingerprint of the caller's weights, hex XXH3-128.

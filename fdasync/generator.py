@@ -54,7 +54,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             instances may differ in it.
         vocab_size: token ids are below it.
         eos_ids: token ids that end a sample, sorted.
-        max_context_tokens: most tokens of a sample, prompt and output; on a router that of the instance that takes the
+        max_context_tokens: most tokens of a sample, prompt and output; on a router, of the instance that takes the
             longest.
         block_tokens: tokens of a KV block.
         captures_routing: results have expert routing.
@@ -98,7 +98,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, role: from its handshake; "" before the first.
         address: the address that the router dials.
-        is_up: whether there is a link to it; without one the numbers are those of before.
+        is_up: whether there is a link to it; without one the numbers are the last that it sent.
         running, waiting, used_tokens, capacity_tokens, doing, paused: as in `Load`; 0 and "running" before the first
             heartbeat.
         live: requests of this router that it serves.
@@ -131,8 +131,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         live: requests of this engine or router that have not ended; 0: all have their results.
         used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
             sample uses do not count as used.
-        doing: what it does, in one word (`request.Doing`). On a router: of the instances that are up what the one
-            nearest to "running" does; "updating" while the router updates those that run.
+        doing: what it does, in one word (`request.Doing`). On a router: what the instance nearest to "running" does,
+            among those that are up; "updating" while the router updates running instances.
         paused: no steps are planned; on a router: at no instance that is up.
         asleep: a sleep has begun, and not all memory is back; on a router: at any instance that is up.
         updating: weights are being updated, or on a router their label.
@@ -155,7 +155,7 @@ class StreamedRequest(Protocol):
     """A request that a `DeltaStream` reads.
 
     Attributes:
-        request_id: the caller's name for it, or the one that was drawn.
+        request_id: the caller's name for it, or else a drawn name.
         done: set when the request has ended.
         waiter: the stream sets it while its reader waits; the request resolves it when there is something to read.
     """
@@ -182,7 +182,7 @@ class DeltaStream(ABC):
 
     @property
     def request_id(self) -> str:
-        """The caller's name for the request, or the one that was drawn."""
+        """The caller's name for the request, or else a drawn name."""
         return self._request.request_id
 
     @property
@@ -191,9 +191,9 @@ class DeltaStream(ABC):
         return self._prompt()
 
     def sample(self, index: int) -> Sample:
-        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the one
-        with a `finish_reason`), and without deltas at the request's end. It equals that of the result, which may share
-        its arrays. It stays there when the request fails later, or is aborted.
+        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the
+        delta with a `finish_reason`), and without deltas at the request's end. It equals the result's sample, which may
+        share its arrays. It stays there when the request fails later, or is aborted.
 
         Raises IndexError for a number that no sample has, RuntimeError before its last delta was read, and the error
         that the request ended with where that error has cut it short.
@@ -247,7 +247,7 @@ class DeltaStream(ABC):
         return self
 
     async def _settle(self) -> None:  # noqa: B027 - a result that is there as the request ends needs no work
-        """Do the work that the result of a request that has ended still takes, without holding up the loop."""
+        """Do the work that an ended request's result still takes, without holding up the loop."""
 
     async def __anext__(self) -> Delta:
         request = self._request
@@ -353,8 +353,8 @@ class Generator(Protocol):
 
     @abstractmethod
     def abort_all(self, prefix: str = "") -> int:
-        """End every live request whose `request_id` starts with `prefix` ("": every one), as `abort` does: those that
-        wait for a place or are being prepared, too, which have no tokens yet. Later requests are not affected.
+        """End every live request whose `request_id` starts with `prefix` ("": every one), as `abort` does: also
+        requests that wait for a place or are being prepared, and have no tokens yet. Later requests are not affected.
 
         Returns the number of live requests that match. Calling it again does no harm; a request counts until it has
         ended, which takes a turn of the loop on an engine, and an answer of its instance on a router. Raises BadInput
@@ -369,12 +369,12 @@ class Generator(Protocol):
         Args:
             mode: what happens to the requests that are inside. All keep their tokens and rows.
                 "in_place": they stay where they are, and go on after it with the KV that they have.
-                "retract": those that run give their KV up as in a preemption and go back to the queue. Their cached
+                "retract": running ones give their KV up as in a preemption, and go back to the queue. Their cached
                 blocks still match, unless the weights change or `reset_cache` is called; what no longer matches is
                 computed again.
                 "abort": all end at once with what they have, and finish_reason "abort".
-                "wait": those that have begun run to their end first; those that have not wait. Where a pause is there
-                already nothing runs, so that this one changes nothing.
+                "wait": requests that have begun run to their end first; requests that have not wait. Where a pause is
+                there already nothing runs, so this pause changes nothing.
 
         Raises BadInput for another mode.
         """
@@ -394,13 +394,13 @@ class Generator(Protocol):
             level: 0: nothing is released, as in a pause that `wake` ends. 1: blocks and graphs go, weights move to host
                 memory. 2: weights are dropped: an update, or the folder that they came from, brings them back.
             mode: what happens to the requests that are inside. "keep": they give their blocks up, as in a preemption,
-                and go on after a wake; "abort": all end at once with what they have; "wait": those that have begun run
-                to their end first.
+                and go on after a wake; "abort": all end at once with what they have; "wait": requests that have begun
+                run to their end first.
             tags: the parts to release, where it is not all of them.
 
-        Cached blocks of the device are forgotten with "kv_cache"; those of host and store stay. Idempotent; a further
-        call releases what is still there, and a deeper one drops weights that an earlier one kept. A pause that was
-        there before, or that begins meanwhile, is left to `resume`, which does not end a sleep.
+        Cached blocks of the device are forgotten with "kv_cache"; blocks of host and store stay. Idempotent; a further
+        call releases what is still there, and a deeper sleep drops weights that an earlier one kept. A pause from
+        before, or one that begins meanwhile, goes on until `resume`, which does not end a sleep.
 
         Raises BadInput for other arguments, and while an update is under way UpdateUnderWay.
         """
@@ -411,15 +411,15 @@ class Generator(Protocol):
         was no sleep.
 
         Args:
-            tags: the parts to take back; None or none: all. Graphs ("cuda_graph") come back with the last part of the
-                others, named or not: they hold its addresses. "scheduling" names none: without memory to take
+            tags: the parts to take back; None or an empty one: all. Graphs ("cuda_graph") come back with the last part
+                of the others, named or not: they hold its addresses. "scheduling" names none: without memory to take
                 back it ends a sleep of level 0, as any wake does. Weights may be updated once "weights" is there.
 
         Dropped weights that no update has brought by then are loaded once more from their folder; where they came as
         tensors, the generator waits for an update, and requests with it.
 
         Returns what it does now: "asleep" where parts are still released, "waits_for_weights", "paused" where a pause
-        is left. On a router: what the instance does that is farthest from "running".
+        is left. On a router: what the instance farthest from "running" does.
 
         Raises WakeFailed where the device does not give the memory (it sleeps on, and may be woken again); BadInput for
         other tags; UpdateUnderWay while an update is under way.
@@ -429,9 +429,9 @@ class Generator(Protocol):
     async def reset_cache(self) -> None:
         """Forget every cached block on device and host; returns when none of them matches any more.
 
-        Requests go on undisturbed, paused or not. Those that run keep the blocks that they use. No other request
-        matches these, and they are freed with their last user. A store keeps its blocks, which are valid for these
-        weights: later requests may fetch them again. (Under a new `cache_salt`, or new weights, they match nothing.)
+        Requests go on undisturbed, paused or not. Running ones keep the blocks that they use. No other request matches
+        these, and they are freed with their last user. A store keeps its blocks, which are valid for these weights:
+        later requests may fetch them again. (Under a new `cache_salt`, or new weights, they match nothing.)
         """
 
     @abstractmethod
@@ -458,14 +458,14 @@ class Generator(Protocol):
                 the others start again from their tokens under the new weights.
             expected: the fingerprint of the caller's weights (`fdasync_transformers.weights_fingerprint`), or its 32
                 hex digits alone. Once the weights are in place they are hashed and compared. With the digests of
-                tensors the error names the first one that differs (a router compares the hex digits alone). None:
+                tensors the error names the first tensor that differs (a router compares the hex digits alone). None:
                 nothing is compared.
 
         A version is the caller's word, and may return with other weights, as from a trainer that starts again; it is
         the weights id that tells weights apart. Tensors are always carried out. A folder that comes under the version
         in use is compared first: if it holds the weights in use nothing is loaded, and no request ends or starts again
         (where others are expected, BadInput says so). While the caller's own pause lasts no step runs, so a group's
-        tensors may come in several updates under one version: None as the version then names that of the last update.
+        tensors may come in several updates under one version: a version of None then means the last update's.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
         WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no
@@ -477,13 +477,13 @@ class Generator(Protocol):
     async def join_weights_group(self, group: WeightsGroup) -> None:
         """Become ranks of a trainer's process group, from which `update_weights` takes `GroupTensors`.
 
-        Returns once all ranks have met, the trainer's among them (those of NCCL meet at their first broadcast). Steps
+        Returns once all ranks have met, the trainer's among them (NCCL's ranks meet at their first broadcast). Steps
         run until a store answers at the group's address, and no more until the ranks have met. The call may be
-        repeated; another group of the same name is left first. One by which an update failed has been left. gloo and
-        NCCL ask nobody who they are: workers listen on the loopback interface, or on the one that the configuration
-        names (`EngineConfig.weights_interface`).
+        repeated; another group of the same name is left first. A group over which an update failed has been left. gloo
+        and NCCL authenticate nobody: workers listen on the loopback interface, or on the interface that the
+        configuration names (`EngineConfig.weights_interface`).
 
-        Raises BadInput naming the field, for another machine's address without that setting too; WeightsRejected where
+        Raises BadInput naming the field, also for another machine's address without that setting; WeightsRejected where
         the ranks do not meet within `group.timeout_s`, or the group is left meanwhile; UpdateUnderWay; EngineClosed.
         Cancelling ends the join, in a moment.
         """
@@ -493,7 +493,7 @@ class Generator(Protocol):
         """Leave a group; its other ranks see the connection end. A join of it that is under way ends. Does nothing
         where there is none of that name. No step runs meanwhile. Cancelling stops the waiting.
 
-        Raises UpdateUnderWay while an update is under way, one in parts that is open too; EngineClosed.
+        Raises UpdateUnderWay while an update is under way, or an update in parts is open; EngineClosed.
         """
 
     @abstractmethod
@@ -504,9 +504,9 @@ class Generator(Protocol):
         Args:
             mode: as in `update_weights`.
 
-        Where a part is refused and none came before it, the update ends with nothing changed. Where one fails, or is
-        refused after others, and where nobody goes on with the update in time, the weights are broken (WeightsBroken)
-        until another update has replaced what this one did.
+        If a part is refused and none came before it, the update ends with nothing changed. If a part fails, or is
+        refused after others, or nobody goes on with the update in time, the weights are broken (WeightsBroken) until
+        another update has replaced what this one did.
 
         Raises BadInput; UpdateUnderWay while another update is open; EngineClosed.
         """
@@ -515,10 +515,10 @@ class Generator(Protocol):
     async def end_weight_update(
         self, version: str | int | None = None, *, expected: str | WeightsFingerprint | None = None
     ) -> None:
-        """End an update in parts: all of them came, and steps run on the new weights. One of no parts changes nothing.
+        """End an update in parts: all of them came, and steps run on the new weights. Without parts nothing changes.
 
         Args:
-            version, expected: as in `update_weights`. A version of None: that of the last part that named one.
+            version, expected: as in `update_weights`. None: the version of the last part that named one.
 
         Raises BadInput where no update is open; WeightsBroken; WeightsDiffer; EngineClosed.
         """
@@ -534,8 +534,8 @@ class Generator(Protocol):
         it, and cached blocks stay usable.
 
         Args:
-            version: as in `update_weights`. The label in use changes nothing, nor does that which the parts of an open
-                update named: its weights have it once the update has ended.
+            version: as in `update_weights`. The label in use changes nothing. Nor does the label that the parts of an
+                open update named: its weights get it once the update has ended.
 
         Raises BadInput; UpdateUnderWay; WeightsBroken; EngineClosed.
         """
@@ -565,7 +565,7 @@ class Generator(Protocol):
         """What every engine shows of itself to people: gauges, counters, latencies, its last minutes, the experts
         chosen (`telemetry/sight/sight.py`); on a router one for each instance, in the order in which they were named.
 
-        A router asks the instances, each at most once a second however many watch, and waits a second at most; what an
-        instance said before stands where it does not answer. Cancelling stops the waiting only. Raises EngineClosed
-        before the start, and the error that ended it.
+        A router asks each instance at most once a second, however many watch, and waits a second at most; if an
+        instance does not answer, its last answer stands. Cancelling stops the waiting only. Raises EngineClosed before
+        the start, and the error that ended it.
         """

@@ -36,11 +36,11 @@ SleepMode = Literal["keep", "abort", "wait"]
 #: the parts of a device's memory that a sleep releases, and a wake takes back
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
 WakeTag = Literal["weights", "kv_cache", "cuda_graph", "scheduling"]
-#: what a generator does, in one word. Where several hold, it is the last of them.
-#: "running": it plans steps whenever there is work. "paused": a pause has returned, and no resume came since.
-#: "waits_for_weights": a sleep that is over has dropped them, and an update has to bring some. "broken": an update has
-#: failed half-way, and another one has to mend that. "updating": an update is under way, or ranks of a trainer's group
-#: meet. "asleep": a sleep has begun, and not all memory is back. "waking": a wake is under way
+#: what a generator does, in one word. Where several hold, the last of them counts. "running": it plans steps whenever
+#: there is work. "paused": a pause has returned, and no resume came since. "waits_for_weights": a sleep that is over
+#: has dropped the weights, and an update has to bring some. "broken": an update has failed half-way, and another one
+#: has to mend that. "updating": an update is under way, or ranks of a trainer's group meet. "asleep": a sleep has
+#: begun, and not all memory is back. "waking": a wake is under way
 Doing = Literal["running", "paused", "waits_for_weights", "broken", "updating", "asleep", "waking"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 #: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed
@@ -105,8 +105,8 @@ class WeightsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name: of the group, as all of its ranks know it.
         address, port: of the trainer's store (`torch.distributed.TCPStore`).
         world_size: ranks of the group, the trainer's among them.
-        rank: of the first worker here, from 1 on. An engine over N GPUs takes N ranks, a router those of its instances,
-            one instance behind the other in the order of their addresses.
+        rank: of the first worker here, from 1 on. An engine over N GPUs takes N ranks; a router takes the ranks of its
+            instances, one instance after the other in the order of their addresses.
         backend: "gloo" between CPUs, "nccl" between GPUs.
         timeout_s: longest that the ranks may take to meet, and that the next bytes of an update may take to come.
     """
@@ -185,7 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
         stop: strings that end the request, or a single one, which becomes a tuple. They are looked for in the text with
             special tokens shown, so one may be or hold a special token ("<|im_end|>"). Text from the match on is not
-            returned; the tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
+            returned. Tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
             tokens after it are dropped. Text that only the end of the request completes (U+FFFD of an incomplete
             character) is searched at the end: a match makes "length" a "stop". `Sample.stop_reason` tells which it was.
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
@@ -198,9 +198,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (`Result.prompt_logprobs`); None: none are. The log-prob of the token at position i comes from the logits
             of position i - 1, so the token at position 0 has none. Positions from there on are computed even if a
             cache has them, once for all samples.
-        prompt_top_logprobs: this many best alternatives beside each of those tokens.
-        chosen_positions_start: position in the prompt from which on the positions are wanted that the model's indexers
-            chose for each token (`Sample.chosen_positions`); None: none are. Those of the prompt are computed even if a
+        prompt_top_logprobs: this many best alternatives beside each token of the prompt that has a log-prob.
+        chosen_positions_start: position in the prompt: for each token from there on the positions that the model's
+            indexers chose are wanted (`Sample.chosen_positions`); None: none are. The prompt's are computed even if a
             cache has its blocks, once for all samples. The engine bounds their bytes
             (`EngineConfig.chosen_positions_nbytes`); a router serves none.
     """
@@ -323,7 +323,7 @@ class GenerateOptions(TypedDict, total=False):
             False: none.
         start: first position whose rows are wanted, inside the prompt; the result repeats it. Default 0.
         cache_salt: requests share prefixes only with requests of the same salt, of up to 4096 characters. Default "".
-        trace: the caller's span, as W3C's `traceparent`, for those who trace (`fdasync.telemetry.otel`). Default "".
+        trace: the caller's span, as W3C's `traceparent`, for tracing (`fdasync.telemetry.otel`). Default "".
     """
 
     request_id: str | None
@@ -343,8 +343,8 @@ class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
         name: the request's name among instances.
         caller: incarnation of the router that gets the answer.
         decoders: addresses of decode instances, in order of preference.
-        seen: of each of these, the incarnation of the process that the router reaches there, and the address at which
-            that says that it listens; empty: unknown.
+        seen: of each decoder, the incarnation of the process that the router reaches there, and the address at which
+            that process says that it listens; empty: unknown.
     """
 
     name: str
@@ -354,7 +354,7 @@ class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A caller's request, not tokenised yet. Fields that are not named here are those of `GenerateOptions`.
+    """A caller's request, not tokenised yet. Fields that are not named here are as in `GenerateOptions`.
 
     Attributes:
         prompt: text or token ids; a tuple of ints once it is checked.
@@ -549,8 +549,8 @@ def next_version(version: str) -> str:
 
 
 def next_order(order: int, version: str) -> int:
-    """The order of weights that come into use after those of `order` (-1: there were none). A label that is a higher
-    number of up to 14 digits is its own order; else it is one higher."""
+    """The order of weights that come into use after weights of `order` (-1: there were none). A label that is a higher
+    number of up to 14 digits is its own order; any other label's order is one higher."""
     number = int(version) if len(version) <= _MAX_NUMBER_DIGITS and _NUMBER.fullmatch(version) else 0
     return max(order + 1, number)
 
@@ -571,7 +571,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         grammar: a `Grammar`, packed; empty: none. The scheduler passes it on and does not read it.
         score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
             there is none to compute.
-        score_top: how many alternatives beside each of those.
+        score_top: how many alternatives beside each of these log-probs.
         chosen_from: first position whose chosen positions are wanted, in memory that the runner was lent
             (`Runner.lend`); -1: none are.
     """

@@ -112,7 +112,7 @@ class DraftCounts(msgspec.Struct, frozen=True):
     Attributes:
         steps: decode steps that gave tokens of it. Its output tokens over these steps are the tokens of a step.
         drafted: drafts that the runner forwarded, as far as the tokens tell.
-        accepted: drafts that equalled the token sampled in their place, those behind the sample's last token too.
+        accepted: drafts that equalled the token sampled in their place, also behind the sample's last token.
     """
 
     steps: int = 0
@@ -217,7 +217,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request. Attributes of a sample can be read off the result: they are those of sample 0.
+    """The end of a request. Attributes of a sample can be read off the result: it has sample 0's.
 
     Attributes:
         request_id: as given or drawn.
@@ -226,7 +226,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         ttft_s: from the call to the first token of any sample, in seconds; None: no token came, or tokens were only
             counted at the end (`complete` without log-probs or stop strings).
         prompt_logprobs: float32 [prompt - `SamplingParams.prompt_logprobs_start`], log-softmax of the model's logits:
-            entry i is that of the prompt's token at position start + i, and NaN at position 0. A request that ended
+            entry i belongs to the prompt's token at position start + i, and is NaN at position 0. A request that ended
             before its prompt was computed has the leading part. None: not requested, or a router ended the request
             itself. Owned by the caller.
         prompt_top_logprobs: alternatives at those positions, None at position 0; None: not requested.

@@ -100,8 +100,8 @@ class AuxArena:
         """Write whole rows: `index` [n] is slot * block_tokens + offset, `generations` [n] the use of each slot,
         `values[name]` [n, *shape] of the spec's dtype, for every spec. Tags are written last.
 
-        Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly those of the
-        specs: a row is valid for all of them or for none, so a spec left out would keep bytes of an earlier use.
+        Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly as in the specs:
+        a row is valid for all of them or for none, so a spec left out would keep bytes of an earlier use.
         """
         self._check(index, generations, values)
         for name, rows in values.items():
@@ -166,7 +166,7 @@ class AuxArena:
 
     def _check_slots(self, slots: Sequence[int], generations: Sequence[int], offset: int, count: int) -> None:
         size, stop = self.block_tokens, offset + count
-        # they end in the last slot: of one behind it nothing would be copied, and no row of it be looked at
+        # they end in the last slot: of a slot behind it nothing would be copied, and no row be checked
         if not (
             slots
             and len(slots) == len(generations)

@@ -45,9 +45,9 @@ class Block:
         wanted: it is to be written to the store as soon as it is on the host.
         parent: identity of the block before it, set when it becomes wanted; b"" for the first block.
         stored: the store has it, as far as known.
-        absent: the store does not have it, as far as known. Neither of the two: nothing is known.
+        absent: the store does not have it, as far as known. If neither holds, nothing is known.
         uses: admissions that matched it since the store's last word about it.
-        branches: how often a sequence wanted a snapshot here, since it left what others had computed.
+        branches: how often a sequence wanted a snapshot here, where it departs from what others had computed.
         last_use: when it was used last, in the index's own count; leaves of a chain before their parents. Below 0:
             no later sequence can make use of it.
         device_list, host_list: the lists of `prefix.py` that it is in; None: none.
@@ -196,7 +196,7 @@ class Lru:
         """The members used longest ago, in that order."""
         heap, members = self._heap, self._members
         found: dict[Block, tuple[int, int, Block]] = {}
-        # as many steps as blocks are wanted, not as there are members: the engine's loop waits for this
+        # as many steps as blocks are wanted, not as members exist: the engine's loop waits for this
         while heap and len(found) < count:
             entry = heapq.heappop(heap)
             block = entry[2]

@@ -48,7 +48,7 @@ def debug_rows(positions: ArrayLike, spec: AuxSpec) -> NDArray[np.generic]:
 
 
 def check_debug_rows(rows: NDArray[np.generic], positions: ArrayLike, spec: AuxSpec, where: str) -> None:
-    """Raise InvariantBroken, naming position and layer, unless `rows` [n, L, K] are those of these positions [n].
+    """Raise InvariantBroken, naming position and layer, unless `rows` [n, L, K] belong to these positions [n].
 
     `where` says in words where the rows were found.
     """

@@ -54,7 +54,7 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: 
 
 
 def packed_block_keys(root: bytes, tokens: bytes, block_tokens: int) -> list[bytes]:
-    """As `block_keys`, of tokens as they lie in memory (int32): it makes no integers of them."""
+    """As `block_keys`, of tokens as they lie in memory (int32), without making integers of them."""
     step = 4 * block_tokens
     keys = []
     for first in range(0, len(tokens) - step + 1, step):

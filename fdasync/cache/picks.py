@@ -1,10 +1,10 @@
 """Counts which experts were chosen, in memory that the engine and the runner's process share.
 
 The runner's side counts as it writes rows (`AuxArena.scatter`), the engine's side reads whenever it is asked. The first
-`WHOLE_ROWS` rows are all counted, but for a long step of which `MOST_AT_FIRST` are. Later a step is looked at once in
-`EVERY_ROWS` rows, and `MOST_ROWS` of its rows stand for all that were written since: evenly spread, and others each
-time. So counting costs next to nothing, however fast the engine is (docs/performance.md). One writer. Knows no
-weights: the engine takes the difference from the counts at the time of an update.
+`WHOLE_ROWS` rows are all counted; of a long step only `MOST_AT_FIRST` are. Later one step is sampled for every
+`EVERY_ROWS` rows, and `MOST_ROWS` of its rows, evenly spread and others each time, stand for all rows since. So
+counting costs next to nothing, however fast the engine is (docs/performance.md). One writer. Knows no weights: the
+engine notes the counts at each update, and takes differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: rows that are all counted at the beginning, and how many of one step are then
 WHOLE_ROWS, MOST_AT_FIRST = 4096, 256
-#: later: a step is looked at once in so many rows, and so many of its own rows are
+#: later: one step is looked at in so many rows, and so many of its own rows are counted
 EVERY_ROWS, MOST_ROWS = 4096, 32
 # rows and counted rows, before the table
 _HEAD = 2
@@ -41,7 +41,7 @@ class PickShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that a `PickTable` takes."""
+        """Bytes of memory that a `PickTable` takes."""
         return (_HEAD + self.layers * self.num_experts) * 8
 
 
@@ -79,7 +79,7 @@ class PickTable:
 
     @property
     def counted(self) -> int:
-        """Those of them that were looked at."""
+        """Rows whose picks were counted."""
         return int(self._head[1])
 
     def add(self, rows: NDArray[np.generic]) -> None:

@@ -53,7 +53,7 @@ class PrefixIndex:
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
         self._clock = 0
-        # as the clock, of blocks that nothing can make use of: before all others
+        # the clock of blocks that nothing can use any more: before all others
         self._useless_clock = -(1 << 62)
         self._clean = Lru()
         self._dirty = Lru()
@@ -80,7 +80,7 @@ class PrefixIndex:
 
     @property
     def has_host_room(self) -> bool:
-        """A dirty block could be copied out, without another one becoming dirty for it."""
+        """Whether a dirty block could be copied out without making another one dirty."""
         return bool(self.pool.num_host_free or self._host_only or self._host_used)
 
     def available_besides(self, hits: Sequence[Block]) -> int:
@@ -106,7 +106,7 @@ class PrefixIndex:
         self.reserved -= count
 
     def take_reserved(self) -> Block | None:
-        """A fresh pinned block of those reserved; None while the blocks that could be had are being copied out."""
+        """Take a reserved block, fresh and pinned; None while the blocks that could be freed are being copied out."""
         if not self._make_room(promised=True):
             return None
         self.reserved -= 1
@@ -210,8 +210,8 @@ class PrefixIndex:
                 self.settle(block)
 
     def useful(self, blocks: Sequence[Block], keys: Sequence[bytes]) -> int | None:
-        """Of how many leading blocks of a chain a later sequence can make use: a recurrent model goes on from snapshots
-        alone. `keys`: identities of the chain, as far as they are known."""
+        """How many leading blocks of a chain a later sequence can use: a recurrent model goes on from snapshots alone.
+        `keys`: identities of the chain, as far as they are known."""
         if self.pool.snapshots is None:
             return None
         for number in range(min(len(blocks), len(keys)) - 1, -1, -1):
@@ -223,7 +223,7 @@ class PrefixIndex:
     # -- identities -----------------------------------------------------------------------------------
 
     def unpin(self, snapshot: Snapshot) -> None:
-        """A sequence that was about to start from a snapshot does not."""
+        """A sequence that was about to start from a snapshot will not start."""
         assert self.pool.snapshots is not None
         self.pool.snapshots.unpin(snapshot)
 
@@ -296,7 +296,7 @@ class PrefixIndex:
         return not (used or self.reserved or self.lent)
 
     def clear_device(self) -> None:
-        """No block is on the device any more: those of the host stay there, all others are forgotten. None is used."""
+        """Take all blocks off the device. Those that the host has stay there, others are forgotten. None is in use."""
         for block in [block for block in self.pool.live() if block.id >= 0]:
             if block.ref_count or block.device_moves:
                 raise InvariantBroken(f"{block} is in use, and the device is to be cleared")

@@ -79,7 +79,7 @@ class Carrier(Protocol):
         ...
 
     def without_state(self) -> int:
-        """Its snapshot is lost to the host: no store can have it with its state. Returns 1 if one was to, else 0."""
+        """Its snapshot is lost to the host: no store can get it with its state. Returns 1 if one was to, else 0."""
         ...
 
 
@@ -177,7 +177,7 @@ class SnapshotPool:
         self.taken = self.resumed = self.lost = self.refused = self.unwritten = 0
         self._free = list(range(num_places - 1, -1, -1))
         self._host_free = list(range(num_host_places - 1, -1, -1))
-        # in the order of last use, but for those that were demoted
+        # in the order of last use, but demoted ones come first
         self._live: OrderedDict[Snapshot, None] = OrderedDict()
         # by step in flight, the snapshots that it reads or writes
         self._named: dict[int, list[Snapshot]] = {}
@@ -337,7 +337,7 @@ class SnapshotPool:
     # -- on the host --------------------------------------------------------------------------------
 
     def next_dirty(self, count: int) -> list[Snapshot]:
-        """The snapshots used longest ago that are on the device alone, and in no use. Not those that may be lost."""
+        """The least recently used snapshots that are on the device alone, not in use, and must not be lost."""
         found: list[Snapshot] = []
         for snapshot in self._live:
             if len(found) == count:
@@ -348,7 +348,7 @@ class SnapshotPool:
         return found
 
     def has_clean(self, count: int) -> bool:
-        """So many places on the device could be had now without losing a snapshot, but for those that may be lost."""
+        """So many places on the device could be had now by losing no snapshot, or only snapshots that may be lost."""
         lacking = count - len(self._free)
         for snapshot in self._live:
             if lacking <= 0:
@@ -359,7 +359,7 @@ class SnapshotPool:
 
     @property
     def has_host_room(self) -> bool:
-        """A snapshot could be copied out, without another one being on the device alone for it."""
+        """Whether a snapshot could be copied out without leaving another one on the device alone."""
         idle = (one for one in self._live if one.place < 0 and not one.holds and not self._in_use(one))
         return bool(self._host_free) or any(idle)
 

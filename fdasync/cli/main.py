@@ -37,7 +37,7 @@ _ELSEWHERE = {
 
 
 class _Commands(click.Group):
-    """The commands of this package, and those that plugins add (`fdasync.commands`)."""
+    """The commands of this package, and the commands that plugins add (`fdasync.commands`)."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *Registry().names(COMMANDS)})
@@ -83,8 +83,8 @@ def cli() -> None:
 def doctor(as_json: bool, **options: Any) -> None:
     """Show what this machine has, and what is missing for what; with --model, whether that model would be served.
 
-    Of a model: by which class, how much memory it takes at which context and concurrency, and which parts are skipped,
-    dequantised or refused. Only headers are read; the options are those of an engine.
+    Tell of a model which class runs it, how much memory it takes at which context and concurrency, and which parts are
+    skipped, dequantised or refused. Only headers are read; it takes an engine's options.
 
     Exit code 0: all is well. 1: something that every engine needs is missing, or the model would not be served, such as
     by so many processes (--tp). 2: the checkpoint or the options cannot be used.

@@ -1,7 +1,7 @@
 """Drafters: guess the tokens that a sequence is going to have. The contract.
 
 A drafter makes paths: guessed tokens of one sequence, side by side, from the end of what is known of it. A runner
-forwards some of them behind the last sampled token and keeps those that equal what it samples, so a wrong guess costs
+forwards some of them behind the last sampled token and keeps each that equals what it samples, so a wrong guess costs
 time and never a token. A drafter is pure: it has no weights, no clock, no I/O and draws nothing, so that the replay of
 a trace makes the same paths. It lives in the engine's process and is called on its loop: every call is short.
 
@@ -29,7 +29,7 @@ class DrafterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path_tokens: the most tokens of one path that are ever asked for.
-        max_running: how many sequences run at a time at most. More may be live: those that were preempted.
+        max_running: how many sequences run at a time at most. More may be live, as preempted sequences are.
     """
 
     path_tokens: Annotated[int, msgspec.Meta(ge=1, le=255)]
@@ -37,7 +37,7 @@ class DrafterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, max_drafts: int, depth: int, max_running: int) -> DrafterLimits:
-        """For steps that verify up to `max_drafts` of a sequence, `depth` of them in flight."""
+        """The limits for steps that verify up to `max_drafts` of a sequence, with `depth` steps in flight."""
         return cls(path_tokens=path_tokens(max_drafts, depth), max_running=max_running)
 
 
@@ -46,7 +46,7 @@ class DrafterStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequences: sequences between `begin` and `end`.
-        prompts: prompts whose tokens are held, those that are kept for a while included.
+        prompts: prompts whose tokens are held, also prompts that are kept for a while after their last sequence.
         nbytes: bytes that it holds, all in all.
         limit_nbytes: the most that it will ever hold; what it does to stay below is its own affair.
     """
@@ -65,12 +65,12 @@ class Drafter(ABC):
     """Makes paths for sequences that decode.
 
     All calls are synchronous, from one thread, and take columns: entry i of each argument belongs to one sequence.
-    Calls may come late: what happens while no path is wanted is told before the next `propose`, that of many steps
-    together. So a sequence may begin with a long answer, or end right after it began.
-    Equal calls in equal order give equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is
-    bounded by what `stats` tells as `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and
-    proposes less. What a drafter learns from a sequence shows in paths of sequences of the same prompt and salt alone.
-    `fdasync.testing.DrafterTests` holds a drafter to all of this.
+    Calls may come late: what happens while no path is wanted is told before the next `propose`, many steps' news
+    together. So a sequence may begin with a long answer, or end right after it began. Equal calls in equal order give
+    equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is bounded by what `stats` tells as
+    `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and proposes less. What a drafter
+    learns from a sequence shows in paths of sequences of the same prompt and salt alone. `fdasync.testing.DrafterTests`
+    holds a drafter to all of this.
 
     `config_type` is a frozen msgspec Struct that holds the drafter's settings; one without settings leaves it out.
     `in_use` tells that an engine has this object, and is set by engines.
@@ -88,7 +88,7 @@ class Drafter(ABC):
         """A sequence begins to decode.
 
         Args:
-            key: names it until `end`; the caller may use a key again after that. Never one that is live.
+            key: names it until `end`; the caller may use a key again after that, never a live one.
             group: key of its request's first sample; sequences of a group have the same prompt.
             prompt, answer: its tokens known so far, int32 little-endian; the prompt is not empty.
             salt: sequences of different salts must not learn from each other.

@@ -56,7 +56,7 @@ class StepPrices:
         """Seconds of steps of these rows, rising: by straight lines through the measured means, the last one prolonged.
         Where one mean is known alone, more rows cost in proportion. At least one step was measured."""
         known = np.flatnonzero(self._seconds)
-        # a price from long ago may be above that of more rows, measured since
+        # a price from long ago may be above the price of more rows, measured since
         means = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
         at = self._rows[known]
         if len(known) == 1:

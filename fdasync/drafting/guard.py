@@ -1,4 +1,4 @@
-"""Stands before a drafter: what it raises, and what breaks its contract, ends in a PluginError that names it.
+"""Stands before a drafter: its errors and breaches of its contract end in a PluginError that names it.
 
 A drafter is a plugin, and the scheduler trusts what `planning.py` makes of its answers: columns of wrong lengths would
 go on as wrong paths of other sequences. Tokens need no look, since runners take any bits (docs/design.md, rule 41).
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GuardedDrafter:
-    """A drafter's calls, each of which raises PluginError instead of the drafter's own errors.
+    """A drafter's calls; each raises PluginError instead of the drafter's own errors.
 
     Args:
         name: of the drafter, for errors.

@@ -7,9 +7,9 @@ occurrence is entered once a whole path follows it, so every path that is found 
 All tokens lie in one array (`token_pages.py`). For each order, a table maps the hash of an n-gram to the position of
 its last token. An entry that another n-gram, or another prompt, has overwritten is found out by comparing the tokens
 themselves and the owner of their page. So the table needs no keys, entries need no removal, and a step of any number of
-sequences is some thirty array operations. New tokens are written at once; their n-grams are entered when a path is
-asked for next, those of many steps together. Memory is fixed when the drafter is made; a table that is too full forgets
-old n-grams, and pages that run out are taken from the oldest text.
+sequences is some thirty array operations. New tokens are written at once; their n-grams are entered when the next path
+is asked for, many steps' together. Memory is fixed when the drafter is made; a table that is too full forgets old
+n-grams, and pages that run out are taken from the oldest text.
 
 Called by `planning.py` through the contract in `base.py`.
 """
@@ -41,7 +41,7 @@ _MULTIPLIERS = np.random.Generator(np.random.PCG64(20)).integers(1, 1 << 63, _WI
 
 # n-grams wait to be entered until they are more than this, or than a share of the memory
 _MOST_LATE, _LATE_SHARE = 4096, 1 / 64
-# of one that waits: where it ends, and its prompt's number
+# of a waiting n-gram: where it ends, and its prompt's number
 _LATE_NBYTES = 16
 # bytes of a page besides its tokens: its entries in arrays and lists, a prompt's and a sequence's own, and a share of
 # the n-grams that wait
@@ -284,7 +284,7 @@ class NgramDrafter(Drafter):
     def _begin_pages(
         self, keys: Sequence[int], owners: Sequence[_Prompt], texts: Sequence[Tokens], pages: Sequence[int]
     ) -> None:
-        """Sequences begin with these answers, each of which fits in its page."""
+        """Sequences begin with these answers; each answer fits into its page."""
         text = self._pages.tokens
         bases = np.array(pages) * PAGE_TOKENS
         heads = np.concatenate([owner.head for owner in owners]).reshape(-1, self._overlap)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # the acceptance of a depth is a mean over about so many verdicts, the last ones; at first over two that are imagined
 _MOST_VERDICTS = 200.0
 _FIRST_ACCEPTANCE, _FIRST_VERDICTS = 0.5, 2.0
-# a price is the median of so many steps, the last ones: one that stalled says nothing, nor one that verifies what was
-# drafted before the number changed
+# a price is the median of so many last steps: a stalled step must not count, nor a step that verifies drafts from
+# before the number changed
 _MEASURED = 5
 # steps of the first try of a number, and of a later look
 _TRY_STEPS, _LOOK_STEPS = 6, 4

@@ -166,7 +166,7 @@ class DraftPlanner:
             self._drafter.end(key, now=now)
 
     def tally(self, key: int) -> tuple[int, int, int]:
-        """Of a live sequence: decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
+        """A live sequence's decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
         steps, drafted, accepted = self._tally[self._rows[key]].tolist()
         return steps, drafted, accepted
 
@@ -250,9 +250,9 @@ class DraftPlanner:
         """The oldest step in flight completed.
 
         Args:
-            keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed: first
-                ones, and those that were preempted. Those that have not begun, or have ended, are passed over: `begin`
-                is called afterwards, with all tokens.
+            keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed: new
+                sequences, and preempted ones. Sequences that have not begun, or have ended, are passed over: `begin` is
+                called afterwards, with all tokens.
             counts: tokens of each; None: one each.
             tokens: all of them, int32.
             seconds: what the step took, if it did nothing but decode.
@@ -317,7 +317,7 @@ class DraftPlanner:
     # -- parts ------------------------------------------------------------------------------------
 
     def _complete(self, keys: tuple[int, ...], seconds: float | None) -> _Flight:
-        """Take the oldest step out of those in flight, and its price into account."""
+        """Remove the oldest step from those in flight, and measure its price."""
         if not self._flights:
             raise InvariantBroken("a step is done, and none was planned")
         flight = self._flights.popleft()
@@ -396,7 +396,7 @@ class DraftPlanner:
             self._common = self._common * keep_all + int(right.sum()) / total * (1 - keep_all)
 
     def _learn_reach(self, planned: npt.NDArray[np.int64], reached: npt.NDArray[np.int64]) -> None:
-        """Of the sequences for which drafts were planned, these had a path that still fitted at their step."""
+        """Drafts were planned for some sequences; `reached` had a path that still fitted at their step."""
         if len(planned):
             self._reach[planned] *= 1 - _OWN_WEIGHT
             self._reach[reached] += _OWN_WEIGHT

@@ -66,8 +66,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "" if self.drafter == RUNNERS_OWN else self.drafter
 
     def drafter_for(self, given: Drafter | None, *, depth: int, max_running: int) -> Drafter | None:
-        """The drafter of an engine: the object that it was given, or the one that is named here; None: the runner
-        drafts. Raises PluginError; ConfigError naming the key.
+        """The drafter of an engine: the object that it was given, or the drafter named here; None: the runner drafts.
+        Raises PluginError; ConfigError naming the key.
 
         Args:
             depth, max_running: most steps in flight, and sequences in a step.

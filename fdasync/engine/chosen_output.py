@@ -1,11 +1,11 @@
 """The positions that indexers chose, on the engine's side: what a request takes of memory, and its samples' arrays.
 
-Each sample has a region of its own (`runner/chosen.py`). The first one has the rows of the whole prompt; the others
+Each sample has a region of its own (`runner/chosen.py`). The first sample has the rows of the whole prompt; the others
 begin with the prompt's last token, which every sample computes, and take the rows before it from the first: none of
-them starts before the steps are planned that write those (`Sequence.wants_room`). When a sample has ended and is read,
-its rows are copied, slice by slice, and the regions are freed. A region counts against the engine's limit for as long
-as it is there: until the caller has taken its request's last result, or let go of the request. Knows no blocks and no
-scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
+them starts before all steps that write these rows are planned (`Sequence.wants_room`). When a sample has ended and is
+read, its rows are copied, slice by slice, and the regions are freed. A region counts against the engine's limit for as
+long as it is there: until the caller has taken its request's last result, or let go of the request. Knows no blocks and
+no scheduling. Called by `prepare.py`, `frontend.py`, `output.py` and `request_state.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLICE_NBYTES = 4 << 20
 
 
 def chosen_starts(params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]:
-    """Of each sample, the first position whose row is its own; (): the request wants none."""
+    """For each sample, the first position whose row is its own; (): the request wants none."""
     start = params.chosen_positions_start
     if start is None:
         return ()
@@ -40,7 +40,7 @@ def chosen_starts(params: SamplingParams, prompt_tokens: int) -> tuple[int, ...]
 
 
 def _most(params: SamplingParams, prompt_tokens: int) -> list[tuple[int, int]]:
-    """Of each sample, the position of its first row, and how many it may have: the last token is never forwarded."""
+    """For each sample, the position of its first row, and how many it may have: the last token is never forwarded."""
     stop = prompt_tokens + params.max_tokens - 1
     return [(start, stop - start) for start in chosen_starts(params, prompt_tokens)]
 
@@ -53,7 +53,7 @@ def chosen_nbytes(shape: ChosenShape | None, params: SamplingParams, prompt_toke
 def make_chosen(
     shape: ChosenShape, params: SamplingParams, prompt_tokens: int, freed: Callable[[int], None]
 ) -> list[ChosenOutput]:
-    """What each sample's rows go to. `freed`: told, for each of them, of its bytes when its memory is no more.
+    """The memory for each sample's rows. `freed`: called for each with its bytes, once its memory is freed.
 
     Raises OSError; nothing is left behind then, and `freed` was told of all bytes."""
     wanted = _most(params, prompt_tokens)
@@ -90,7 +90,7 @@ class ChosenOutput:
     def __init__(
         self, rows: ChosenRows, first: ChosenRows | None, prompt_tokens: int, counts: tuple[_Count, ...]
     ) -> None:
-        """`rows`: its own, which the runner writes; `first`: of the first sample, None: this is that one; `counts`: of
+        """`rows`: its own, which the runner writes; `first`: the first sample's, None: this is the first; `counts`: of
         both."""
         self.start = rows.start if first is None else first.start
         self._rows: ChosenRows | None = rows
@@ -111,8 +111,8 @@ class ChosenOutput:
         return self._rows
 
     def check(self, num_tokens: int) -> None:
-        """Raises InvariantBroken where rows of a sample of so many tokens do not stand, its own or those that it
-        takes from the first one."""
+        """Raises InvariantBroken where rows of a sample of so many tokens are missing: its own rows, or the rows that
+        it takes from the first sample."""
         # numbers alone: the error refers to this frame, and must not keep the memory
         stop, stands, begins = self._prompt_tokens + num_tokens - 1, self.rows.start + self.rows.count, self.rows.start
         shared = begins if self._first is None else self._first.start + self._first.count
@@ -163,8 +163,8 @@ class ChosenOutput:
         return ChosenPositions(array=self._array, start=self.start, layer_ids=self._shape.layer_ids)
 
     def let_go(self) -> None:
-        """The runner was lent the rows for the last time. Those of a sample that has ended stay until they are copied,
-        by whoever reads it; a sample that did not end gives none. Idempotent."""
+        """The runner was lent the rows for the last time. The rows of a sample that has ended stay until whoever reads
+        it copies them; a sample that did not end gives none. Idempotent."""
         if self._stop is None:
             self._free()
 

@@ -31,7 +31,7 @@ Auto = Literal["auto"]
 
 # the scheduler holds some hundred bytes for each block
 MAX_BLOCKS = 1 << 22
-# a tree of neighbours joins them, of which the slices of a rank are a part
+# a tree adds neighbouring slices; the slices of a rank are a subtree of it
 _SUM_SLICES = (1, 2, 4)
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
 # a restart
@@ -41,7 +41,7 @@ _AUTO_HOST_MIN_BLOCKS = 16
 _AUTO_HOST_MIN_SNAPSHOTS = 8
 # of a runner's key `device`: the first GPU that its process sees
 _OWN_GPU = ("auto", "cuda", "cuda:0")
-# of an update: its weights may come from a slower place than those of the start did
+# of an update: its weights may come from a slower place than the first weights did
 _UPDATE_S, _UPDATE_STARTS = 120.0, 3.0
 # keys of `leases` for which 0 has a meaning
 _FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
@@ -69,15 +69,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
         sum_slices: with fixed numerics, 1, 2 or 4: sums that ranks share are made of so many parts, whatever
-            `tensor_parallel`, which must divide it; so the numbers are those of every such width. It costs time where
+            `tensor_parallel`, which must divide it; so every such width gives the same numbers. It costs time where
             ranks are fewer. Blocks of other slices are never used.
         tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
             8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
-        gpus: the GPU of each rank, in order: indices among those that this process sees (by PCI address, as
-            `nvidia-smi` counts, and by its CUDA_VISIBLE_DEVICES), UUIDs ("GPU-...") or parts ("MIG-..."). Each worker
-            sees its own one first. They are locked: another engine of this user that names one is refused. "auto": a
-            group of the `transformers` runner takes the first that are free; any other worker sees all GPUs that this
-            process sees, locks none, and its runner chooses.
+        gpus: the GPU of each rank, in order: indices of GPUs that this process sees (by PCI address, as `nvidia-smi`
+            counts, and by its CUDA_VISIBLE_DEVICES), UUIDs ("GPU-...") or parts ("MIG-..."). Each worker sees its own
+            GPU first. They are locked: another engine of this user that names one is refused. "auto": a group of the
+            `transformers` runner takes the first GPUs that are free; any other worker sees all GPUs that this process
+            sees, locks none, and its runner chooses.
         share_gpus: other engines may have the same GPUs, if they share them as well.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
         block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
@@ -96,22 +96,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.
         num_snapshots: of a model with recurrent layers: places on the device for snapshots of a sequence's state, from
             which other sequences go on behind cached tokens; "auto": the runner's choice.
-        host_snapshots: places behind those on the host; "auto": 0 without a host tier, else as many as 1 GiB holds,
-            and no more than it has blocks.
+        host_snapshots: places for snapshots on the host, behind the device's; "auto": 0 without a host tier, else as
+            many as 1 GiB holds, and no more than it has blocks.
         state_every_tokens: besides the ends of prompts and answers and the places where prompts part, snapshots are
-            taken at the multiples of this, which is one of block_tokens; "auto": such that they take as many bytes as
-            the KV between them. A store keeps these alone; engines with different numbers share no stored block.
+            taken at the multiples of this, itself a multiple of block_tokens; "auto": such that they take as many bytes
+            as the KV between them. A store keeps no others; engines with different numbers share no stored block.
         role: "alone", or the role among instances (`fdasync_fleet`): "prefill" instances hand requests to "decode"
             instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
         leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
         store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.
         store_config: the store's own keys, decoded by it; unknown ones are refused by name.
-        write_through: which blocks are written to the store as soon as they are sealed: "all", those of "prompt"s, or
-            none ("off").
+        write_through: which blocks are written to the store as soon as they are sealed: "all", only blocks of a
+            "prompt", or none ("off").
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
-        chosen_positions_nbytes: most bytes that the positions chosen by indexers may take, of all requests together
-            that ask for them (`SamplingParams.chosen_positions_start`), until their results were taken or dropped. A
-            request that needs more is refused, one that finds no room waits.
+        chosen_positions_nbytes: most bytes that positions chosen by indexers may take, of all requests together that
+            ask for them (`SamplingParams.chosen_positions_start`), until their results were taken or dropped. A request
+            that needs more is refused; a request that finds no room now waits.
         fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
             fetching and prefill decide whether a longer run is fetched.
         store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without the

@@ -80,10 +80,10 @@ class Shared(NamedTuple):
         bus: the engine's events.
         frontend: takes in requests that another instance prefills.
         processor: has the outputs of live requests.
-        host: the host tier, which blocks of other instances are copied from and to.
+        host: the host tier: blocks go from it to other instances, and come to it from them.
         arena: aux rows; None when capture is off.
         snapshots: places of recurrent states on the host; None for a model without such states.
-        capacity, namespace: return those of the weights in use.
+        capacity, namespace: functions that return these of the weights in use.
         fail: ends the engine.
     """
 
@@ -108,13 +108,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         steps_in_flight: launched and not completed.
         doing: in one word, whether it plans steps, and why not (`request.Doing`).
         updating: a weight update is under way.
-        reloadable: a wake brings the weights in use again after a sleep has dropped them: they came from a checkpoint
-            folder, and 64 deltas at most since.
+        reloadable: a wake can load the weights in use again after a sleep has dropped them: they came from a checkpoint
+            folder, with at most 64 deltas since.
         released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
         scheduler: what the scheduler counts.
         refused_writes: blocks that the store did not take.
-        refused_why: the store's words about the latest of them, e.g. how much room it needs and how much there is.
+        refused_why: the store's words about the latest refusal, e.g. how much room it needs and how much there is.
         store_problem: why the store is left alone for now; "" while it is used, and where there is none.
         taps: the taps that the configuration names.
     """
@@ -142,8 +142,8 @@ T = TypeVar("T")
 def _telling(
     verb: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
-    """A verb whose work is a task, which may go on without its caller: the engine's failure counts as told where it is
-    raised here, and not where that task meets it."""
+    """A verb whose work is a task, which may go on without its caller: the engine's failure counts as told if it is
+    raised here, and not if only that task meets it."""
 
     @wraps(verb)
     async def told(self: Engine, /, *args: P.args, **options: P.kwargs) -> T:
@@ -165,17 +165,17 @@ class Engine(Generator):
 
     Args:
         config: an EngineConfig, or a mapping of its keys. Raises ConfigError or PluginError at once.
-        runner: a runner object instead of the one that the config names, used in this process (tests).
-        tokenizer: a tokenizer object instead of the one that the config names.
-        store: a store object instead of the one that the config names (which must name some), used in this process.
-            While another engine has it open, this one goes without (`EngineStats.store_problem`), or does not start
-            where `store_required` is set.
-        attendant: joins the engine to other instances; None: it has none.
-        drafter: a drafter object instead of the one that the config names (which must name some), which knows no
-            sequence yet and was made with `DrafterLimits.of` the configured numbers, or wider ones.
+        runner: a runner object in the place of the configured one, used in this process (tests).
+        tokenizer: a tokenizer object in the place of the configured one.
+        store: a store object in the place of the configured one (the config must name one), used in this process. While
+            another engine has it open, this one goes without (`EngineStats.store_problem`), or does not start where
+            `store_required` is set.
+        attendant: joins the engine to other instances; None: the engine has no other instances.
+        drafter: a drafter object in the place of the configured one (the config must name one). It knows no sequence
+            yet, and was made with `DrafterLimits.of` the configured numbers, or wider ones.
 
     `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`. It belongs to
-    the loop that it was started on: calls from another one raise WrongLoop, but for those that only look in.
+    the loop that it was started on: calls from another loop raise WrongLoop, unless they only read.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Engine(Generator):
         except asyncio.CancelledError:
             self._fail(TaskCancelled("fdasync-engine"))
         except BaseException as error:
-            # of a task of its own; one that an interrupt ended has raised it already
+            # of one of the engine's tasks; a task that an interrupt ended has raised it already
             self._fail(_first_of(error))
         finally:
             await self._end(starting, started)
@@ -496,8 +496,8 @@ class Engine(Generator):
 
     @_telling
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """See `Generator.pause`. Cancelling takes the pause back, unless it was there before; requests that it ended
-        have ended, and those that it retracted start again.
+        """See `Generator.pause`. Cancelling takes the pause back, unless the engine was paused before. Requests that it
+        ended stay ended; requests that it retracted start again.
 
         Raises EngineFailed if the steps in flight do not end by their deadline, EngineClosed.
         """
@@ -532,7 +532,7 @@ class Engine(Generator):
         level, mode = checked_sleep(level, mode)
         if mode == "abort":
             self._check_open(draining_is_fine=True)
-            # one that is refused ends no request
+            # a sleep that is refused ends no request
             self._sleep.check(level, mode, tags)
             # the scheduler ends those that it knows
             self._inside().abort_unprepared()
@@ -652,7 +652,7 @@ class Engine(Generator):
         )
 
     def peer_blocks(self) -> PeerBlocks | None:
-        """By what blocks go from device to device, for the same services; None where the runner shows none.
+        """What copies blocks from device to device, for the same services; None where the runner shows none.
 
         Raises EngineClosed before the start.
         """
@@ -661,7 +661,7 @@ class Engine(Generator):
 
     @property
     def weights(self) -> Weights:
-        """What changes the weights and their label, for services that know the order of versions among instances.
+        """The object that changes weights and label, for services that know the order of versions among instances.
         Raises EngineClosed before the start."""
         self._inside()
         assert self._weights is not None
@@ -694,7 +694,7 @@ class Engine(Generator):
 
     @property
     def store_pid(self) -> int:
-        """Process id of the store's own process; -1 where it has none (no store, or one that never blocks)."""
+        """Process id of the store's own process; -1 where there is none (no store, or a store that never blocks)."""
         self._inside()
         return self._runtime.store_pid
 

@@ -229,8 +229,8 @@ class Frontend:
 
     async def _lend(self, request: RequestState, keys: list[int], prompt_tokens: int, candidate: Candidate) -> None:
         """Make the memory of its chosen positions, where it wants some, and lend it to the runner. It has its places
-        and waits for bytes: who has bytes waits for nothing but its reader. Raises BuffersOut where the machine, or
-        the runner, has no such memory."""
+        and waits for bytes: a request that has bytes waits for nothing but its reader. Raises BuffersOut where the
+        machine, or the runner, has no such memory."""
         params, shape = request.params, self._runtime.capacity.chosen
         nbytes = chosen_nbytes(shape, params, prompt_tokens)
         if shape is None or not nbytes:
@@ -244,7 +244,7 @@ class Frontend:
         runner = self._runtime.runner
 
         async def lend(key: int, chosen: ChosenOutput) -> None:
-            # from here on the runner may have it, however this ends; a call that was cut short before has not begun
+            # from here on the runner may have the memory, however this ends; a call cut short before has not begun
             request.lent.append(key)
             try:
                 await runner.lend(key, chosen.rows)
@@ -327,7 +327,7 @@ class Frontend:
     def abort_all(self, prefix: str) -> int:
         """End the requests whose names start with `prefix`; returns how many had not ended."""
         live = [request for request in self.requests() if request.request_id.startswith(prefix)]
-        # one that was aborted while it waited for a place has ended, and keeps its name until its caller runs
+        # a request that was aborted while it waited for a place has ended, and keeps its name until its caller runs
         live = [request for request in live if not request.done.done()]
         for request in live:
             self.abort(request)

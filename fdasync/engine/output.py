@@ -126,7 +126,7 @@ class OutputProcessor:
         sample.closed = True
 
     def take_scores(self, scores: tuple[PromptScores, ...]) -> None:
-        """Keep the log-probs of prompts that a step computed; those of requests that have ended are dropped."""
+        """Keep the log-probs of prompts that a step computed; if their request has ended, they are dropped."""
         for run in scores:
             live = self._live.get(run.key)
             if live is not None and live[0].scores is not None:

@@ -50,7 +50,7 @@ class SampleOutput:
         kinds: of the tokenizer's tokens; None: there is no tokenizer.
         decoder: makes text of tokens; None: there is no tokenizer, or the text has ended.
         search: looks for its stop strings; None: it has none.
-        min_tokens: no stop string may end in its first tokens, of which there are so many.
+        min_tokens: no stop string may end within so many first tokens.
         stop: the stop string that was found; "": none was.
         closed: tokens that are emitted later are overrun.
         text: final text so far.

@@ -59,7 +59,7 @@ _RELEASE_SHARE = 0.25
 
 
 class _Stage(NamedTuple):
-    """One part to close: what to call that in an error, how, and its limit in seconds."""
+    """One part to close: the words for that in an error, how to close it, and its limit in seconds."""
 
     what: str
     close: Callable[[], Awaitable[None]]

@@ -1,8 +1,8 @@
 """Looks for stop strings in the text of one sample as it grows, with special tokens shown.
 
-The engine's text leaves special tokens out, and a stop string may be one (`<|im_end|>`) or hold one. So what is
-searched has the text of special tokens at their places, and each character is marked as one of the engine's text or
-not; a match is told as so many characters of that text. Knows no tokens and no requests. Called by `request_state.py`.
+The engine's text leaves special tokens out, and a stop string may be one (`<|im_end|>`) or hold one. So the searched
+text has special tokens' text at their places, and marks which characters belong to the engine's text; a match is told
+as so many characters of the engine's text. Knows no tokens and no requests. Called by `request_state.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StopSearch:
         self.held = 0
 
     def add(self, text: str, *, following: str, special: str, barred: bool) -> Match | None:
-        """Search what a token added: the match that begins first, and ends in what is new; None: there is none.
+        """Search what a token added: the earliest match that ends in the new text; None: there is none.
 
         Args:
             text: that has become final.
@@ -64,7 +64,7 @@ class StopSearch:
     def _find(self, text: str, special: str) -> Match | None:
         seen = len(self._tail)
         whole = self._tail + text + special
-        # what was searched before holds no whole stop string, or one that was barred
+        # the text searched before holds no whole stop string, or only a barred one
         found = [
             (at, number)
             for number, stop in enumerate(self._stops)

@@ -298,7 +298,7 @@ class StoreIO:
         return sum(nbytes for nbytes, came in zip(self._sizes(action), moved, strict=True) if came)
 
     def _batches(self, action: FetchBlocks | StoreBlocks) -> list[range]:
-        """Runs of blocks of which each is one call: as many as stay within its bytes, and one at least."""
+        """Runs of blocks, one call each: as many blocks as fit into a call's bytes, and at least one."""
         most = self._store.capabilities.max_batch
         batches: list[range] = []
         first = nbytes = 0

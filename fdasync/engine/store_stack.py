@@ -1,8 +1,8 @@
 """Builds an engine's store from its configuration: finds it by name, gives it a process if it blocks, wraps it.
 
 From the inside out: the store itself; `CheckedStore`, which writes and checks the object format next to it; a process
-of their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
-the trace. The wrappers' reports become events. The breaker opens a store later that cannot be opened at the start,
+of their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker; the
+trace. The wrappers' reports become events. If the store cannot be opened at the start, the breaker opens it later,
 unless the configuration requires it. Decides nothing. Called by `runtime.py`.
 """
 
@@ -41,8 +41,8 @@ class StoreStack:
     """One engine's store and its wrappers.
 
     Args:
-        given: a store object instead of the one that the config names; the stack owns it from now on, unless another
-            engine has it open: then it is opened when that one has let go of it.
+        given: a store object in the place of the configured one; the stack owns it from now on. While another engine
+            has it open, the stack waits until that engine lets go of it, and opens it then.
         closing: the deadline of `aclose`, which other parts of the engine share.
         publish: takes the wrappers' events.
 

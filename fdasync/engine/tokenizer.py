@@ -143,8 +143,8 @@ _REPLACEMENT = "\ufffd"
 # end of a character
 _SEARCHED_TOKENS = 1024
 _MAX_CONTINUATIONS = 16
-# a character of UTF-8 has up to four bytes, so one that is not complete up to three; decoders show one U+FFFD for it
-# or one for each byte
+# a character of UTF-8 has up to four bytes, so an incomplete one up to three; decoders show one U+FFFD for it or one
+# for each byte
 _MAX_INCOMPLETE = 3
 # a window of more tokens is cut to its last ones: enough for a character, and for what a space needs before it
 _MAX_WINDOW_TOKENS = 16
@@ -285,10 +285,10 @@ class IncrementalDecoder:
     turns into U+FFFD from its first character on. So the text of a run comes when a token of another kind ends it;
     what it would be if it ended now is in `open_text`.
 
-    This is exact for tokenizers that put the text of tokens in a row, whatever they do at the start of a text (they
-    drop a space there), with characters cut anywhere (byte-level; U+FFFD for each byte or for each character that is
-    not whole, or nothing) and with such runs. It is wrong for a tokenizer that rewrites clean text when more tokens
-    come, such as one that cleans up spaces before punctuation over several tokens.
+    This is exact for tokenizers that concatenate the texts of tokens, whatever they do at the start of a text (they
+    drop a space there), where characters are cut (byte-level; U+FFFD for each byte or each incomplete character, or
+    nothing), and with such runs. It is wrong for a tokenizer that rewrites clean text when more tokens come, such as
+    one that cleans up spaces before punctuation over several tokens.
 
     A token costs the same however long the text is, and however long it stays unclear. The exception is a long stretch
     without any clean text whose kinds are unknown (`TokenKinds.known`) or whose pieces have no text: it is decoded each

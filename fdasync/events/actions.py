@@ -91,13 +91,13 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Paths that a step may verify: guessed tokens of decoding sequences, in columns with an entry for each path.
 
     The host may not know the tokens of steps in flight when it drafts. The runner passes over the path's tokens for
-    positions that the sequence has, right or wrong. Those behind the last sampled one are drafts: the step forwards
-    them behind that one, up to `most`, to the end of the path or of the block table, or to a token that is no id. Where
-    the path ends before that, the step forwards the last sampled token alone.
+    positions that the sequence has, right or wrong. The path's tokens behind the last sampled token are drafts: the
+    step forwards them behind it, up to `most`, to the end of the path or of the block table, or to a token that is no
+    id. Where the path ends before that, the step forwards the last sampled token alone.
 
     The runner samples at each forwarded position, with the noise of that position, and penalties, masks, grammar and
-    bias as if the tokens before it had been sampled. It yields the samples up to the first that differs from the draft
-    in its place, that one too.
+    bias as if the tokens before it had been sampled. It yields the samples up to and including the first that differs
+    from the draft in its place.
 
     Attributes:
         keys: sequences that the step decodes, each once.
@@ -124,10 +124,10 @@ class TakeSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         key: the sequence.
-        position: the state is the one behind so many leading tokens: more than those before the step's first token of
-            the sequence, at most those up to its last one. Where a step may yield several tokens of a sequence that
-            decodes, any position: the step takes the snapshot if its tokens that stand come there, and else leaves the
-            place as it is. Then a step before it did, or one behind it names the same place.
+        position: how many leading tokens the state is behind; the last of them is one of the sequence's tokens in this
+            step. Where a step may yield several tokens of a decoding sequence, any position: the step takes the
+            snapshot if its tokens that stand reach it, and else leaves the place as it is. Then an earlier step took
+            it, or a later step names the same place.
         place: of the snapshot, on the device.
     """
 
@@ -144,12 +144,12 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     never leaves the device) of every member of the decode set but `skips`, and the `chunks`; samples in
     that order, chunks only where `last`; lastly the sequences of `last` chunks join the decode set.
 
-    A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one
-    of a decoding sequence, as far as the block table that the step leaves has room; of a sequence whose table has no
-    room for the first one either, it forwards and yields nothing. It yields the tokens that are accepted, as a run;
-    they are those that one token a step would give. The positions that were forwarded with tokens of the run have KV
-    and rows. The content of positions behind those has no meaning, and the next step, in flight already or not, begins
-    there and writes them again.
+    A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one of
+    a decoding sequence, as far as its block table after this step has room; if it has no room for the first one either,
+    the runner forwards and yields nothing of that sequence. It yields the accepted tokens, as a run; they are the
+    tokens that one token a step would give. The positions that were forwarded with tokens of the run have KV and rows.
+    Later positions have content without meaning; the next step, in flight already or not, begins there and writes them
+    again.
 
     Attributes:
         step_id: counts steps.
@@ -161,7 +161,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
         drafts: paths to verify, where `RunnerLimits.speculation` allows for it; None: there are none.
         own_drafts: tokens that the runner's own drafter (`Capacity.drafter`) drafts behind each sampled sequence, for
             the next step to verify; None: as many as `RunnerLimits.speculation`.
-        snapshots: recurrent states to copy; those of one sequence in the order of their positions.
+        snapshots: recurrent states to copy; of one sequence in the order of their positions.
     """
 
     step_id: int
@@ -397,8 +397,8 @@ class GiveUpLease(msgspec.Struct, frozen=True, array_like=True, tag="give_up_lea
 
     Attributes:
         group, attempt, peer: as in `AskLease`.
-        ended: how the request ended here, after a part of it may have been handed over: its samples on the other side
-            end likewise. "": it did not, and the other side's samples are lost.
+        ended: how the request ended here, when a part of it may have been handed over: its samples on the other side
+            end the same way. "": it did not end, and the other side's samples are lost.
     """
 
     group: int
@@ -510,8 +510,8 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
         rows: how many tokens of each block count.
         deadline: engine time.
         device: device block ids, where the blocks are offered on the other instance's device; `host` is empty then.
-        snapshots_host: places on the host for recurrent states, whose index is one behind that of an open block. A copy
-            has blocks or states; one of states has no `host`, `slots` and `device`.
+        snapshots_host: places on the host for recurrent states; a state's index is one above an open block's. A copy
+            has blocks or states; a copy of states has no `host`, `slots` and `device`.
     """
 
     receive_id: int

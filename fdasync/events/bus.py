@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Event)
 
 
 def check_subscription(kinds: object, limit: object) -> None:
-    """What a wrong kind or limit would do in a turn of the engine is refused here. Raises BadInput."""
+    """Refuse a wrong kind or limit here, before it could harm a turn of the engine. Raises BadInput."""
     if not isinstance(kinds, tuple) or not all(isinstance(kind, type) and issubclass(kind, Event) for kind in kinds):
         raise BadInput("kinds", f"{kinds!r:.200} is no tuple of classes of events")
     if type(limit) is not int or limit < 1:

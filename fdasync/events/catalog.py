@@ -6,7 +6,7 @@ text, so that a ring can keep them and a trace can replay them. Only `EventBus.p
 engine's services make events; the scheduler and taps read them.
 
 A `key` is the internal number of a sample, a `group` the key of its request's first sample. Numbers like `step_id`,
-`copy_id`, `fetch_id`, `offer` and `receive_id` repeat those of the action that the event ends (`events/actions.py`).
+`copy_id`, `fetch_id`, `offer` and `receive_id` are those of the action that the event ends (`events/actions.py`).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class AbortRequested(Event, frozen=True, kw_only=True):
 
     Attributes:
         keys: the samples to end.
-        begun_only: samples of requests of which none ever ran are left as they are.
-        reason: "deadline" where another instance, which had a part of the request, has found its deadline passed.
+        begun_only: requests none of whose samples ever ran are left as they are.
+        reason: "deadline" where another instance had a part of the request, and found the deadline passed.
     """
 
     keys: tuple[int, ...]
@@ -400,7 +400,7 @@ class PauseRequested(Event, frozen=True, kw_only=True):
 
 
 class ResumeRequested(Event, frozen=True, kw_only=True):
-    """The scheduler is to plan steps again, whatever the mode of the pause was, and if it has not begun yet."""
+    """The scheduler is to plan steps again, whatever the mode of the pause was, even if it has not begun yet."""
 
 
 class SleepRequested(Event, frozen=True, kw_only=True):
@@ -409,7 +409,7 @@ class SleepRequested(Event, frozen=True, kw_only=True):
 
 
 class CacheResetRequested(Event, frozen=True, kw_only=True):
-    """Device and host are to forget every cached block. Running requests keep those that they use, as private ones."""
+    """Device and host are to forget every cached block. Running requests keep the blocks they use, as private ones."""
 
 
 class WeightsChanged(Event, frozen=True, kw_only=True):

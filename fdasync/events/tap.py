@@ -106,10 +106,10 @@ class TapTasks:
         `aclose` cancels the tasks and does not wait for them. Idempotent.
 
         Args:
-            wait: `ipc.deadlines.wait_within`, which this room may not import: returns the tasks that are done, and
-                those that are not done after so many seconds.
+            wait: `ipc.deadlines.wait_within`, which this room may not import: waits so many seconds, and returns the
+                tasks that are done and the tasks that are not.
 
-        Raises DeadlineExceeded, naming the taps that did not end by themselves and those that did not end at all.
+        Raises DeadlineExceeded, naming the taps that did not end by themselves; its notes name those still not ended.
         """
         for events in self._subscriptions.values():
             events.close()

@@ -165,7 +165,7 @@ class BlockCopies:
     def out(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> asyncio.Future[int]:
         """Copy block `device_ids[i]` of the pool to block `host_ids[i]` of the arena; the future gives bytes moved.
 
-        Where another process writes the pool's part, nothing is copied, and the future has 0 at once.
+        If another process writes the pool's part, nothing is copied, and the future gives 0 at once.
 
         Cancelling the future stops the waiting, not the copies: both ends stay pinned until the device is done, and
         only a future that was not cancelled tells when that is. Raises InvariantBroken before anything is copied: an id

@@ -81,7 +81,7 @@ class BlockRows:
 
     def submit(self, lane: Lane, device: NDArray[np.int64], host: NDArray[np.int64]) -> None:
         """Copy the blocks that `ids` returned, on a CPU device; the copies are done when it returns."""
-        # one by one: indexed copies of bytes run at a twentieth of the speed of these
+        # one by one: indexed copies of bytes run at a twentieth of this speed
         first = self.part.offset_nbytes
         rows, kv = self.rows.numpy(), self._host.kv[:, first : first + self.block_nbytes]
         for block, place in zip(device.tolist(), host.tolist(), strict=True):

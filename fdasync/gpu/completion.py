@@ -288,7 +288,7 @@ class CompletionPort(ABC):
             work.future.exception()
 
     def _abandon(self, after_s: float) -> DeadlineExceeded | None:
-        """Close now. The error for the work that was in flight, or None where there was none."""
+        """Close now. The error for the work that was in flight, or None if none was."""
         names = [name if count == 1 else f"{count} x {name}" for name, count in self.in_flight().items()]
         left = self._all()
         what = f"device work ({', '.join(names)})"

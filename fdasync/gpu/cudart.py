@@ -1,9 +1,9 @@
 """The few calls of the CUDA driver that torch does not offer, and host memory registered by them.
 
-The driver's entry points keep their signatures for ever, those of the runtime change with its major version. So the
-driver copies batches: by `cuMemcpyBatchAsync_v2` (CUDA 13), else by `cuMemcpyBatchAsync` (12.8, which also returns the
-index of a failed copy). Works in the context that torch made current on the calling thread. Knows addresses, and not
-what blocks mean. Called by `block_copies.py`; importing the module loads no driver.
+The driver's entry points keep their signatures for ever; the runtime's change with its major version. So the driver
+copies batches: by `cuMemcpyBatchAsync_v2` (CUDA 13), else by `cuMemcpyBatchAsync` (12.8, which also returns the index
+of a failed copy). Works in the context that torch made current on the calling thread. Knows addresses, and not what
+blocks mean. Called by `block_copies.py`; importing the module loads no driver.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Driver:
             raise DeviceFailed(f"{len(targets)} copies could not be launched: {self.words(status)}")
 
     def allocate(self, nbytes: int, filled: int = 0) -> int:
-        """The address of new memory on the current device, each byte of which is `filled`. Raises RunnerError."""
+        """The address of new memory on the current device, filled with the byte `filled`. Raises RunnerError."""
         found = ctypes.c_uint64(0)
         status = self._entry("cuMemAlloc_v2", ctypes.c_void_p, ctypes.c_size_t)(ctypes.addressof(found), nbytes)
         if not status:

@@ -58,7 +58,7 @@ class MappedMemory:
 
     Attributes:
         address: of the first byte.
-        nbytes: that are used; the mapping is longer by less than the driver's granularity.
+        nbytes: bytes that are used; the mapping is longer by less than the driver's granularity.
     """
 
     def __init__(self, driver: Driver, device: torch.device, nbytes: int) -> None:

@@ -32,7 +32,7 @@ class NcclGroup:
     Args:
         exchange: the caller's; it tells rank 0's identifier to the others.
         device: this rank's; it is current.
-        library: of NCCL; None: the one that torch has loaded.
+        library: of NCCL; None: the library that torch has loaded.
 
     Blocks until all ranks have joined, and for ever if one does not: whoever watches the processes ends them then. The
     communicator is the process's until it ends: NCCL lets go of one only behind all graphs that gather by it.

@@ -125,14 +125,14 @@ class DevicePool(PeerPool[Memory]):
                 on_done=partial(_read, found, problem),
             )
         except Exception as error:
-            # the copies run on, and nothing tells when they end: what they use stays out
+            # the copies run on, and nothing tells when they end: the memory they use is not given back
             return failed(DeviceFailed(f"nothing tells when copies from a peer end: {error}"))
 
     def _queue(
         self, copies: Sequence[Copies[Memory]], sums: Sequence[Sums], holds: list[Hold]
     ) -> tuple[dict[str, NDArray[Any]], Exception | None]:
-        """Queue copies and checksums: the chunks of these, to be read when all is done, and why not all is queued. What
-        was queued before an error runs on, so the error is told behind it, too. `holds`: what the device uses."""
+        """Queue copies and checksums; returns the chunks of the checksums, to be read when all is done, and why not all
+        is queued. Work queued before an error runs on, so the error is told after it. `holds`: what the device uses."""
         try:
             with self._streams.on(_LANE):
                 for batch in copies:
@@ -172,7 +172,7 @@ class DevicePool(PeerPool[Memory]):
 
 
 def _read(found: dict[str, NDArray[Any]], problem: Exception | None) -> list[int]:
-    """The checksum of each run, from those of its chunks. Raises RunnerError where not all was queued."""
+    """The checksum of each run, from the checksums of its chunks. Raises RunnerError where not all was queued."""
     if problem is not None:
         raise _not_launched(problem) from problem
     return [added(chunks) for array in found.values() for chunks in array.tolist()]

@@ -25,7 +25,7 @@ class OutOfReach(RunnerError):
 
 
 def fewest_multiprocessors(exchange: Exchange, device: torch.device) -> int:
-    """Of the group's devices, of which `device` is this rank's: multiprocessors of the one with the fewest."""
+    """The smallest number of multiprocessors that any device of the group has; `device` is this rank's."""
     own = torch.cuda.get_device_properties(device).multi_processor_count
     return min(int(bytes(part)) for part in exchange.gather(str(own).encode(), "numbers of multiprocessors"))
 
@@ -91,7 +91,7 @@ class OpenedPeers:
 
 
 def _agree(exchange: Exchange, problem: str, label: str, error: type[RunnerError]) -> None:
-    """Raise the error on every rank where any has a problem: one that is alone with it would have the others wait."""
+    """Raise the error on every rank where any has a problem: if one rank raised alone, the others would wait for it."""
     told = [bytes(part).decode(errors="replace") for part in exchange.gather(problem.encode()[:1000], label)]
     if found := [f"rank {rank}: {said}" for rank, said in enumerate(told) if said]:
         raise error("; ".join(found))

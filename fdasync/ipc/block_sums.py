@@ -49,5 +49,5 @@ def block_sums(runs: NDArray[np.uint8], first_nbytes: int = 0) -> NDArray[np.uin
 
 
 def added(sums: list[int]) -> int:
-    """The checksum of a block from those of its runs."""
+    """The checksum of a block from the checksums of its runs."""
     return sum(sums) % MODULUS

@@ -155,7 +155,7 @@ def die_with_parent() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger; False for one that has ended."""
+    """Whether a process is stopped, by a signal or a debugger; False if it has ended."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # blocking: procfs, microseconds
     except OSError:

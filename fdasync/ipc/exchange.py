@@ -1,4 +1,4 @@
-"""Processes of one group exchange bytes: each gives some, and gets those of all, in the order of their ranks.
+"""Processes of one group exchange bytes: each gives some, and gets the bytes of all, in the order of their ranks.
 
 The bytes lie in one shared region, in two slots of each rank that are used in turn: a rank that is one exchange ahead
 of the others writes where they do not read. Semaphores (an eventfd for each ordered pair of ranks) say that a slot is
@@ -85,7 +85,7 @@ class Meeting:
         return [self._region.fd, *heard, *told]
 
     def entered(self) -> list[int]:
-        """How many exchanges each rank has entered so far: the lowest number is that of a rank others may wait for.
+        """How many exchanges each rank has entered so far: others may wait for the rank with the lowest.
 
         Raises InvariantBroken after `close`.
         """
@@ -152,7 +152,7 @@ class Exchange:
         self._view = self._region.view()
 
     def gather(self, data: Buffer, label: str) -> list[memoryview]:
-        """Give bytes; returns those of every rank, in the order of ranks, its own among them.
+        """Give bytes; returns the bytes of every rank, in the order of ranks, its own among them.
 
         Blocks until all ranks have reached this exchange. The views are of shared memory, read-only, and valid until
         this rank's next exchange. Ranks may give different amounts.
@@ -188,7 +188,7 @@ class Exchange:
             self._meet(label)
             return [self._read(rank, label) for rank in range(self.ranks)]
         except RunnerError as error:
-            # signals that come late would be taken for those of the next exchange
+            # signals that come late would be taken for signals of the next exchange
             self._ended = f"one that failed: {error.problem}"
             raise
 
@@ -255,7 +255,7 @@ class Exchange:
         self._close_fds()
 
     def _close_fds(self) -> None:
-        """Close the descriptors; one that is closed already stays so."""
+        """Close the descriptors. Idempotent."""
         for fd in self._fds:
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -26,8 +26,8 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def pass_on(ended: asyncio.Future[T], future: asyncio.Future[T], cancelled: Exception) -> None:
-    """End `future` as `ended` has, with the error `cancelled` where that was cancelled. Does nothing to one that is
-    done: its caller has left."""
+    """End `future` as `ended` has ended, with the error `cancelled` where `ended` was cancelled. Does nothing if
+    `future` is done: its caller has left."""
     error = cancelled if ended.cancelled() else ended.exception()
     if future.done():
         return

@@ -1,4 +1,4 @@
-"""Locks on GPUs: an engine holds those that it takes, so that no other engine of this user takes them unawares.
+"""Locks on GPUs: an engine locks the GPUs that it takes, so that no other engine of this user takes them unawares.
 
 A lock is one on a file of the user's runtime folder. The kernel releases it when the process ends, however that comes.
 Engines that share a GPU hold their locks together, and an engine that does not share excludes them all. Locks only;

@@ -1,8 +1,8 @@
 """The GPUs of this machine by their names, as child processes are told of them; no driver is loaded.
 
-Indices count GPUs in the order of their PCI addresses, as `nvidia-smi` does, among those that this process's
-CUDA_VISIBLE_DEVICES shows. What there is comes from the driver's files in /proc and /dev. Knows no engine and no
-library. `gpu_locks.py` locks what is found here; `runner/group/placement.py` and the command line call it.
+Indices count the GPUs that this process's CUDA_VISIBLE_DEVICES shows, in the order of their PCI addresses, as
+`nvidia-smi` does. The list of GPUs comes from the driver's files in /proc and /dev. Knows no engine and no library.
+`gpu_locks.py` locks what is found here; `runner/group/placement.py` and the command line call it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gpu(NamedTuple):
     """One GPU, or a part of one (MIG).
 
     Attributes:
-        name: for people: its index among those that this process sees, or as it was given.
+        name: for people: its index among the GPUs that this process sees, or as it was given.
         key: the same for all names of one GPU: its PCI address where that is known.
         token: what CUDA_VISIBLE_DEVICES of a child calls it.
     """
@@ -52,7 +52,7 @@ def check_names(gpus: Sequence[int | str]) -> None:
 
 
 def check_count(count: int, ranks: int) -> None:
-    """Raise ConfigError unless so many GPUs are those of an instance of so many ranks, or of several such instances."""
+    """Raise ConfigError unless so many GPUs serve one instance of so many ranks, or several such instances."""
     if not count or count % ranks:
         raise ConfigError(
             "config.gpus",
@@ -80,7 +80,7 @@ def installed() -> list[Gpu] | None:
 
 
 def visible() -> list[Gpu] | None:
-    """Those of `installed` that this process's CUDA_VISIBLE_DEVICES shows, in its order; None: not known.
+    """The `installed` GPUs that this process's CUDA_VISIBLE_DEVICES shows, in its order; None: not known.
 
     A wrong entry ends the list, as it does for CUDA.
     """
@@ -98,9 +98,9 @@ def visible() -> list[Gpu] | None:
 
 
 def find(names: Sequence[int | str]) -> list[Gpu]:
-    """The GPUs of these names among those that are visible, in the order given.
+    """The visible GPUs of these names, in the order given.
 
-    Raises ConfigError for one that is not there, and for two names of one GPU.
+    Raises ConfigError for a GPU that is not there, and for two names of one GPU.
     """
     seen = visible()
     found: dict[str, Gpu] = {}
@@ -159,7 +159,7 @@ def _of_entry(entry: str, here: list[Gpu] | None) -> Gpu | None:
 
 
 def _of_uuid(uuid: str, gpus: list[Gpu] | None) -> Gpu | None:
-    """The GPU whose UUID begins so; where UUIDs are not known, one that is taken at its word."""
+    """The GPU whose UUID begins so; where UUIDs are not known, the given name is believed."""
     fit = [gpu for gpu in gpus or () if gpu.token.startswith(uuid)]
     if len(fit) == 1:
         return fit[0]

@@ -38,7 +38,7 @@ class PeerMemory:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Raises RunnerError for a descriptor that is no memfd which cannot shrink, or is too small."""
+        """Raises RunnerError unless the descriptor is a memfd that cannot shrink, and is large enough."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size

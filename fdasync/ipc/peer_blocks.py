@@ -2,11 +2,11 @@
 
 Blocks are *canonical*: their bytes do not depend on the number of processes that compute each step (docs/design.md,
 section 4). Each process has one run of every block in its pool. It exports the pool (`PoolExport` and a descriptor),
-and opens those of another instance's processes once; then it copies blocks from there into its own pool, as many runs
-of each as it has to take from different processes. So the two instances may have different numbers of processes.
+and opens the pools of another instance's processes once. Then it copies blocks from these into its own pool, each in as
+many runs as there are processes to take it from. So the two instances may have different numbers of processes.
 
 **Whole and checked.** A copy ends with a checksum that is computed over the copied bytes where they are. The checksums
-of all processes add up to that of the block (`ipc/block_sums.py`), which the sender tells in a message.
+of all processes add up to the block's (`ipc/block_sums.py`), which the sender tells in a message.
 
 Knows no requests, leases and messages. `Runner.peer_blocks` returns one; `fdasync_fleet/transfer/device_blocks.py`
 calls it.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-#: stands for the checksum of a block of which two processes have different bytes
+#: stands for the checksum of a block that two processes have with different bytes
 DIFFERENT = -1
 _MAX = 1 << 48
 
@@ -138,7 +138,7 @@ class PeerBlocks(ABC):
 
 
 def combined(ranges: Sequence[tuple[int, int]], sums: Sequence[Sequence[int]]) -> list[int]:
-    """Checksums of whole blocks from those of processes, which have one run (offset, bytes) of every block each.
+    """Checksums of whole blocks from those of processes; each process has one run (offset, bytes) of every block.
 
     Processes with the same run must have the same checksum of it; else the block's is `DIFFERENT`.
     """

@@ -2,8 +2,8 @@
 
 A process exports its pool as a file descriptor, which others get by SCM_RIGHTS. Each maps the memory once and copies
 out of it; the exporting process takes no part in a copy. **A mapping keeps the memory alive**: after the exporting
-process closed, or was killed in mid-copy, mappings stay valid, and copies out of them end as ever. So a reader cannot
-fail by the death of a process that it reads from. No reader ever names a peer's memory as the target of a copy.
+process closed, or was killed in mid-copy, mappings stay valid, and copies out of them complete. So a reader cannot fail
+by the death of a process that it reads from. No reader ever names a peer's memory as the target of a copy.
 
 `ipc/memory_pool.py` is the kind for host memory, `gpu/peer_pool.py` that for devices of CUDA. A pool knows bytes, and
 neither blocks nor ranks; `ipc/peer_rows.py` knows those, and calls it.
@@ -87,7 +87,7 @@ class PeerPool(ABC, Generic[Opened]):
 
     @abstractmethod
     def open(self, fd: int, nbytes: int) -> Opened:
-        """Map a peer's memory, of which `nbytes` bytes are used. The descriptor stays the caller's, who may close it.
+        """Map a peer's memory; its first `nbytes` bytes are used. The descriptor stays the caller's, who may close it.
 
         Raises RunnerError where the descriptor is none of this kind, the memory is smaller, or this device does not
         reach it."""
@@ -97,8 +97,8 @@ class PeerPool(ABC, Generic[Opened]):
         """Undo `open`. No copy out of it may be in flight."""
 
     def launch(self, copies: Sequence[Copies[Opened]], sums: Sequence[Sums]) -> asyncio.Future[list[int]]:
-        """Copy, and then compute checksums of this pool's memory, those of the copied bytes among them; the future has
-        the sum of each run, run after run, when all is done.
+        """Copy, and then compute checksums of this pool's memory, including the copied bytes; when all is done the
+        future has the sum of each run, run after run.
 
         Cancelling the future stops the waiting, and not the copies: only a future that was not cancelled tells when
         they have ended. The caller has checked all places. The future fails with RunnerError when none of the copies

@@ -1,4 +1,4 @@
-"""One process's blocks for other instances: which run of which peer's row goes where.
+"""One process's blocks for other instances: what is copied from a run of a peer's row, and where it goes.
 
 A block's run in this process may lie in the rows of several processes of the other instance, or be a part of one row.
 Knows no bytes and no device: `PeerPool` copies. Made by runners; in a group `runner/group/peer_blocks.py` adds up what
@@ -186,7 +186,7 @@ class PeerRows(PeerBlocks):
 
 
 def _numbers(blocks: Sequence[int], count: int, whose: str) -> NDArray[np.int64]:
-    """Block numbers as an array. Raises RunnerError for one that there is not."""
+    """Block numbers as an array. Raises RunnerError for a block that does not exist."""
     wrong = next((block for block in blocks if not 0 <= block < count), None)
     if wrong is not None:
         raise RunnerError(f"there is no block {wrong} {whose}: it has {count}")

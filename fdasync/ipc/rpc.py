@@ -119,7 +119,7 @@ class RpcClient:
     Args:
         name: the child's purpose in words; part of errors.
         module: its `main` is the child's whole program.
-        errors: those that its answers may carry.
+        errors: the errors that its answers may carry.
         environment: variables that the child has beside this process's own, or instead of them.
 
     Attributes:

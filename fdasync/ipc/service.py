@@ -32,7 +32,7 @@ class Service(ABC):
 
     Attributes:
         messages: the type, or union of types, that the parent may send.
-        errors: those that answers may carry.
+        errors: the errors that answers may carry.
     """
 
     messages: ClassVar[Any]

@@ -67,8 +67,8 @@ class SharedRegion:
     def __init__(self, fd: int, nbytes: int, *, keeps_fd: bool = True) -> None:
         """Attach to `fd`, which this object owns from now on, and closes where it raises.
 
-        `keeps_fd`: the mapping has a descriptor of its own, as those of Python have. False: none is open once this
-        object is closed, for regions of which there are many.
+        `keeps_fd`: the mapping has a descriptor of its own, as Python's mappings have. False: no descriptor is open
+        once this object is closed; for kinds of regions that are many.
 
         Raises InvariantBroken if it is too small, OSError.
         """
@@ -117,7 +117,7 @@ class SharedRegion:
 
 
 def _mapped(fd: int, nbytes: int) -> NDArray[np.uint8]:
-    """The bytes behind a descriptor, of which no copy is kept; unmapped with the last view. Raises OSError."""
+    """The bytes behind a descriptor, without a copy of the descriptor; unmapped with the last view. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)

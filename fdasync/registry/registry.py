@@ -57,7 +57,7 @@ class Registry:
         """Every plugin there is.
 
         Args:
-            bases: the class that the plugins of a group extend; those of other groups are functions. With it each
+            bases: the class that the plugins of a group extend; plugins of other groups are functions. With it each
                 plugin is imported and checked, which can take seconds; without it none is.
         """
         found = []

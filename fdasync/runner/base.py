@@ -87,7 +87,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: name for people.
-        fingerprint: hex digest of all that KV depends on but the weights (architecture, config).
+        fingerprint: hex digest of all that KV depends on, except the weights (architecture, config).
         weights_id: hex XXH3-128 over the tensor bytes as loaded (docs/design.md, rule 1).
         vocab_size, eos_ids: of the model; sampled ids are below vocab_size.
         max_context_tokens: most tokens of one sequence, prompt and output.
@@ -100,7 +100,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             carry snapshots of it, and a sequence starts behind cached tokens only from one (`SeqStart.snapshot`).
         num_snapshots: places of snapshots on the device that `bind` will allocate, beside a live state for each of
             `max_running` sequences.
-        state_every_tokens: the engine's: sequences take snapshots at its multiples, and stores keep those.
+        state_every_tokens: the engine's: sequences take snapshots at its multiples, and stores keep these snapshots.
         moe_layer_ids: hidden-layer numbers of the routing's rows.
         num_hidden_layers: of the model, dense ones included; 0: not told.
         num_experts, top_k: of the routing.
@@ -170,7 +170,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def snapshot_nbytes(self) -> int:
-        """Bytes of one snapshot, and about those of a live state; 0 without recurrent state."""
+        """Bytes of one snapshot; a live state has about as many; 0 without recurrent state."""
         return snapshot_nbytes(self.state_specs)
 
 
@@ -214,8 +214,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
         problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
             step on have no meaning.
-        own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 of one
-            that had the host's; None: `Capacity.drafter` is "".
+        own_drafts: how many drafts of the runner's own drafter the step forwarded of each sampled sequence, 0 where it
+            forwarded the host's drafts; None: `Capacity.drafter` is "".
     """
 
     step_id: int
@@ -276,11 +276,11 @@ class Runner(ABC):
     def join(self, exchange: Exchange) -> None:
         """Be one rank of a group; called before `open` where `RunnerLimits.tensor_parallel` is above 1.
 
-        The exchange is the caller's, and open until after `aclose`. All ranks get the same calls in the same order, but
-        for `bind`, whose arena of rows rank 0 alone gets, and `check_grammar`, which rank 0 alone gets. Each rank
-        answers all of its calls; tokens and rows of a step are rank 0's, and the samples that other ranks answer with
-        are not looked at. Each byte of a host block has one rank that writes it (`runner/shares.py`): a rank answers a
-        `SwapOut` with the bytes that it wrote itself, and the ranks' sum is that of the whole blocks.
+        The exchange is the caller's, and open until after `aclose`. All ranks get the same calls in the same order,
+        except that only rank 0 gets `check_grammar`, and `bind`'s arena of rows. Each rank answers all of its calls;
+        tokens and rows of a step are rank 0's; samples in other ranks' answers are ignored. One rank writes each byte
+        of a host block (`runner/shares.py`): a rank answers a `SwapOut` with the number of bytes that it wrote itself,
+        and the ranks' numbers add up to the whole blocks.
 
         Raises ConfigError, as this default does, where a runner computes in one process alone.
         """
@@ -318,20 +318,20 @@ class Runner(ABC):
         """
 
     async def lend(self, key: int, rows: ChosenRows) -> None:
-        """Where the positions go that indexers choose for the tokens of sequence `key`; called once, before the step
-        that starts it first, where its `SamplerSpec.chosen_from` is not -1.
+        """Lend the memory for the positions that indexers choose for the tokens of sequence `key`; called once, before
+        the step that starts it first, where its `SamplerSpec.chosen_from` is not -1.
 
         Each step writes the rows of its tokens that stand before its future ends; rows that are there already stay as
         they are, whatever starts the sequence again. The caller keeps the rows, and may close their descriptor on
-        return; a runner refers to them until `take_back`, and closes nothing. An error ends the one request, of which
-        nothing was lent then. Where the call is cancelled, rows may have been lent or not, and `take_back` follows: it
-        does nothing if they were not. Never called, and refused by this default, where `Capacity.chosen` is None.
+        return; a runner refers to them until `take_back`, and closes nothing. An error ends this one request, and
+        nothing was lent. Where the call is cancelled, rows may have been lent or not, and `take_back` follows: it does
+        nothing if they were not. Never called, and refused by this default, where `Capacity.chosen` is None.
         """
         raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
 
     def take_back(self, key: int) -> None:
-        """What was lent for a sequence has no use any more: no step to come computes it, and those in flight may still
-        write. Called once for each `lend` that began and raised no error but CancelledError."""
+        """What was lent for a sequence has no use any more: no later step computes it; steps in flight may still write.
+        Called once for each `lend` that began and raised no error but CancelledError."""
         raise InvariantBroken(f"positions of sequence {key}, which were never lent")
 
     @abstractmethod
@@ -344,10 +344,10 @@ class Runner(ABC):
         """
 
     def peer_blocks(self) -> PeerBlocks | None:
-        """By what blocks go from device to device between instances; called after `bind`, and used until `aclose`.
+        """What copies blocks from device to device between instances; called after `bind`, and used until `aclose`.
 
         None, as this default: other processes cannot read this runner's blocks, or `RunnerLimits.shows_blocks` did not
-        ask for it. While a pull runs its target is under the same promise as that of a `SwapIn`.
+        ask for it. While a pull runs, its target has the same promise as a `SwapIn`'s.
         """
         return None
 
@@ -361,7 +361,7 @@ class Runner(ABC):
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
 
     async def load_folder(self, path: str) -> str:
-        """Replace all weights by those of a checkpoint folder of the same architecture; returns their weights id.
+        """Replace all weights by a checkpoint folder's, of the same architecture; returns their weights id.
 
         Raises WeightsRejected before anything is changed, WeightsBroken after.
         """
@@ -375,14 +375,14 @@ class Runner(ABC):
         raise WeightsRejected(f"this runner cannot compare {path!r} with the weights in use")
 
     async def delta_base(self, path: str) -> str:  # noqa: ARG002 - the contract's
-        """The weights id that a folder of changed tensors is applied to, by `load_folder`, and that the weights in use
-        must have then; "" for a whole checkpoint, as this default says of all. Changes nothing. Raises WeightsRejected.
+        """The weights id that the weights in use must have when `load_folder` applies this folder of changed tensors to
+        them; "" for a whole checkpoint, as this default says of all folders. Changes nothing. Raises WeightsRejected.
         """
         return ""
 
     async def forget_weights(self) -> None:  # noqa: B027 - a runner whose updates are always whole has nothing to do
-        """What the weights hold is not what anybody wants, though an update has ended: refuse the next update unless it
-        brings all of them (a whole folder, or every tensor). No step comes before one has."""
+        """Nobody wants the present weights, though an update has ended: refuse the next update unless it brings all of
+        them (a whole folder, or every tensor). No step comes before one has."""
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         """Check names, shapes and dtypes of the tensors to come; changes nothing yet. Raises WeightsRejected."""
@@ -410,14 +410,14 @@ class Runner(ABC):
 
     async def reach_group(self, group: WeightsGroup) -> None:  # noqa: B027 - one that joins none waits for nobody
         """Wait until the store of a group answers, while steps go on. Changes nothing. The caller bounds it; cancelling
-        it ends it. Raises WeightsRejected where what answers is no store."""
+        it ends it. Raises WeightsRejected if something else than a store answers."""
 
     async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
         """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.
 
         Args:
-            group: `rank` is this runner's. Another one of that name that was joined before is left first; the same one
-                is joined already.
+            group: `rank` is this runner's. Another group of that name that was joined before is left first; the same
+                group is joined already.
             interface: network interface to listen on; "": the loopback one.
             limit_s: longest that the ranks may take to meet.
             stop: fd of a pipe that is at its end as soon as nobody wants the join any more; -1: there is none. A runner
@@ -437,7 +437,7 @@ class Runner(ABC):
 
         Args:
             limit_s: longest that all of it may take; the group's `timeout_s` bounds the wait for each broadcast.
-            first: these are the first tensors of an update; else an update goes on, whose tensors so far stay.
+            first: these are the first tensors of an update; else an update goes on, and its tensors so far stay.
             last: of the update. Until the last ones have come no step may use the weights.
 
         The group is left where this fails: what its rank 0 has sent by then is not known. Raises WeightsRejected
@@ -447,7 +447,7 @@ class Runner(ABC):
         raise WeightsRejected(f"this runner joins no process group ({source.group!r})")
 
     async def end_received(self) -> None:
-        """End an update of which all tensors have come, the last ones by `receive_tensors` without `last`. Raises
+        """End an update whose tensors have all come, the last ones by `receive_tensors` without `last`. Raises
         WeightsBroken where it does not replace all that an earlier update broke."""
         raise InvariantBroken("end_received without receive_tensors")
 
@@ -457,10 +457,10 @@ class Runner(ABC):
         """Give these parts of the device's memory back to the device.
 
         No block has content that anybody will read. Where `keep_weights`, "weights" go to host memory; else they are
-        dropped, those that an earlier call kept too, and a whole update must come before the next step. Other state of
-        the model (buffers that no update brings) is kept. Parts are released at most once, but for "weights" that are
-        to be dropped after they were kept. `aclose` may come while memory is released, other calls for weights not
-        before these are there. Called where `Capacity.no_sleep` is "". Any error fails the runner.
+        dropped, also weights that an earlier call kept, and a whole update must come before the next step. Other state
+        of the model (buffers that no update brings) is kept. Parts are released at most once, but for "weights" that
+        are to be dropped after they were kept. `aclose` may come while memory is released; other calls for weights come
+        only once the weights are there again. Called where `Capacity.no_sleep` is "". Any error fails the runner.
         """
         raise InvariantBroken(f"a release of {', '.join(parts)} (keep_weights={keep_weights}) that was not offered")
 

@@ -82,7 +82,7 @@ class ChosenRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows that there is room for."""
+        """Bytes of all rows that there is room for."""
         return self.rows.nbytes
 
     @property
@@ -100,8 +100,8 @@ class ChosenRows:
             self.rows[first:stop, layer, own.shape[1] :] = -1
 
     def stand(self, position: int, count: int) -> None:
-        """The rows of `count` tokens from `position` on are written in all layers, and stand. Tokens that there is no
-        room for are behind the sequence's end. Raises InvariantBroken where rows before them are not written."""
+        """The rows of `count` tokens from `position` on are written in all layers, and stand. Tokens without room are
+        behind the sequence's end. Raises InvariantBroken where rows before them are not written."""
         first, stop = (min(place - self.start, self.most) for place in (position, position + count))
         if first > self.count:
             due = self.start + self.count

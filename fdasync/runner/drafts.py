@@ -3,7 +3,7 @@
 The host drafts before it knows the tokens of steps in flight, so a path begins at a token that the runner may have
 sampled already. The path's tokens for positions that the sequence has are passed over, right or wrong: where a draft
 was wrong in one place, those behind it are often right again (docs/design.md, rule 41). The rest are drafts. Knows no
-model and no lanes. Called by runners that verify drafts; those that keep tokens on a device do the same there.
+model and no lanes. Called by runners that verify drafts; runners that keep tokens on a device do the same there.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class GrammarChecks:
     async def check(self, grammar: Grammar) -> None:
         """Cancelling leaves a check that others wait for: one of them begins it again.
 
-        Raises BadInput for a grammar that cannot be kept, DeadlineExceeded for one that takes too long to check.
+        Raises BadInput for a grammar that cannot be kept, DeadlineExceeded if checking takes too long.
         """
         digest = blake2b(grammar.packed(), digest_size=16).digest()
         if digest not in self._fine:

@@ -146,7 +146,7 @@ class InputBatch:
         return batch
 
     def take_runs(self, batch: Batch, counts: NDArray[np.int64]) -> None:
-        """Of the positions that each decode of a step had, only the first `counts` [num_decodes] stand. Call it before
+        """Keep only the first `counts` [num_decodes] of the positions that each decode of a step had. Call it before
         the next step is planned."""
         self.length[batch.lanes[: batch.num_decodes]] = batch.starts[: batch.num_decodes] + counts
 

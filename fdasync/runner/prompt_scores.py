@@ -91,7 +91,7 @@ class PromptLogprobs:
 
     @classmethod
     def wanted(cls, start: int | None, top: int) -> PromptLogprobs | None:
-        """For a request with these parameters (`SamplingParams.prompt_logprobs_start`, `prompt_top_logprobs`)."""
+        """The scores to collect for a request with `SamplingParams.prompt_logprobs_start` and `prompt_top_logprobs`."""
         return None if start is None else cls(start, top)
 
     def add(self, run: PromptScores) -> None:
@@ -129,7 +129,7 @@ class PromptLogprobs:
         return np.concatenate([*parts, *[run[0] for run in self._runs], np.zeros(0, np.float32)], dtype=np.float32)
 
     def alternatives(self) -> tuple[TopLogprobs | None, ...] | None:
-        """Of each token scored, best first; None for position 0. None where none are wanted."""
+        """The alternatives of each scored token, best first; None for position 0. None where none are wanted."""
         if not self.top:
             return None
         found: list[TopLogprobs | None] = [None] if self.start == 0 else []

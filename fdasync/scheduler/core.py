@@ -214,7 +214,7 @@ class Scheduler:
                 self.tiers.take_fresh(self._now)
             if planned is None:
                 if self.queues.preemptions > preemptions:
-                    # the preempted sequence's blocks may be what another one was left out for
+                    # another sequence may have been left out for want of the preempted one's blocks
                     continue
                 break
             steps.append(planned[0])
@@ -224,7 +224,7 @@ class Scheduler:
         if self._has_tiers or self.tiers.hashes:
             steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.sleep == "begun")
         if self.pausing.sleep == "begun":
-            # behind the copies: what finds no place on the host is given up there
+            # after the copies, which give up what finds no place on the host
             self._settle_sleep()
         return self._gather(steps, handed)
 

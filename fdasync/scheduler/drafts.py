@@ -64,7 +64,7 @@ class StepDrafts:
         # of the steps in flight, whether the engine's drafter has paths in them
         self._with_paths: deque[bool] = deque()
         # where the runner drafts by itself, by live sequence: decode steps that gave tokens of it, the runner's drafts,
-        # those of them that were accepted
+        # its accepted drafts
         self._begun: dict[int, tuple[int, int, int]] = {}
         # of the last plan: plans share the list while no sequence joins or leaves
         self._decodes: list[Sequence] = []
@@ -127,12 +127,12 @@ class StepDrafts:
 
     @property
     def counters(self) -> DraftCounters:
-        """Of the engine's drafter."""
+        """Counters of the engine's drafter."""
         return NO_DRAFTS if self._planner is None else self._planner.counters
 
     @property
     def own_counters(self) -> DraftCounters:
-        """Of the runner's own drafter."""
+        """Counters of the runner's own drafter."""
         return self._own
 
     def check(self, live: Iterable[Sequence]) -> None:

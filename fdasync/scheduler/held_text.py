@@ -1,11 +1,11 @@
-"""What the drafter has not been told yet: sequences that began, their tokens, and those that ended meanwhile. Pure.
+"""What the drafter has not been told yet: sequences that began, their tokens, and sequences that ended. Pure.
 
 Where drafts do not pay, an engine asks for paths once in hundreds of steps. In between a token must not cost anything:
 it stands in the sequence anyway. So a step tells the planner nothing, and a sequence that begins or ends is noted here.
-`tell` brings all of it to the planner at once, before it asks the drafter. What no path could show any more is not told
-at all: sequences of a prompt whose sequences have all ended, where the drafter does not keep such.
+`tell` brings all of it to the planner at once, before it asks the drafter. Sequences that no path could show any more
+are not told at all: a prompt's, once all of them have ended, if the drafter does not keep such text.
 
-What ended is held up to a limit, and told when that is reached. Called by `drafts.py`.
+Ended sequences are held up to a limit, and told when it is reached. Called by `drafts.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Prompt:
     Attributes:
         tokens, salt: as of `Drafter.begin`.
         live: how many of its sequences have not ended.
-        ended: keys of those that have ended, and not been told of.
+        ended: keys of the sequences that have ended, but the drafter has not been told so.
     """
 
     __slots__ = ("ended", "live", "salt", "tokens")
@@ -93,12 +93,12 @@ class HeldText:
         self._outlasts = planner.outlasts
         # tokens that no decode step gave, by key: the first ones after a preemption
         self._resumed: dict[int, int] = {}
-        # steps have passed that the planner has not been told the tokens of
+        # steps have passed whose tokens the planner has not been told
         self._lags = False
         self._told_at = 0.0
 
     def begin(self, seq: Sequence) -> None:
-        """A sequence has its first tokens. Does nothing for one that is live."""
+        """A sequence has its first tokens. Does nothing for a live sequence."""
         key = seq.key
         if key in self._live:
             return
@@ -124,7 +124,7 @@ class HeldText:
                 self._resumed[seq.key] = self._resumed.get(seq.key, 0) + 1
 
     def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
-        """A sequence ended; returns `DraftPlanner.tally` of it. Does nothing for one that is not live."""
+        """A sequence ended; returns `DraftPlanner.tally` of it. Does nothing for a sequence that is not live."""
         key = seq.key
         one = self._live.pop(key, None)
         if one is None:
@@ -171,7 +171,7 @@ class HeldText:
             prompt = live.prompt
             fresh.append(Beginning(key, seq.group, prompt.tokens, answer, seq.max_len, prompt.salt, steps))
         self._untold.clear()
-        # those that have ended did so before the present, and the drafter's clock must not go back
+        # these sequences ended before now, and the drafter's clock must not go back
         self._told_at = max(self._told_at, ended[0].at if ended else now)
         if fresh:
             self._planner.begin(fresh, now=self._told_at)
@@ -184,13 +184,13 @@ class HeldText:
 
     @property
     def keys(self) -> Iterable[int]:
-        """Of live sequences."""
+        """Keys of live sequences."""
         return self._live.keys()
 
     # -- parts ------------------------------------------------------------------------------------
 
     def _tell_tokens(self, ended: list[_Ended]) -> None:
-        """Tell what live sequences got in steps that have passed, and those that have ended since."""
+        """Tell what live sequences got in past steps, and which sequences have ended since."""
         self._lags = False
         known = [live for live in self._live.values() if live.is_told]
         keys: list[int] = []
@@ -229,7 +229,7 @@ class HeldText:
         """The last live sequence of a prompt ended."""
         del self._prompts[prompt.salt, prompt.tokens]
         if self._outlasts:
-            # it is held for those that have ended alone
+            # it is held only for sequences that have ended
             self._ended_tokens += len(prompt.tokens) // 4 if prompt.ended else 0
             return
         for key in prompt.ended:

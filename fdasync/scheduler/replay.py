@@ -34,7 +34,7 @@ def replay(
 
     Args:
         make_policy: makes the policy that the trace's header names, from its name and its settings. The default knows
-            the package's own policies; `fdasync.engine.config.make_policy` knows those of plugins, too.
+            the package's own policies; `fdasync.engine.config.make_policy` knows plugins' policies, too.
         make_drafter: likewise the drafter, from its name, its settings and its limits. The default knows all that are
             installed; an engine that was given a drafter object needs one like it here, which knows nothing yet.
 

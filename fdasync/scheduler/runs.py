@@ -26,10 +26,10 @@ class Runs(NamedTuple):
     """What a step gave its decodes; their sequences have the tokens that count.
 
     Attributes:
-        due: sequences of which a block is full, that end, or that the planner has to look at; and how many tokens each
+        due: sequences that have filled a block, that end, or that the planner has to look at; and how many tokens each
             got.
         emitted: place of each token that is wanted as it comes, and its sequence.
-        dropped: tokens that do not count: overrun, and all those of sequences that have ended.
+        dropped: tokens that do not count: overrun, and all tokens of sequences that had ended.
     """
 
     due: list[tuple[Sequence, int]]
@@ -40,7 +40,7 @@ class Runs(NamedTuple):
 def take_runs(
     decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig, full: dict[int, int]
 ) -> Runs:
-    """Give each sequence its tokens. Raises InvariantBroken where the counts are not those of the step.
+    """Give each sequence its tokens. Raises InvariantBroken where the counts do not fit the step.
 
     Args:
         num_samplers: sequences behind the decodes whose last chunk was computed; each sampled one token.
@@ -91,8 +91,8 @@ def take_runs(
 def one_each(
     decodes: list[Sequence], num_samplers: int, event: StepDone, full: dict[int, int], *, maybe_cut: bool
 ) -> bool:
-    """Whether a step with counts gave one token of each sequence, which all of them had room for and no cut before: the
-    same as a step without counts. Arguments as of `take_runs`.
+    """Whether a step with counts gave one token of each sequence, all had room for it, and none was cut before: then it
+    equals a step without counts. Arguments as of `take_runs`.
 
     Args:
         maybe_cut: a step that was in flight when this one was planned gave runs, so some may have been cut.
@@ -106,7 +106,7 @@ def one_each(
 
 
 def _take(seq: Sequence, run: tuple[int, ...]) -> int:
-    """Append the tokens up to the one that ends the sequence, which has not ended before; returns how many."""
+    """Append the tokens up to the one that ends the sequence; returns how many. The sequence has not ended before."""
     known, stop_ids, max_len, min_len = seq.tokens, seq.stop_ids, seq.max_len, seq.min_len
     for number, token in enumerate(run, 1):
         known.append(token)

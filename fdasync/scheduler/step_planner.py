@@ -200,15 +200,15 @@ class StepPlanner:
     def _attend(
         self, appends: list[BlockAppend], skips: list[Sequence], full: dict[int, int], step_id: int
     ) -> list[Sequence]:
-        """Give blocks to the sequences that are due, and have them take snapshots; returns those that decode for the
-        last time."""
+        """Give blocks to the sequences that are due, and have them take snapshots; returns the sequences that decode
+        for the last time."""
         due, self.due = self.due, {}
         last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
         most = self._most
         lasts = []
         # (sequence, the first position of the step at least, and at most)
         reaches: list[tuple[Sequence, int, int]] = []
-        # of these, those that go on behind this step
+        # the sequences among them that go on after this step
         going: list[Sequence] = []
         for seq in due.values():
             if seq.state is not State.DECODE:
@@ -367,7 +367,7 @@ class StepPlanner:
         now = plan.planned_at
         queues, held_for = self._queues, self._queues.held_for
         waiting = queues.waiting
-        # counted at most once: while this method admits sequences, those that decode stay as they are
+        # counted at most once: admitting sequences does not change which ones decode
         reserve: int | None = None
         position = 0
         while position < len(waiting):
@@ -414,8 +414,8 @@ class StepPlanner:
         queues.walled = False
 
     def _may_begin(self, seq: Sequence, places: int) -> bool:
-        """Whether its first chunk can be planned, even if that is its last one: to be handed over it needs a place for
-        its state, beside that of the snapshot that it starts from."""
+        """Whether its first chunk can be planned, even as its last chunk: to be handed over it needs a place for its
+        state, besides the place of the snapshot that it starts from."""
         return self._snapshots is None or seq.hand_off is None or self._snapshots.pool.has_room(places)
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
@@ -463,7 +463,7 @@ class StepPlanner:
         return host, stored
 
     def _enter(self, seq: Sequence, step_id: int) -> SeqStart:
-        """Start a sequence that has its blocks, and KV in those that are hits."""
+        """Start a sequence that has its blocks, with KV in those it found cached."""
         self._queues.to_prefill(seq)
         seq.midway = False
         if seq.hand_off is not None:

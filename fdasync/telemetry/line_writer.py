@@ -127,7 +127,7 @@ class LineWriter:
 def _opened(
     target: str | os.PathLike[str] | int,
 ) -> tuple[int, Callable[[bytes], int], Callable[[], None]]:
-    """A descriptor of our own, a function that writes to it without waiting, and one that closes it. Raises
+    """A descriptor of our own, a function that writes to it without waiting, and a function that closes it. Raises
     ConfigError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:

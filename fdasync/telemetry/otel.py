@@ -177,7 +177,7 @@ class SpanLines:
             await writer.aclose(_CLOSE_S)
 
     def offer(self, text: str) -> None:
-        """Write a line; one that comes after the end is lost."""
+        """Write a line; a line that comes after the end is lost."""
         if self._writer is not None:
             self._writer.offer(text.encode())
 

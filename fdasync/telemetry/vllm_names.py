@@ -1,6 +1,6 @@
 """Metrics under vLLM's names, where theirs mean the same, so that dashboards and scalers made for vLLM read them.
 
-Made of `Sight`s, one for each engine. Histograms have the bounds of `telemetry/sight/latencies.py`; those of vLLM
+Made of `Sight`s, one for each engine. Histograms have the bounds of `telemetry/sight/latencies.py`; vLLM's bounds
 differ between its versions. Names whose meaning differs are left out, such as the time between two tokens, which nobody
 measures here. Called by `prometheus.py` and by the HTTP front. docs/metrics.md lists them.
 """

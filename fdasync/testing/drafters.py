@@ -54,7 +54,7 @@ class DrafterTests:
         assert paths[0] == paths[1]
 
     def test_arguments_are_not_kept(self) -> None:
-        """The caller may write its arrays again after `take`, and those that `propose` returned."""
+        """The caller may write to its arrays again after `take`, and to the arrays that `propose` returned."""
         ours, theirs = self.make(_LIMITS), self.make(_LIMITS)
         for drafter in (ours, theirs):
             drafter.begin(1, 1, _packed([1, 2, 3]), b"")
@@ -92,7 +92,7 @@ class DrafterTests:
         assert one_by_one.stats().sequences == together.stats().sequences
 
     def test_what_does_not_outlast_its_prompt_is_forgotten(self) -> None:
-        """`outlasts` is a property. Where it is False, sequences show nothing of those that have ended before them."""
+        """`outlasts` is a property. Where it is False, sequences show nothing of sequences that ended before them."""
         drafter, fresh = self.make(_LIMITS), self.make(_LIMITS)
         outlasts: object = drafter.outlasts
         assert isinstance(outlasts, bool), f"outlasts is {outlasts!r}, and not a property that is True or False"
@@ -108,7 +108,7 @@ class DrafterTests:
             assert _ask(drafter, (3,), [7]) == _ask(fresh, (3,), [7])
 
     def test_a_salt_keeps_sequences_apart(self) -> None:
-        """Nothing of a sequence shows in the paths of one with another salt, or another prompt."""
+        """Nothing of a sequence shows in the paths of a sequence with another salt, or another prompt."""
         random = Random("salt")
         text = [random.randrange(1 << 20) for _ in range(200)]
         alone, beside = self.make(_LIMITS), self.make(_LIMITS)
@@ -122,7 +122,7 @@ class DrafterTests:
             assert _ask(alone, (1,), [7]) == _ask(beside, (1,), [7]), "a path shows what another caller generated"
 
     def test_memory_stays_within_what_it_tells(self) -> None:
-        """Many prompts, many sequences, sequences that never end, one that repeats itself for ever."""
+        """Many prompts, many sequences, sequences that never end, a sequence that repeats itself for ever."""
         drafter = self.make(_LIMITS)
         drafter.begin(-1, -1, _packed([5]), b"")
         for number in range(1500):

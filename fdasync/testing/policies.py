@@ -6,7 +6,7 @@ Adopt it with a class of a few lines in a test module of your own:
         def make(self):
             return MyPolicy(MyConfig(...))
 
-Candidates are drawn from a fixed seed, those that are close to each other first. No test starts an engine.
+Candidates are drawn from a fixed seed, close ones first. No test starts an engine.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 **Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
 `capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". It is no path: "a" and "a/b"
-can both be keys, and what happens to one of them does not touch the other. What the bytes mean is not the store's
-business: `block_format.py` makes them self-describing and checks them.
+can both be keys, and nothing done to one touches the other. What the bytes mean is not the store's business:
+`block_format.py` makes them self-describing and checks them.
 
 **Parts.** A caller never hands over bytes. It names runs of bytes (`Part`) in shared regions that were given to
 `open`; the value of an item is its parts one after the other, and a store reads and writes them in place, without
@@ -32,7 +32,7 @@ puts of one key at a time: one of them wins, whole. To replace an object, delete
 
 **Errors.** The failure of one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
 (transient: the same call may succeed later) or StoreRejected (permanent: the call breaks a limit or the contract). A
-store checks the whole call before it begins: a call that it rejects has done nothing, for good items neither.
+store checks the whole call before it begins: a call that it rejects has done nothing, not even for good items.
 (`wrappers.Limits` cuts a batch into several calls: those before the rejected one are done.) Any other error that a
 store raises is a defect of the store; wrappers turn it into StoreUnavailable. A missing key is never an error.
 """
@@ -81,8 +81,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         status: `put`: "done", "exists" (it was there: nothing changed), "full" (no room now; a later put may find
             some), "failed". `get_into`: "done" (all parts are filled), "miss", "damaged" (the object under this key
-            cannot be the one that was asked for: it has another size, for example), "failed". Unless "done", the
-            content of a get's parts is undefined.
+            cannot be the wanted one: it has another size, for example), "failed". Unless "done", the content of a get's
+            parts is undefined.
         problem: in words, for "damaged", "full" and "failed"; else "".
         transient: the same item may succeed later; only with "failed".
     """
@@ -275,7 +275,7 @@ class Store(ABC):
 
     def beside(self, moves: Moves) -> bool:
         """Move the bytes of items piece by piece, as `moves` says; called once, before `open`. False, the default: this
-        store does not do so, and moves parts as they come."""
+        store does not, and moves parts as they come."""
         del moves
         return False
 

@@ -178,8 +178,8 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 def make_header(schema: BlockSchema, key: str, checksums: Sequence[int]) -> BlockHeader:
-    """The header of an object with this key whose sections have these checksums; one more than `schema.sections`: it
-    has the state's section, too. Raises BadInput."""
+    """The header of an object with this key whose sections have these checksums; with one more than `schema.sections`
+    it has the state's section, too. Raises BadInput."""
     entries = []
     offset = PAGE_NBYTES
     sections = schema.layout_of(with_state=len(checksums) > len(schema.sections))

@@ -1,8 +1,8 @@
 """The bytes of a block's object on their way to a store and back, hashed while the CPU's caches hold them.
 
-A block that leaves is hashed, gets its header, and goes in one piece: one call of the system costs less than several,
-and the file system does less. One that arrives comes in pieces, each small enough that its hash finds it in the cache;
-whole blocks are larger than that. The module knows the object format and no store, no file and no loop. `checked.py`
+A block that leaves is hashed, gets its header, and goes in one piece: one system call costs less than several, and the
+file system does less. A block that arrives is read in pieces, each small enough to be hashed while it is in the CPU's
+cache, as a whole block would not be. The module knows the object format and no store, no file and no loop. `checked.py`
 makes a `BlockMoves` for each store that moves bytes in threads; such a store (`file/store.py`) iterates there.
 """
 
@@ -29,7 +29,7 @@ _Run = tuple[int, int, int, int]
 
 
 class Form:
-    """How the objects of one schema lie that have the same sections.
+    """The layout of one schema's objects that have the same sections.
 
     Args:
         sizes: bytes of the parts of a whole object, in order: the header page, then sections and padding.
@@ -54,7 +54,7 @@ class BlockMoves(Moves):
         forms: of its objects; no two have equally many parts.
         view: the bytes of a part.
         write_header: completes the header in the first part of an item, given the checksums of its sections.
-        problem: why these checksums are not those of the header in the first part, or "".
+        problem: how these checksums differ from the header in the first part, or "".
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BlockMoves(Moves):
         self.problem = problem
 
     def form(self, item: Item) -> Form:
-        """That of a whole object."""
+        """The form of a whole object."""
         return self._forms[len(item.parts)]
 
     def leave(self, item: Item) -> tuple[Piece]:
@@ -110,7 +110,7 @@ class _BlockArrival:
 def _plan(sizes: Sequence[int], sections: dict[int, int]) -> list[tuple[int, tuple[_Run, ...]]]:
     """Pieces of an object whose parts have these sizes: the offset of each, and its runs.
 
-    Each has `PIECE_NBYTES`, but that the last one has the rest too where that is short: it is not worth a call.
+    Each has `PIECE_NBYTES`, but the last one takes the rest, too, if it is short: a short rest is not worth a call.
     """
     plan: list[tuple[int, tuple[_Run, ...]]] = []
     runs: list[_Run] = []

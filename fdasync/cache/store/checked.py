@@ -47,12 +47,12 @@ _GROUP = 16
 class CheckedStore(Store):
     """Writes and checks block objects around another store, which it owns.
 
-    Its items have one part for the header (a page that the caller gives for this call) and one for each section, as
-    the schema has them, without padding; `object_key` makes their keys. An item of a block that carries a state has one
-    more part for that; an object that was written with it is damaged for a reader that expects none, and the other way
-    round. An object that fails a check of a read is
-    "damaged", with the reason as the first word of the problem, and is deleted, so that a good one can take its place.
-    A read does not check the padding between sections, which is no data; `check_value` does.
+    Its items have one part for the header (a page that the caller gives for this call) and one for each section, as the
+    schema has them, without padding; `object_key` makes their keys. An item of a block that carries a state has one
+    more part for that; an object written with a state is damaged for a reader that expects none, and the other way
+    round. An object that fails a check of a read is "damaged", with the reason as the first word of the problem, and is
+    deleted, so that a good one can take its place. A read does not check the padding between sections, which is no
+    data; `check_value` does.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
@@ -293,7 +293,7 @@ class CheckedStore(Store):
 
 
 class _Form(Form):
-    """The objects of blocks that carry a state, or of those that do not.
+    """The objects of blocks with a recurrent state, or of blocks without one.
 
     Attributes:
         with_state: which of the two.

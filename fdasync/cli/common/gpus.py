@@ -44,8 +44,8 @@ def parse_gpus(texts: Sequence[str]) -> tuple[Gpus | None, int]:
 
 
 def gpus_of_instances(config: EngineConfig, names: Sequence[str]) -> list[Gpus]:
-    """The GPUs of each instance, by its name, of a configuration that is for all: the next `tensor_parallel` of those
-    it names; with "auto" of those that are free. "auto" for each where the instances place none, or no GPU is there.
+    """The GPUs of each instance, in the order of `names`, from one configuration for all: the next `tensor_parallel`
+    that it names; with "auto", the next free ones. "auto" for each where instances place no GPUs, or there are none.
 
     Raises ConfigError where there are too few or too many, and where two instances have the same one without sharing.
     """

@@ -163,7 +163,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def engine_config(options: dict[str, Any], role: str | None = None) -> EngineConfig:
-    """From the values of `engine_options`, which are taken out of `options`.
+    """The configuration from the values of `engine_options`, which are taken out of `options`.
 
     Args:
         role: of the command line; None: the file's role, or "mixed".
@@ -287,7 +287,7 @@ def parse_plugin(
     """Entry-point name and configuration of a plugin.
 
     Loads the plugin for its keys: unknown keys and values of a wrong type are refused here. Raises BadInput naming the
-    part that is wrong; PluginError, naming those that are installed, where no such plugin is.
+    part that is wrong; PluginError, naming the installed plugins, where there is no such plugin.
 
     Args:
         option: the command-line option that names the plugin, for errors.

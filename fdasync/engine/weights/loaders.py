@@ -44,7 +44,7 @@ class Loaders:
         return lambda: self.receive(part, first=True, last=True, whole=whole)
 
     async def receive(self, part: GroupTensors, *, first: bool, last: bool, whole: bool) -> str:
-        """See `Runner.receive_tensors`. `whole`: of an update of which fewer than all tensors are refused."""
+        """See `Runner.receive_tensors`. `whole`: the update is refused unless it brings all tensors."""
         if first and whole:
             await self._runtime.runner.forget_weights()
         limit_s = _WORKER_SHARE * self._runtime.update_limit_s

@@ -95,7 +95,7 @@ class PartUpdates:
     async def take(
         self, version: str | int | None, part: GroupTensors | None, expected: WeightsFingerprint | None
     ) -> None:
-        """The next part. Raises UpdateUnderWay for what is none, and while another one is being received."""
+        """The next part. Raises UpdateUnderWay if it is no part, and while another part is being received."""
         update = self._open
         assert update is not None
         if part is None or self._is_busy(update):
@@ -110,7 +110,7 @@ class PartUpdates:
     async def _receive(self, update: _OpenUpdate, part: GroupTensors) -> None:
         ended = True
         try:
-            # what all of them come to is compared at the end at the earliest
+            # the result of all parts is compared at the end at the earliest
             receiving = self._loaders.receive(part, first=not update.parts, last=False, whole=self._state.differs)
             await self._task.in_time("receiving weights", receiving)
             update.parts += 1
@@ -153,7 +153,7 @@ class PartUpdates:
         await self._task.run(self._updater.update(asked, self._loaders.end_received, None))
 
     def has_label(self, version: str | int) -> bool:
-        """Whether an update is open whose weights will have this label. Raises BadInput for what is none."""
+        """Whether an update is open whose weights will have this label. Raises BadInput if it is no label."""
         label = checked_version(version)
         return self._open is not None and self._open.label == label
 

@@ -1,8 +1,8 @@
 """Pauses of one engine: stop planning, let steps end, and go on when nothing keeps the engine from it any more.
 
-Pauses are counted by their callers: one that is cancelled takes its own pause back and no other's. Updates, groups and
-sleeps of this room pause by `quiet` and end by `go_on`. Knows no weights (docs/design.md, rules 10 and 36). Called by
-`engine/engine.py`.
+Each caller has a pause of its own: a caller that is cancelled takes back its own pause and no other's. Updates, groups
+and sleeps of this room pause by `quiet` and end by `go_on`. Knows no weights (docs/design.md, rules 10 and 36). Called
+by `engine/engine.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Pausing:
     async def quiet(self, mode: PauseMode = "in_place", pauser: object = None) -> None:
         """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
         (docs/design.md, rule 10). `pauser`: the call of `pause` that waits, until a resume undoes it; None: the room's
-        own work does, which no resume ends."""
+        own work waits, and no resume ends it."""
         driver = self._runtime.driver
         assert driver is not None
         pausing = driver.scheduler.pausing
@@ -103,7 +103,7 @@ class Pausing:
             return pauser is not None and pauser not in self._pausers
 
         if mode == "wait":
-            # bounded by the deadlines of the requests that run; the pause of an update is not the one that it waits for
+            # bounded by the deadlines of the requests that run; this caller does not wait for the pause of an update
             await driver.wait_until(lambda: resumed() or (paused() and not self._state.updating))
             self._check()
         limit_s = self._config.step_deadline_s * self._config.pipeline_depth

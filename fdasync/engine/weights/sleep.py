@@ -1,10 +1,10 @@
 """Sleep and wake of one engine: another program uses the device's memory for a while.
 
 A sleep pauses, has what runs give its blocks up, waits until no block is left on the device, and has the runner release
-memory. A wake takes memory back, part by part, and the engine goes on when all of it is there. The scheduler knows of a
-sleep one event (`SleepRequested`); releasing and taking back are calls of the runner, made while nothing is in flight.
-Both are tasks of the engine, one after the other: a caller that is cancelled stops waiting. Knows no blocks and no
-bytes (docs/design.md, rule 44). Called by `engine/engine.py` and `fdasync_fleet/instance/instance.py`.
+memory. A wake takes memory back, part by part, and the engine goes on when all of it is there. The scheduler learns of
+a sleep by one event (`SleepRequested`); releasing and taking back are calls of the runner, made while nothing is in
+flight. Both are tasks of the engine, one after the other: a caller that is cancelled stops waiting. Knows no blocks and
+no bytes (docs/design.md, rule 44). Called by `engine/engine.py` and `fdasync_fleet/instance/instance.py`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sleep:
         self._closing = False
 
     def check(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> tuple[MemoryPart, ...]:
-        """Raise where a sleep is refused, of which nothing may have changed then; returns what it would release."""
+        """Raise where a sleep is refused, before it has changed anything; returns what the sleep would release."""
         level, _ = checked_sleep(level, mode)
         named = _PARTS if parts is None else checked_tags(parts)
         wanted = tuple([part for part in _PARTS if part in named]) if level else ()
@@ -117,7 +117,7 @@ class Sleep:
             async with self._turn:
                 await work
         finally:
-            # one that was cancelled before its turn
+            # a call that was cancelled before its turn
             work.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

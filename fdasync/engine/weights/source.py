@@ -41,7 +41,7 @@ _FORMATS = {
 
 
 def folder_of(source: WeightSource) -> str | None:
-    """The path of a folder; None for another kind of source. Raises BadInput for a path that can be none."""
+    """The path of a folder; None for another kind of source. Raises BadInput for a text that cannot be a path."""
     if not isinstance(source, (str, os.PathLike)):
         return None
     path: Any = os.fspath(source)
@@ -66,8 +66,8 @@ def group_tensors_of(source: WeightSource, known: tuple[TensorMeta, ...] = ()) -
     """Tensors that a group brings; None for another kind of source. Raises BadInput naming the field.
 
     Args:
-        known: that were checked before: equal ones are these afterwards, and are not checked, nor told to a worker
-            again. There are thousands, and between GPUs their bytes take less time.
+        known: descriptions that were checked before: equal ones are replaced by these, and neither checked nor told to
+            a worker again. There are thousands, and between GPUs their bytes take less time.
     """
     if not isinstance(source, GroupTensors):
         return None

@@ -28,7 +28,7 @@ class Joining(NamedTuple):
     Attributes:
         name: of the group.
         store: where the trainer's store should be, "ADDRESS:PORT".
-        until: by the loop's clock: at the latest then the ranks have met, or the join has failed.
+        until: by the loop's clock: by then the ranks have met, or the join has failed.
     """
 
     name: str
@@ -54,17 +54,17 @@ class WeightsState:
     Attributes:
         version: the caller's label of the weights in use.
         order: of that label among all weights and labels that were in use (`request.next_order`).
-        goes_on: the label of the last update by a group, where the engine has been paused by its callers since before
-            it; else None.
+        goes_on: the label of the last update by a group, if callers have kept the engine paused since before that
+            update; else None.
         sources: folders that the weights in use came from: a checkpoint, and deltas applied to it since, in their
             order. (): they cannot be loaded again: tensors of an update are among them, there would be more than
             `MOST_DELTAS` deltas, or the runner needs no folder.
-        is_delta: the update that brought the weights in use was a delta to those before.
+        is_delta: the update that brought the weights in use was a delta to the weights before.
         broken: why the weights cannot be used; None while they can.
         differs: they are broken, and whole: only a comparison failed, so that the runner knows of nothing wrong.
         dropped: a sleep dropped the weights, and no update or reload has brought any since: nothing goes on.
         held: a pause has returned, and no resume came since.
-        updating: an update is under way, which may read its caller's buffers, or the ranks of a group meet or part.
+        updating: an update is under way, and may read its caller's buffers, or the ranks of a group meet or part.
         joining: a group that is being joined; steps go on until its ranks meet. None: none is.
         is_open: an update in parts has begun and not ended.
         sleeps: a sleep keeps the engine from going on.
@@ -142,17 +142,17 @@ class WeightsState:
     # -- labels ---------------------------------------------------------------------------------------
 
     def new_label(self, version: str | int | None, *, goes_on: bool = False) -> str:
-        """The label of new weights; None: the one that follows on the label in use. Raises BadInput for what is none.
+        """The label of new weights; None: the label that follows the one in use. Raises BadInput if it is no label.
 
         Args:
-            goes_on: without a version, these tensors may be more of those that came before them.
+            goes_on: without a version, these tensors may continue an update whose first tensors came before.
         """
         if version is not None:
             return checked_version(version)
         return self.goes_on if goes_on and self.goes_on is not None else next_version(self.version)
 
     def take_label(self, label: str, order: int) -> None:
-        """The weights in use have this label from now on; an order of 0 is the one that they have."""
+        """The weights in use have this label and order from now on; order 0: they keep their order."""
         self.version, self.order = label, order or self.order
         if self._changed is not None:
             self._changed()

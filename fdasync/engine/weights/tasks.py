@@ -43,7 +43,7 @@ class UpdateTask:
 
     @property
     def runs(self) -> bool:
-        """Whether there is one, and not an update in parts that waits for the next."""
+        """Whether there is a task, other than an update in parts that waits for its next part."""
         return self._task is not None
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:

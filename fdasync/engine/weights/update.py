@@ -140,7 +140,7 @@ class Updater:
 
     async def _load(self, asked: Asked, load: Loader, folder: str | None) -> None:
         runtime, state, task = self._runtime, self._state, self._task
-        # a delta to weights that a sleep dropped: those come first, where it is the last of what they came from
+        # a delta to weights that a sleep dropped: these come first, and the delta is the last of their sources
         again = state.sources if state.dropped and folder is not None and folder in state.sources[-1:] else ()
         base = ""
         try:
@@ -174,7 +174,7 @@ class Updater:
             if asked.mode == "abort":
                 # only now: where weights are refused, no request is aborted
                 self._abort()
-            # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same
+            # random whatever the seed: no two updates may share a namespace, in this engine or another on the same
             # store
             weights_id = weights_id or asked.weights_id or secrets.token_hex(16)
             runtime.capacity = self._preparer.capacity = msgspec.structs.replace(

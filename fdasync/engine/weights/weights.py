@@ -1,4 +1,4 @@
-"""One engine's weights: joins what pauses, updates and groups have in common, and takes the calls that change weights.
+"""One engine's weights: joins pauses, updates and groups, and takes the calls that change weights.
 
 An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Made by
 `engine/engine.py`; called by it and by `fdasync_fleet/instance/instance.py`.
@@ -94,7 +94,7 @@ class Weights:
         state.check_idle()
         state.check_awake("update_weights")
         folder = None if part is not None else folder_of(source)
-        # tensors that an update leaves out would be those of the update that was refused, unless the whole is compared
+        # tensors that this update leaves out would stay from the refused update, unless the whole is compared
         whole = state.differs and wanted is None
         if part is not None:
             load = self._loaders.group(part, whole=whole)

@@ -1,4 +1,4 @@
-"""What all ranks of a group were asked, until all have answered. Made by `group.py`; knows no runner."""
+"""Calls that all ranks of a group were asked, until all have answered. Made by `group.py`; knows no runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The capacity of a group: what its ranks agree on, and the least of what they may differ in.
+"""The capacity of a group: values that its ranks agree on, and the least of values that may differ.
 
 Pure. Called by `group.py`.
 """
@@ -23,8 +23,8 @@ _OWN = ("num_blocks", "weights_id", "prefill_tokens_per_s", "notes", "tokenizer"
 def agreed(capacities: Sequence[Capacity]) -> Capacity:
     """Rank 0's, with the fewest blocks of all.
 
-    Raises ConfigError naming the field, a rank, and both values, where a rank differs from rank 0 in what all must have
-    alike.
+    Raises ConfigError naming the field, a rank, and both values, where a rank differs from rank 0 in a field that all
+    must share.
     """
     first = capacities[0]
     for rank, other in enumerate(capacities):

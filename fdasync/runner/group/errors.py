@@ -9,7 +9,7 @@ import inspect
 
 from fdasync.errors import ConfigError, FdasyncError, RunnerError, UnsupportedModel
 
-# fields that hold an error's words, the first of them that its class has
+# fields that hold an error's words: the first one that its class has counts
 _WORDS = ("problem", "reason", "what")
 # of errors about the number of ranks
 _GROUP_FIELDS = ("tensor_parallel", "sum_slices")
@@ -23,8 +23,8 @@ def rank_name(rank: int, ranks: int) -> str:
 def of_rank(error: BaseException, rank: int, ranks: int) -> FdasyncError:
     """The error with its rank in its words; a RunnerError where it is no error of fdasync, or has no words to change.
 
-    An error that names the rank already, as those of a worker process do, stays as it is. So does one that holds for
-    all ranks alike, which each of them finds by itself: a model that is not supported, or not with so many ranks.
+    An error that names the rank already, as a worker process's errors do, stays as it is. So does an error that holds
+    for all ranks alike, and that each finds by itself: a model that is not supported, or not with so many ranks.
     """
     if isinstance(error, UnsupportedModel):
         return error

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# how long steps before a failed one may take: a rank may wait for ever for one that failed
+# how long steps before a failed step may take: a rank may wait for ever for a failed rank
 _GRACE_S = 1.0
 
 
@@ -53,8 +53,8 @@ class GroupRunner(Runner):
     """See the module.
 
     Args:
-        ranks: in order, none of them opened; each was made with its `RunnerLimits.rank`, and has joined what it
-            exchanges bytes through, where it needs that. The group closes them.
+        ranks: in order, none of them opened; each was made with its `RunnerLimits.rank`, and has joined its exchange,
+            if it needs one. The group closes them.
 
     After the failure of one rank, steps before the failed one have a second to end; then all steps fail, in order.
     """
@@ -205,7 +205,7 @@ class GroupRunner(Runner):
         await self._ranks[0].reach_group(group)
 
     async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: int = -1) -> None:
-        """See `Runner`: every rank joins, one behind the other, so that each receives what it takes its share of.
+        """See `Runner`: every rank joins, one behind the other, so that each receives the tensors and takes its share.
         Cancelling has all of them give it up, and waits for that."""
         ranks = [msgspec.structs.replace(group, rank=group.rank + rank) for rank in range(len(self._ranks))]
         calls = [
@@ -256,7 +256,7 @@ class GroupRunner(Runner):
         await self._ask("releasing memory", calls)
 
     async def regain_memory(self, part: MemoryPart) -> None:
-        """See `Runner`. Where some ranks have the part back and others have not, those release it again."""
+        """See `Runner`. If only some ranks get the part back, these release it again."""
         tasks = await self._all(
             "taking memory back", [runner.regain_memory(part) for runner in self._ranks], bearable=WakeFailed
         )
@@ -275,7 +275,7 @@ class GroupRunner(Runner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
-        """See `Runner`. Names the ranks that have not answered; the error is that of the rank that others wait for."""
+        """See `Runner`. Names the ranks that have not answered; the error is from the rank that others wait for."""
         every: list[Call[Any]] = [*self._steps, *self._copies.values()]
         if self._asked is not None:
             every.append(self._asked)
@@ -302,7 +302,7 @@ class GroupRunner(Runner):
         return []
 
     def _progress(self) -> dict[str, list[int]]:
-        """How far each rank has come, by what is counted, that which others wait for first; empty: not known."""
+        """How far each rank has come, by what is counted; first what the others wait for; empty: not known."""
         return {}
 
     async def aclose(self) -> None:
@@ -335,8 +335,8 @@ class GroupRunner(Runner):
     ) -> list[asyncio.Future[T]]:
         """Begin one call on each rank; returns them done. The caller's deadline bounds the wait.
 
-        Raises the first error at once, without waiting for the other ranks, which may wait for that one; of several
-        at once that of the lowest rank, with notes of the others. Errors of the class `bearable` stay in their futures.
+        Raises the first error at once, without waiting for other ranks, which may wait for that rank; of several at
+        once the lowest rank's, with notes of the others. Errors of the class `bearable` stay in their futures.
         """
         tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(call) for call in calls]
         self._asked = asked = Call[Any](what, len(tasks))
@@ -360,7 +360,7 @@ class GroupRunner(Runner):
         return tasks
 
     def _raise_first(self, errors: Mapping[int, BaseException]) -> None:
-        """Raise that of the lowest rank, with notes of those that say something else."""
+        """Raise the error of the lowest rank, with notes of errors that say something else."""
         named = [self._named(error, rank) for rank, error in sorted(errors.items())]
         if named:
             for later in named[1:]:

@@ -25,7 +25,7 @@ class GroupPeerBlocks(PeerBlocks):
     """See the module.
 
     Args:
-        ranks: those of the ranks, in order.
+        ranks: the `PeerBlocks` of each rank, in order.
         named: an error of a rank, with the rank in its words.
     """
 

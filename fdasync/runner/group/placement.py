@@ -55,7 +55,7 @@ class Placement:
         self._locks = GpuLocks(shares=shares)
 
     def take(self) -> None:
-        """Lock the GPUs until `close`. Raises ConfigError naming one that another engine holds; none is locked then."""
+        """Lock the GPUs until `close`. Raises ConfigError naming a GPU that another engine holds, and locks none."""
         try:
             self.gpus = self._take_free() if self._named is None else self._take_named(self._named)
         except BaseException:
@@ -96,7 +96,7 @@ class Placement:
 
 
 def too_few(seen: Sequence[Gpu], free: Sequence[Gpu], needed: int, who: str) -> ConfigError:
-    """The error where of the visible GPUs fewer are free than are needed.
+    """The error where fewer of the visible GPUs are free than are needed.
 
     Args:
         who: needs them, in words that end in "needs" or "need".

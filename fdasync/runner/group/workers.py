@@ -57,7 +57,7 @@ class WorkerGroup(GroupRunner):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers, by rank; -1 before `open`."""
+        """Process ids of the workers, by rank; -1 before `open`."""
         return tuple([worker.pid for worker in self._workers])
 
     def place(self, environments: Sequence[Mapping[str, str]]) -> None:

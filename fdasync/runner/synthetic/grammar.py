@@ -42,7 +42,7 @@ def rule_of(grammar: Grammar, vocab_size: int, eos_id: int) -> Rule:
     if grammar.kind != "regex" or found is None:
         raise BadInput("grammar", f"{grammar.text!r:.100} is none of the synthetic model", limit="%M, %M{N}, %M!N")
     modulus, most, breaks_at = (int(part or -1) for part in found.groups())
-    # two candidates at least, one of which is not EOS
+    # two candidates at least, so one is not EOS
     if not 0 < modulus <= vocab_size // 2:
         raise BadInput("grammar", f"a modulus of {modulus}", limit=f"1 to {vocab_size // 2}")
     if most >= 0 and eos_id < 0:

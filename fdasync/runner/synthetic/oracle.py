@@ -40,10 +40,10 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         eos_id: sampled like any other token; -1: none.
         state_words: words of 64 bits of a recurrent state that each sequence has besides its KV; 0: none.
         num_snapshots: places of snapshots of it on the device.
-        chosen_top_k: positions that each of two indexers chooses for a token, of those that it sees; 0: there are none.
+        chosen_top_k: positions that each of two indexers chooses for a token, among those it sees; 0: no indexers.
         kv_shares: parts of equal size that a block's bytes have; in a group each rank writes its own to the host.
         max_run_tokens: a step yields 1 to so many tokens of a decoding sequence; how many, its position says
-            (`Oracle.run_length`). The tokens are those that one token a step gives.
+            (`Oracle.run_length`). The tokens are the same as with one token a step.
         values_spec: also write the second aux spec, "values", float16 [4] per token.
         pass_stamp: KV and a third aux spec, "stamp", uint32 [1], carry the number of the pass (step) that wrote
             them; stamps never influence tokens or rows (docs/design.md, rule 25).
@@ -52,7 +52,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         copy_s: seconds of a copy of blocks between device and host.
         load_s: seconds of loading new weights; steps and copies are refused meanwhile, as by a real model.
         sleep_s: seconds of releasing memory, and of taking back each part of it.
-        fail_wakes: so many parts cannot be taken back, before the first one that can.
+        fail_wakes: so many calls to take a part back fail, before the first that succeeds.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
@@ -100,7 +100,7 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def place(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Odd, so that no bit of a word is lost; different at every position."""
+    """An odd factor, so that no bit of a word is lost; different at every position."""
     return positions * U64(2) + U64(1)
 
 
@@ -146,8 +146,8 @@ class Oracle:
         return (words % U64(self.config.vocab_size)).astype(np.int64)
 
     def biased(self, token: int, bias: Mapping[int, float]) -> int:
-        """The token that a logit bias makes of a sampled one: the largest of the pretended logits with the bias, the
-        lowest id where several are equal."""
+        """The token that a logit bias puts in a sampled one's place: it has the largest pretended logit with the bias,
+        and the lowest id among equals."""
         if not bias:
             return token
         logits = np.zeros(self.config.vocab_size)
@@ -156,7 +156,7 @@ class Oracle:
         return int(logits.argmax())
 
     def matcher(self, grammar: Grammar | None, answer: Sequence[int] = (), *, key: int = -1) -> Matcher | None:
-        """Of an answer of sequence `key` that begins with these tokens; None without a grammar. Raises BadInput."""
+        """A matcher for sequence `key`, its answer so far as given; None without a grammar. Raises BadInput."""
         if grammar is None:
             return None
         config = self.config

@@ -434,7 +434,7 @@ class SyntheticRunner(SyntheticSleep):
         if self._closed:
             return
         if self._flights[0] is not flight:
-            # steps complete in order: it waits for an earlier one that hangs, or whose timer is late
+            # steps complete in order: it waits for an earlier step that hangs, or whose timer is late
             flight.due = True
             return
         self._flights.popleft()

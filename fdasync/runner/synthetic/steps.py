@@ -4,9 +4,9 @@ Tokens and rows are a function of *all* KV words that the block table points at 
 misplaced block changes the output.
 
 With `max_run_tokens` above 1 it works as speculative decoding does: a step forwards the last token of a sequence and
-drafts behind it, of which the first ones are right and the others wrong, samples at every position, and yields the
-samples up to the first that a draft did not foresee. KV of the wrong drafts stays behind until it is written again.
-With `RunnerLimits.speculation` it does the same with the host's drafts.
+drafts behind it (the first ones right, the others wrong), samples at every position, and yields the samples up to the
+first that a draft did not foresee. KV of the wrong drafts stays behind until it is written again. With
+`RunnerLimits.speculation` it does the same with the host's drafts.
 
 It knows no time: `runner.py`, which extends it, says when a step ends, and copies and loads.
 """

@@ -98,7 +98,7 @@ class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag="take_back"):
 
 
 class LoadFolder(msgspec.Struct, frozen=True, array_like=True, tag="load_folder"):
-    """Replace all weights by those of the checkpoint folder `path`. The answer is their weights id."""
+    """Replace all weights by the weights of the checkpoint folder `path`. The answer is their weights id."""
 
     path: str
 
@@ -211,8 +211,8 @@ class ReceiveTensors(msgspec.Struct, frozen=True, array_like=True, tag="receive_
     """As `Runner.receive_tensors`.
 
     Attributes:
-        source: of its tensors none where they are those of the message before: thousands of descriptions take longer
-            than their bytes between GPUs.
+        source: without tensors where they are the same as in the message before: sending thousands of descriptions
+            takes longer than the tensors' bytes take between GPUs.
     """
 
     source: GroupTensors

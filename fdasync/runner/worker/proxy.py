@@ -111,12 +111,12 @@ class WorkerRunner(Runner):
 
     @property
     def pid(self) -> int:
-        """Of the worker; -1 before `open`."""
+        """Process id of the worker; -1 before `open`."""
         return -1 if self._child is None else self._child.process.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """As those of a group."""
+        """The worker's process id, in the form in which a group has several."""
         return (self.pid,)
 
     def place(self, environments: Sequence[Mapping[str, str]]) -> None:
@@ -205,7 +205,7 @@ class WorkerRunner(Runner):
         self._tell(TakeBack(key))
 
     def _tell(self, message: Lend | TakeBack, fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send what `aclose` waits for, too, and does not take the worker for a busy one."""
+        """Send a message that `aclose` waits for, too, without taking the worker for busy."""
         told = self._send(message, _NOTHING, fds)
         self._told.add(told)
         told.add_done_callback(self._told.discard)
@@ -218,7 +218,7 @@ class WorkerRunner(Runner):
         return self._child.send(copy, _COPY)
 
     def peer_blocks(self) -> PeerBlocks | None:
-        """See `Runner`. Whether the worker's runner shows its blocks is told by `PeerBlocks.export`."""
+        """See `Runner`. `PeerBlocks.export` tells whether the worker's runner shows its blocks."""
         return WorkerPeerBlocks(self._send) if self.limits.shows_blocks else None
 
     async def check_grammar(self, grammar: Grammar) -> None:

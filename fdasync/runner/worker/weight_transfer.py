@@ -174,7 +174,7 @@ class TensorSender:
         total = sum(_aligned(nbytes_of(tensor)) for tensor in tensors)
         self._chunk_nbytes = page_aligned(max(1, min(chunk_nbytes, total)))
         self._chunks: list[SharedRegion] = []
-        # of the workers that have not told yet that they have read a chunk, by chunk
+        # answers of the workers that have not read a chunk yet, by chunk
         self._acks: list[list[asyncio.Future[None]]] = [[] for _ in range(_NUM_CHUNKS)]
         self._at = 0
         self._filled = 0
@@ -244,7 +244,7 @@ class TensorSender:
         acks = self._acks[chunk]
         if not acks:
             return
-        # cancelling the wait must not cancel the answers: a worker reads the chunk until it answers. One that failed
+        # cancelling the wait must not cancel the answers: a worker reads the chunk until it answers. A failed answer
         # ends the update, whatever the others do
         await asyncio.wait(acks, return_when=asyncio.FIRST_EXCEPTION)
         for number, ack in enumerate(acks):

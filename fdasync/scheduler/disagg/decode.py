@@ -2,11 +2,11 @@
 
 A lease reserves device blocks for the whole prompt and the first new token of each sample, and pins the prefix that
 this instance has already. Offered blocks are copied to the host (a bounded number at a time: the staging ring), checked
-there, and brought to the device; those on a device that this instance reads go straight to its own. A sample starts
-when its first token, all blocks before it and its recurrent state, if the model has one, are here. A lease is dropped
-if it is not renewed, takes too long, or if its blocks do not arrive as promised; blocks that arrived whole stay as
-cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may pass
-it, and it passes no lease or sample that has aged: so none starves.
+there, and brought to the device; blocks on a device that this instance reads go straight to its own device. A sample
+starts when its first token, all blocks before it and its recurrent state, if the model has one, are here. A lease is
+dropped if it is not renewed, takes too long, or if its blocks do not arrive as promised; blocks that arrived whole stay
+as cache. A lease that finds no room waits in line. Until it has aged, later leases and samples of this instance may
+pass it, and it passes no lease or sample that has aged: so none starves.
 
 This module knows no bytes, no links and no clock but the time of events. Called by `core.py`; `receiver.py` enters the
 blocks that arrive, `fdasync_fleet/instance/decode_service.py` talks to the prefill instance. The other side is
@@ -201,8 +201,8 @@ class DecodeSide:
     def _grant_all(self, now: float) -> Order | None:
         """Grant the leases that fit; returns the order of the first lease that has aged and does not fit.
 
-        One order holds for leases in line and for samples that wait for room here: none passes one that has aged. A
-        pause that lets requests end waits for every granted lease, so it grants none, and no lease holds up what ends.
+        Leases in line and samples that wait for room here have one order: none passes an aged one. A pause that lets
+        requests end waits for every granted lease, so none is granted meanwhile, and no lease holds up the end.
         """
         before = now - self._rules.age_s
         first = self._queues.first_aged(before)
@@ -328,7 +328,7 @@ class DecodeSide:
             self._await(lease, self._swap_planner.bring(blocks))
 
     def _want_state(self, lease: Lease, key: int) -> None:
-        """A sample comes with its state. The state behind a prompt is that of every sample of the group: one that is
+        """A sample comes with its state. All samples of a group share the state behind their prompt: a state that is
         here, or on its way, serves all that wait."""
         here = next(iter(lease.states.values()), None)
         comes = bool(lease.states)
@@ -451,7 +451,7 @@ class DecodeSide:
             self._drop(lease, why)
 
     def reset_cache(self) -> None:
-        """Granted leases keep the blocks that they have; these and later ones of theirs are not shared."""
+        """Granted leases keep the blocks that they have; neither these nor their later blocks are shared."""
         for lease in self.leases.values():
             if lease.granted:
                 lease.shares = False

@@ -97,7 +97,7 @@ class Decoder:
     Attributes:
         queue: hand-offs that ask it next, in order.
         asks: questions to it in flight.
-        asked_tokens: prompt tokens of those questions.
+        asked_tokens: prompt tokens of the questions in flight.
         silent: it did not answer the last question in time. Until it answers, it gets one question at a time.
     """
 

@@ -40,12 +40,12 @@ class Lease:
             states, whose index is `full` + 1.
         arriving: copies to the device that the lease waits for.
         hands: by sample, the offer with its first token.
-        states: by sample, the recurrent state behind its prompt, once it is on the host, which the lease holds there
-            once for each: samples that wait at the same time share one. None: it has not arrived. A sample has it on
-            the device, or on the way there, once it has a `resume`.
+        states: by sample, the recurrent state behind its prompt, once it is on the host; None: it has not arrived. The
+            lease holds each state there once: samples that wait at the same time share one. Once a sample has a
+            `resume`, its state is on the device, or on the way there.
         tails: samples whose open block has not arrived yet.
         ttl_s: the lease ends if it is not renewed for so long.
-        renew_by, over_by: engine times of its end without a renewal, and with one; this instance's own rules bound
+        renew_by, over_by: engine times at which it ends if not renewed, and in any case; this instance's rules bound
             both.
     """
 

@@ -2,9 +2,9 @@
 
 Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
 it at most), and checked there. Blocks that lie on a prefill instance's device are copied to this one's, and have no
-place on the host. Recurrent states are copied to the host's places for them, of which one prefill instance gets half,
-too. Each block takes one of the device blocks that were reserved for its lease. This module knows no bytes, and decides
-about no lease. Called by `decode.py`.
+place on the host. Recurrent states are copied to the host's places for them; one prefill instance gets half of these at
+most. Each block takes one of the device blocks that were reserved for its lease. This module knows no bytes, and
+decides about no lease. Called by `decode.py`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Receive:
         epoch: of the weights at its start.
         blocks: device and host places that are being filled.
         indices: of each block, its number in the prompt.
-        samples: of each block, the sample that it is the open block of; None: it is a full block of all samples.
+        samples: of each block, the sample whose open block it is; None: it is a full block of all samples.
         on_device: the blocks come from device to device.
-        state: the state that is being filled, of the first of `samples`; None: blocks are.
+        state: the state that is being filled, of the first of `samples`; None: blocks are filled.
     """
 
     __slots__ = ("blocks", "epoch", "indices", "lease", "on_device", "samples", "state")
@@ -177,8 +177,8 @@ class BlockReceiver:
         return True
 
     def let_go(self, lease: Lease, state: Snapshot) -> None:
-        """A sample of a lease, which it has left, needs the place of a state on the host no more; the last one of those
-        that share it gives the place back."""
+        """A sample has left its lease, and needs its state's place on the host no more; the last sample that shares the
+        place gives it back."""
         if not any(held is state for held in lease.states.values()):
             self._states.give_back(lease.peer)
         self._index.unhold(state)

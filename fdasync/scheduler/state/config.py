@@ -16,8 +16,8 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         asks: lease questions in flight, to all decode instances together.
         asks_per_peer: lease questions in flight, to one decode instance.
-        ahead_tokens: prompt tokens that a prefill instance has leases for and has not begun, with those that it asks
-            one decode instance for; 0: two step budgets. A longer request is leased all the same, alone.
+        ahead_tokens: prompt tokens that a prefill instance has leases for and has not begun, and prompt tokens that it
+            is asking one decode instance for; 0: two step budgets. A longer request is leased all the same, alone.
         silent_s: a decode instance that answers nothing for so long is passed over.
         queue_s: how long to stand in line at one instance while there are others to ask.
         find_s: how long to look for an instance that has room.
@@ -75,7 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         write_back: the sealed blocks of preempted requests go to the host at once, and to the store if there is one.
         fetch_min_tokens: shorter runs of tokens are computed, not looked up.
         leases: bounds of prefill/decode disaggregation.
-        kv_events: publish every identity that can be matched from now on, and every one that cannot any more.
+        kv_events: publish every identity as soon as it can be matched, and as soon as it no longer can.
         prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: estimates until the first measurement.
         policy, policy_config: which requests go first (`state/policy.py`): the policy's name, and its settings.
         drafter, drafter_config: what drafts tokens for the runner to verify, up to max_run_tokens - 1 of a sequence:
@@ -130,7 +130,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         waiting: sequences in the waiting queue.
-        running: sequences that hold blocks, of which a step may still be planned or awaited.
+        running: sequences that hold blocks, and may still have a step planned or in flight.
         steps: completed steps.
         free_blocks, idle_blocks, num_blocks: device blocks without content; with content that no sequence uses; all.
         preemptions: how often a sequence gave its blocks up for others.
@@ -141,8 +141,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         late_aborts: aborts of requests that were unknown or had ended.
         prompt_tokens, hit_tokens: of admitted requests, first admission only.
         hit_tokens_host, hit_tokens_store: the part of hit_tokens that was found there.
-        num_slots, free_slots: places of rows, and those of them without content; 0 without capture.
-        num_host_blocks, free_host_blocks: blocks of the host tier, and those of them without content.
+        num_slots, free_slots: places of rows, and places without content; 0 without capture.
+        num_host_blocks, free_host_blocks: blocks of the host tier, and blocks without content among them.
         swapped_in_blocks, swapped_out_blocks: blocks copied between device and host.
         fetched_blocks, late_fetched_blocks: blocks read from the store in time, and after the wait for them had ended.
         written_blocks: blocks that the store took.
@@ -153,7 +153,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         writing: blocks that are being written to the host or the store, or queued for it.
         waiting_for_store: lookups and fetches in flight.
         late_transfers: transfers whose wait ended before their work.
-        reserved_blocks: of the free and idle blocks, those promised to leases and not taken yet.
+        reserved_blocks: free and idle blocks that are promised to leases, and not taken yet.
         leased: samples that wait for blocks of another instance, or in line for room for them.
         leases_granted, leases_denied, leases_dropped: answers to prefill instances, and leases that ended unused.
         received_blocks: blocks that arrived from other instances.
@@ -163,11 +163,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         weight_version: the caller's label of the weights in use.
         drafter: name of the drafter that steps have drafts of; "": there is none, or the runner alone drafts.
         drafted_tokens: tokens of the drafter that the runner forwarded as drafts.
-        accepted_tokens: those of them that equalled the token sampled in their place.
+        accepted_tokens: drafted tokens that equalled the token sampled in their place.
         drafting_steps: completed steps that had drafts.
         own_drafter, own_drafted_tokens, own_accepted_tokens, own_drafting_steps: likewise of the runner's own drafter.
-        num_snapshots, free_snapshots, num_host_snapshots, free_host_snapshots: places of snapshots of recurrent state
-            on the device and on the host, and those of them without content; all 0 for a model that has KV alone.
+        num_snapshots, free_snapshots, num_host_snapshots, free_host_snapshots: places of snapshots of recurrent state,
+            and places without content, on the device and on the host; all 0 for a model that has KV alone.
         taken_snapshots: snapshots that steps took.
         resumed_snapshots: sequences that started from one.
         lost_snapshots: snapshots that were evicted from their last place.

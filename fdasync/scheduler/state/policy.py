@@ -109,7 +109,7 @@ _SEEN = tuple(
 def check_policy(policy: Policy) -> None:
     """Look at what a policy says of a few candidates, before an engine trusts it. It is no proof: `PolicyTests` is.
 
-    Raises PluginError where a key is none, keys differ in length, or `passed_for_s` is no bound.
+    Raises PluginError where a key is no tuple of numbers, keys differ in length, or `passed_for_s` is no bound.
     """
     orders = [policy.order(candidate) for candidate in _SEEN]
     if len({len(order) for order in orders}) > 1:

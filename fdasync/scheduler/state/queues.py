@@ -135,7 +135,7 @@ class SequenceQueues:
         self.loaded[seq.key] = seq
 
     def to_prefill(self, seq: Sequence) -> None:
-        """It has its blocks, and KV in those that are hits. The caller has taken it out of `waiting`."""
+        """It has its blocks, and those it found cached hold KV. The caller has taken it out of `waiting`."""
         self.loaded.pop(seq.key, None)
         seq.state = State.PREFILL
         self.prefilling[seq.key] = seq
@@ -189,7 +189,7 @@ class SequenceQueues:
         return leaves
 
     def decodes(self, skips: list[Sequence]) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
-        """The sequences that decode, in the runner's order, and (row, sequence) of those that give tokens as they come.
+        """The decoding sequences, in the runner's order, and (row, sequence) of each that gives tokens as they come.
 
         The lists are shared between steps while no sequence joins or leaves: the caller must not write them.
         """
@@ -243,7 +243,7 @@ class SequenceQueues:
         return seq
 
     def _running(self) -> list[Sequence]:
-        """The sequences that have blocks, and of which a step is still to be planned."""
+        """The sequences that have blocks, and need a further step."""
         holders = (self.decoding, self.prefilling, self.loading, self.loaded)
         return [seq for held in holders for seq in held.values()]
 

@@ -86,8 +86,8 @@ class Sequence:
     Attributes:
         key: number of the sample in this engine.
         group: key of its request's first sample.
-        first: the first sample of its request that came with it; None: it is that one.
-        begun: of the first sample: one of its request was admitted, and the caller may have tokens of it.
+        first: the first sample of its request that came with it; None: it is the first.
+        begun: of the first sample: a sample of its request was admitted, and the caller may have tokens of it.
         order: place in every queue, as the policy says.
         deadline: engine time at which it ends; inf: none.
         tokens: prompt and output known so far; grows with overrun after the end too.
@@ -120,7 +120,7 @@ class Sequence:
         branch_at: end of the leading tokens whose KV was there already when it was admitted, with a snapshot or not.
         mark: while it decodes, the position at which it takes its next snapshot; 0 for a model without recurrent state.
         rolling: the snapshot that its next one replaces; None: there is none.
-        awaited: positions in its answer whose snapshots steps in flight take, or later ones, and these; rising.
+        awaited: (position in its answer, snapshot) for each that steps in flight or later ones take; rising.
         passed: the last snapshot that it started from or took, and how often a sequence had started from it by then.
         parting: the state behind its prompt, held until it is handed over with it; None: there is none.
         midway: its KV came whole up to its prompt's end, an open block included, and it has not started yet.
@@ -249,13 +249,13 @@ class Sequence:
 
     @property
     def wants_room(self) -> bool:
-        """It waits for room alone, while it waits."""
+        """While it waits, it waits for room alone."""
         elsewhere = self.hand_off is not None and not self.hand_off.granted
         return not (self.hashing or elsewhere or self.store.waits_for is not None or self._waits_for_prompt)
 
     @property
     def _waits_for_prompt(self) -> bool:
-        """Its chosen positions of the prompt are those of the first sample, which has not planned all of them yet: it
+        """It takes the prompt's chosen positions from the first sample, which has not planned all of them yet, and
         could end before they are written (docs/design.md, rule 46)."""
         first = self.first
         if first is None or self.chosen_from < 0:
@@ -278,8 +278,8 @@ class Sequence:
         (self.first or self).begun = True
 
     def hit_limit(self, block_tokens: int) -> int:
-        """The most leading blocks that it need not compute: the first sample needs the logits of the last token, and a
-        token of the prompt that is scored those of the token before it (docs/design.md, rule 12). No block has the
+        """The most leading blocks that it need not compute: its next token needs the logits of its last token, and a
+        scored token of the prompt needs the logits of the token before it (docs/design.md, rule 12). No block has the
         positions that indexers chose (rule 46)."""
         last = len(self.tokens) - 1
         if self.score_from >= 0:

@@ -40,7 +40,7 @@ class CostModel:
     """
 
     def __init__(self, prefill_tokens_per_s: float, fetch_nbytes_per_s: float, lookup_s: float) -> None:
-        # kept as seconds per unit: means of those are right where means of rates are not
+        # kept as seconds per unit: their mean is right, the mean of rates is not
         self._prefill = Mean(1.0 / prefill_tokens_per_s)
         self._fetch = Mean(1.0 / fetch_nbytes_per_s)
         self._lookup = Mean(lookup_s)

@@ -1,10 +1,10 @@
 """Which blocks a sequence lacks that a store may have. Pure.
 
-A sequence of a model that has KV alone lacks the blocks between those that are here and the next one that is here. A
+A sequence of a model that has KV alone lacks the blocks between its leading blocks here and the next block here. A
 recurrent model goes on only from a snapshot. Stores keep snapshots at the multiples of `state_every_tokens` alone, in
-the objects of the blocks that end there, so that the count of leading blocks that a store has tells what a sequence
-could go on from. Such a sequence lacks the blocks up to the last of these multiples that are in no tier here, and the
-block that ends there even if its KV is here, for its snapshot.
+the objects of the blocks that end there, so the number of leading blocks in a store tells what a sequence could go on
+from. Such a sequence lacks the blocks up to the last of these multiples that are in no tier here, and the block that
+ends there even if its KV is here, for its snapshot.
 
 This module asks no store and plans no fetch: `store_planner.py` does, and `chains.py` asks which blocks carry a state.
 """

@@ -5,20 +5,20 @@ of no use to it. Snapshots cost as much as the KV of thousands of tokens, so the
 likely to start:
 
 - at the last full block of a prompt: the other samples of a group, and a request that is sent again. They compute the
-  last token themselves, so of a prompt of whole blocks they start one block earlier, and its next turn at its end;
-- where a prompt leaves the blocks that another one left behind: it is a branch of a conversation, or a shared preface;
+  last token themselves, so after a prompt of whole blocks they start one block early, and its next turn at its end;
+- where a prompt departs from the blocks of an earlier one: at a branch of a conversation, or after a shared preface;
 - every `state_every_tokens`;
 - behind the prompt of a sequence that is handed over to another instance, wherever in a block that is;
 - at the last full block of an answer, so that the next turn of a conversation, and a preempted sequence, go on from
   there. An answer may end at any token, so a decoding sequence takes a snapshot at the end of each block and gives back
   the one before, unless that one lies at a multiple of `state_every_tokens` or another sequence started from it.
 
-Where a step may yield several tokens of a sequence, it is not known before which step comes to the end of a block. Then
-each step that may is told of the snapshot, under the same place; the one that does takes it. It is *awaited* until the
-block is sealed: no sequence starts from it, and it keeps its place.
+Where a step may yield several tokens of a sequence, it is not known beforehand which step reaches the end of a block.
+Then each step that may reach it is told of the snapshot, under the same place; the step that does takes it. It is
+*awaited* until the block is sealed: no sequence starts from it, and it keeps its place.
 
-Places are had from the snapshots that were used longest ago, but first from those that a sequence has passed: it has a
-later one now, from which a next turn starts. Those are not copied to the host to make room.
+Places are taken from the least recently used snapshots, but first from snapshots that a sequence has passed: it has a
+later one now, from which a next turn starts. Passed snapshots are not copied to the host to make room.
 
 This module plans no copy (`swap_planner.py` does) and knows no bytes. Called by `step_planner.py` and `core.py`.
 """
@@ -60,8 +60,8 @@ class SnapshotPlanner:
 
     @staticmethod
     def usable(hits: list[Block], step_id: int) -> list[Block] | None:
-        """Those of the leading blocks that a sequence can go on from in step `step_id`: up to the last snapshot. None:
-        a better one is being taken in this very step, and the sequence should wait for it."""
+        """The leading blocks that a sequence can go on from in step `step_id`: up to the last snapshot. None: that
+        snapshot is not yet taken, and the sequence should wait for it."""
         for number in range(len(hits), 0, -1):
             snapshot = hits[number - 1].snapshot
             if snapshot is not None:
@@ -134,8 +134,8 @@ class SnapshotPlanner:
             self.pool.unhold(snapshot)
 
     def decodes(self, seq: Sequence, least: int, most: int, step_id: int) -> None:
-        """Behind step `step_id` a decoding sequence has forwarded from `least` to `most` tokens, for all that is known:
-        plan the snapshots that the step takes, or may take."""
+        """After step `step_id` a decoding sequence has forwarded `least` to `most` tokens, as far as is known: plan the
+        snapshots that the step takes, or may take."""
         for position, snapshot in seq.awaited:
             # one behind fewer tokens is taken by a step in flight
             if snapshot.awaited and position >= least:
@@ -193,7 +193,7 @@ class SnapshotPlanner:
             return None
         block.branches += position == seq.branch_at
         if awaited and not self.pool.has_room(2):
-            # it may be awaited for many steps: the last place is for those who come from the host meanwhile
+            # it may be awaited for many steps: the last place is for snapshots that come from the host meanwhile
             self.pool.refused += 1
             return None
         if not awaited:
@@ -211,8 +211,8 @@ class SnapshotPlanner:
         seq.passed = None if branches > 1 else (snapshot, 0)
 
     def _pass_by(self, seq: Sequence) -> None:
-        """The sequence takes a snapshot behind the one that it passed: what goes on from it, such as the next turn of a
-        conversation, will start there. So that one makes room first, unless others started from it, too."""
+        """The sequence takes a snapshot behind the one that it passed: what continues it, such as the next turn of a
+        conversation, will start there. So the passed snapshot makes room first, unless others started from it, too."""
         passed, seq.passed = seq.passed, None
         if passed is not None:
             before, starts = passed

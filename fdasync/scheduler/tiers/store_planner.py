@@ -271,7 +271,7 @@ class StorePlanner:
 
     @staticmethod
     def _behind(lookup: _Lookup) -> list[bytes]:
-        """The identities behind those of the lookup, of the first sequence that asked; their blocks are here."""
+        """The first asking sequence's identities behind the lookup's; their blocks are here."""
         chain = lookup.waiting[0].keys
         return chain[chain.index(lookup.keys[-1]) + 1 :] if lookup.keys[-1] in chain else []
 
@@ -363,7 +363,7 @@ class StorePlanner:
         return self.rates.fetch_s(self._nbytes(wanted) + ahead)
 
     def _transfer_nbytes(self, transfer: _Transfer, moved: Iterable[bool]) -> int:
-        """What those of its objects take, about, that moved."""
+        """About how many bytes its objects have that moved."""
         numbers = [number for number, came in enumerate(moved) if came]
         states = sum(number in transfer.snapshots for number in numbers)
         return len(numbers) * self._config.block_nbytes + states * self._config.snapshot_nbytes
@@ -414,8 +414,8 @@ class StorePlanner:
         self._held += len(blocks)
 
     def _hold_snapshot(self, seq: Sequence, arrived: list[Snapshot]) -> None:
-        """Hold the last of the snapshots that came for it. Those before it came since an object is read as a whole:
-        they make room before others do, and the store has them."""
+        """Hold the last of the snapshots that came for it. Earlier ones came only because an object is read whole: they
+        make room first, and the store has them."""
         for snapshot in arrived[-1:]:
             snapshot.hold()
             seq.store.held_snapshots.append(snapshot)
@@ -424,8 +424,8 @@ class StorePlanner:
             self._index.pool.snapshots.demote(snapshot)
 
     def _hold_hits(self, seq: Sequence, gap: Gap) -> None:
-        """Hold the blocks before and among those of a fetch that are here, so that they do not make room for it.
-        Without them it is useless."""
+        """Hold the blocks that are here, before and among the fetched ones, so that they do not make room for the
+        fetch. Without them it is useless."""
         last = gap.keys[-1]
         hits = seq.keys[: seq.keys.index(last)] if last in seq.keys else []
         blocks = [block for key in hits if (block := self._index.get(key)) is not None]
@@ -471,7 +471,7 @@ class StorePlanner:
         return came
 
     def _release_snapshot(self, transfer: _Transfer, number: int, *, arrived: bool) -> None:
-        """A transfer lets go of a snapshot. One that was fetched goes to the computation that has its identity."""
+        """A transfer lets go of a snapshot. A fetched snapshot goes to the block that has its identity now."""
         pool, snapshot = self._index.pool.snapshots, transfer.snapshots[number]
         assert pool is not None
         if transfer.reason == "fetch":

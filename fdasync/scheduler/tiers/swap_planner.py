@@ -124,8 +124,8 @@ class SwapPlanner:
         return export
 
     def pin(self, block: Block) -> Export:
-        """Hold a block on the device for another instance, which reads it there. It is there, and sealed, or an open
-        block that no step writes any more."""
+        """Hold a block on the device for another instance, which reads it there. The block is there, and is sealed, or
+        open but written by no step any more."""
         export = Export(block, on_device=True)
         export.held = True
         self._pinned[export] = None
@@ -215,7 +215,7 @@ class SwapPlanner:
                 copy.waiting = [other for other in copy.waiting if other is not seq]
 
     def plan(self, *, ahead: bool = True) -> list[SwapIn | SwapOut]:
-        """The copies of this turn; `ahead`: also those that make room before it is needed."""
+        """The copies of this turn; `ahead`: also copies that make room before it is needed."""
         actions: list[SwapIn | SwapOut] = [*self._loads]
         self._loads.clear()
         if not self.enabled:
@@ -259,7 +259,7 @@ class SwapPlanner:
         return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
 
     def _send_snapshots(self, *, ahead: bool) -> list[SwapOut]:
-        """Copy out the snapshots that shall be kept, and those that make room before it is needed."""
+        """Copy out the snapshots that shall be kept, and snapshots whose copies make room before it is needed."""
         pool = self._index.pool.snapshots
         if pool is None or self._outward >= _MAX_OUTWARD:
             return []
@@ -386,7 +386,7 @@ class SwapPlanner:
         return {"copy": sum(len(copy.blocks) for copy in self._copies.values()), "export": self._held}
 
     def check(self) -> None:
-        """Raise InvariantBroken unless blocks in copies know it, and the sequences that wait for copies."""
+        """Raise InvariantBroken unless the blocks in copies, and the sequences that wait for copies, know it."""
         arriving: dict[int, int] = {}
         moves = Counter([id(one) for copy in self._copies.values() for one in copy.snapshots])
         for snapshot in self._index.pool.snapshots.live() if self._index.pool.snapshots else ():

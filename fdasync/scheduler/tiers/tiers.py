@@ -143,8 +143,8 @@ class Tiers:
 
     def reset_cache(self) -> None:
         """Device and host forget every block (docs/design.md, rule 37). Sequences that hold blocks go on with them, and
-        share none, those that they fill later included: one that is preempted starts under identities that are computed
-        again. Waiting ones may have blocks of the store brought again."""
+        share none, nor any block that they fill later; a preempted sequence starts under identities that are computed
+        again. Waiting sequences may have blocks brought from the store again."""
         if not self._index.enabled:
             return
         for seq in self._sequences.values():

@@ -23,8 +23,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
         version: label of the weights.
         layers: hidden-layer numbers.
         num_experts: of each layer.
-        rows, counted: tokens that were computed, and those of them that were looked at: `table` is an estimate where
-            these are fewer.
+        rows, counted: tokens that were computed, and tokens among them that were looked at: `table` is an estimate
+            where `counted` is lower.
         table: picks [layers][experts].
         imbalance: of each layer, the picks of the busiest expert over the mean; 1: all are alike, 0: no picks.
         dead: (layer, expert) that nobody chose in what was counted, by hidden-layer number; () as long as chance alone

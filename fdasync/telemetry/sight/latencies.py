@@ -1,4 +1,4 @@
-"""Histograms of seconds in buckets of one width for all engines, so that those of several engines add up.
+"""Histograms of seconds, in the same buckets for all engines, so that several engines' histograms add up.
 
 Four buckets to each doubling, from 0.1 ms to half an hour: a quantile is right to a fifth of itself. Pure. Called by
 `recorder.py`, and by readers of a `Sight`.

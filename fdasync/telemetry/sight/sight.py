@@ -19,7 +19,7 @@ Meta = msgspec.Meta
 MOMENT_S = 5.0
 #: moments that an engine keeps: ten minutes
 MOST_MOMENTS = 120
-#: tables of picks that an engine keeps: of the weights in use, and of those before
+#: tables of picks that an engine keeps: of the weights in use, and of earlier weights
 MOST_TABLES = 4
 #: bytes of all tables of picks that cross a link at a time; a model of more cells shows none
 MAX_PICKS_NBYTES = 2 << 20
@@ -70,7 +70,7 @@ class Picks(msgspec.Struct, frozen=True):
         layers: hidden-layer numbers of the rows of the table.
         num_experts: of each layer.
         rows: tokens that were computed.
-        counted: those of them that were looked at: all, or up to a number of each step (`cache/picks.py`).
+        counted: tokens that were looked at: all of `rows`, or up to a number of each step (`cache/picks.py`).
         table: int64 little-endian [layers, experts]: picks, each counted for as many tokens as its token stands for.
             They are estimates where `counted` is below `rows`.
         namespace: of the weights, on every instance that has them; a label may have named several.
@@ -113,7 +113,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
         tap_problem: which taps of the configuration ended, and why.
         dropped_events: that those taps lost.
         moments: of the last minutes, oldest first.
-        picks: tables of the weights in use and of those before, newest first; () without routing.
+        picks: tables of the weights in use and of earlier weights, newest first; () without routing.
     """
 
     state: State

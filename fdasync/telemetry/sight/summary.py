@@ -29,7 +29,7 @@ SLOW = 1.5
 # sights that are older than this say nothing of now
 _STALE_S = 5.0
 _QUANTILES = (0.5, 0.9, 0.99)
-# from the one that serves most to those that serve nothing
+# from the state that serves most to the states that serve nothing
 _STATES: tuple[str, ...] = (*get_args(Doing), "draining", "closing", "closed", "failed", "silent", "away")
 # what keeps an engine from going on until somebody brings weights
 _NEEDS = {
@@ -53,7 +53,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a window of the last seconds.
+    """Rates over a window of the last seconds.
 
     Attributes:
         seconds: that it has, of engines that have run so long.
@@ -84,7 +84,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """By state; see `Sight`."""
+    """Requests by state; see `Sight`."""
 
     waiting_for_place: int
     waiting: int
@@ -103,7 +103,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         slow: a token takes it longer than the others of its role.
         weight_version: label of its weights.
         requests, device, host, slots, rates: of it alone.
-        leases: granted, denied, dropped, of those that other instances asked it for.
+        leases: granted, denied, dropped, of the leases that other instances asked it for.
         queued_tokens, preemptions, finished, tokens: see `Sight`.
     """
 
@@ -339,8 +339,8 @@ def _leases(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
 
 
 def _once(role: str, moments: Sequence[Moment], apart: bool) -> tuple[Moment, ...]:
-    """Of a request that is handed over, the prefill side tells the prompt and the decode side the output: both count
-    both."""
+    """A request that is handed over has its prompt told by the prefill side and its output by the decode side: both
+    count both."""
     if apart and role == "prefill":
         return tuple([msgspec.structs.replace(moment, tokens=0, finished=0) for moment in moments])
     if apart and role == "decode":

@@ -284,7 +284,7 @@ class FaultRunner(Runner):
         if self._broken is None:
             self.inner.launch(step).add_done_callback(lambda inner: self._inner_done(step.step_id, inner))
         elif fault is None or fault.kind != "hang":
-            # a runner that hangs ends nothing; one that failed or died ends every step with its error, in order
+            # a runner that hangs ends nothing; a runner that failed or died ends every step with its error, in order
             self._settle(step.step_id, self._broken)
         return done
 

@@ -1,7 +1,7 @@
 """Finds leaks: of tasks, threads, fds, shared segments and child processes, and of an engine's blocks and requests.
 
 `Resources.now()` lists what this process holds, and `left_since` names the additions since an earlier list.
-`check_idle` compares the counters of an engine with those of an idle one.
+`check_idle` compares an engine's counters with an idle engine's.
 
 Reads /proc and blocks for microseconds. Called by tests, benchmarks and the pytest plugin, never by an engine.
 """

@@ -6,8 +6,8 @@ Adopt it beside `RunTests`, whose `make` then drafts by itself, or alone:
         def make(self, limits):
             return MyRunner(MyConfig(), limits)
 
-Whatever a host drafts, tokens, log-probs and rows must be those of a runner without drafts. What is right is accepted,
-as far as the step may; what does not fit the contract fails the step.
+Whatever a host drafts, tokens, log-probs and rows must be the same as without drafts. Right drafts are accepted, as far
+as the step may; drafts that break the contract fail the step.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class DraftTests(RunnerSuite):
 
 
 def drafts_of(paths: dict[int, tuple[int, Sequence[int], int]]) -> Drafts:
-    """From start, tokens, and most drafts to forward of each sequence's path."""
+    """`Drafts` made of each sequence's path: start, tokens, and most drafts to forward."""
     return Drafts(
         tuple(paths),
         tuple([start for start, _, _ in paths.values()]),

@@ -36,7 +36,7 @@ class RunnerSuite(LoopHooks):
             steps of 4 blocks.
         logprobs: the runner computes log-probs.
         overlaps: the runner takes a step while one is in flight.
-        grammar: one that has an effect on samples, and allows four tokens and more; None: the runner has no grammars.
+        grammar: a grammar that changes samples, and allows four tokens and more; None: the runner has no grammars.
         loads: the runner takes new weights; then `make_of`, `write_folder` and `tensors_of` are defined.
         batch_safe: a batch changes no token of a sequence: always so in exact arithmetic, nearly always in float32, not
             in bfloat16. False: sequences that another instance began go on alone.

@@ -51,7 +51,7 @@ class Line:
 class Play:
     """Sequences that are decoded together, with up to `depth` steps in flight.
 
-    `lines`: those that decode already, in the order in which they joined.
+    `lines`: the lines that decode already, in the order in which they joined.
     """
 
     def __init__(self, on: Bench, depth: int, lines: Sequence[Line] = ()) -> None:

@@ -2,7 +2,7 @@
 
 One runner computes a prompt and its first token. The KV of all its blocks, the partly filled one included, and its rows
 are moved as bytes to another runner, which goes on where the first runner stopped: in the middle of a block. Its output
-must equal that of the first runner when the first runner goes on itself. Used by `runners/suite.py`.
+must equal the first runner's when the first runner goes on itself. Used by `runners/suite.py`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TailTests(RunnerSuite):
                     written,
                 )
                 noise = random.integers(0, 256, begun.past.shape, np.uint8)
-                # among the bits of 0xff are those of no number at all
+                # bytes of 0xff alone are NaN
                 for number, garbage in enumerate((np.full_like(noise, 0xFF), noise)):
                     kv = [*begun.kv[:-1], np.where(begun.past, garbage, begun.kv[-1])]
                     await self._take_over(other, 10 * key + number, replace(begun, kv=kv), 1)
@@ -233,7 +233,7 @@ class TailTests(RunnerSuite):
         raise AssertionError(f"row {position} is there, which no step computed")
 
     def _assert_logprobs(self, whole: Line, later: Line) -> None:
-        """Compare log-probs from the second token on; those of the first token came with it."""
+        """Compare log-probs from the second token on; the first token came with its log-probs."""
         if not self.logprobs:
             return
         for name in ("raw", "processed", "best"):

@@ -9,8 +9,8 @@ Adopt it beside `RunnerTests`, which tests the same runner where a step yields o
         def make_plain(self, limits):
             return MyRunner(MyConfig(drafts=0), limits)
 
-Whatever runs a step yields, tokens, log-probs and rows must be those of one token a step, and only positions that were
-forwarded with tokens of a run have rows. A sequence whose block table has no room left yields none.
+Whatever runs a step yields, tokens, log-probs and rows must be the same as with one token a step, and only positions
+that were forwarded with tokens of a run have rows. A sequence whose block table has no room left yields none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunTests(RunnerSuite):
     """Subclass it, name the subclass Test..., define `make` and `make_plain`; more in `RunnerSuite`."""
 
     def make_plain(self, limits: RunnerLimits) -> Runner:
-        """A new runner, not opened, that answers like those of `make` with one token a step."""
+        """A new runner, not opened, that answers like `make`'s runners, with one token a step."""
         raise NotImplementedError
 
     @on_loop
@@ -246,7 +246,7 @@ def runs_of(output: StepOutput) -> list[list[int]]:
 
 
 def columns_of(output: StepOutput) -> Iterator[tuple[Any, ...]]:
-    """Token, raw and processed log-prob and alternatives of each entry of a step, none of which may be missing."""
+    """Token, raw and processed log-prob and alternatives of each entry of a step; none may be missing."""
     assert output.raw is not None, f"raw log-probs of a sequence with log-probs: {output}"
     assert output.processed is not None, f"processed log-probs of a sequence with log-probs: {output}"
     assert output.top is not None, f"alternatives of a sequence with log-probs: {output}"

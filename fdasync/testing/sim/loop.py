@@ -194,7 +194,7 @@ def _cancel_all(loop: SimLoop) -> None:
         try:
             loop.run_until_complete(asyncio.wait(tasks, timeout=3600.0))
         except (Deadlock, Livelock):
-            # the error of the run is reported, not that of its end
+            # the error of the run is reported, not the error of its end
             return
         for task in tasks:
             # retrieved, so that asyncio does not warn of it

@@ -208,7 +208,7 @@ class FaultyStore(Wrapper):
         self.counts[fault] = self.counts.get(fault, 0) + 1
 
     def _draw(self, what: str, key: str) -> float:
-        """From 0 to below 1."""
+        """A number from 0 to below 1."""
         if self.plan.by == "random":
             return self._random.random()
         return (xxhash.xxh3_64_intdigest(f"{self.plan.seed} {what} {key}".encode()) >> 11) / (1 << 53)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Naps:
-    """Waits of known length, all of which can be ended at once."""
+    """Waits of known length; all can be ended at once."""
 
     def __init__(self) -> None:
         self._futures: set[asyncio.Future[None]] = set()

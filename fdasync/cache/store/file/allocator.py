@@ -40,7 +40,7 @@ class _Batch(Generic[T, U]):
         ended: done, on the loop, when every item is.
         results: by number.
         error: the latest that an item raised.
-        numbers: those that no thread has taken.
+        numbers: of the items that no thread has taken.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, items: Sequence[T], work: Callable[[T], U]) -> None:
@@ -162,7 +162,7 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        # the future is made by the first that waits: nearly always none does
+        # the first waiter makes the future: nearly always nobody waits
         self._busy: dict[str, asyncio.Future[None] | None] = {}
 
     def claim(self, key: str) -> None:

@@ -261,7 +261,7 @@ class FileIndex:
         self.total_nbytes -= segment.shape.nbytes
 
     def coldest(self) -> Segment | None:
-        """The segment used longest ago among those that can be dropped now."""
+        """The least recently used of the segments that can be dropped now."""
         return next((segment for segment in self.segments() if not segment.busy), None)
 
     def _coldest(self, stride: int, own: Entry | None) -> Segment | None:

@@ -59,7 +59,7 @@ class IoError(msgspec.Struct, frozen=True):
 
 
 def no_room(folder: Path, wanted_nbytes: int, words: str) -> str:
-    """The problem of a put on a full disk: the system's words, the bytes that are needed and those that are free."""
+    """The problem of a put on a full disk: the system's words, the bytes needed and the bytes free."""
     try:
         room = os.statvfs(folder)
         free = f"{room.f_bavail * room.f_frsize} are free"

@@ -71,7 +71,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def table_nbytes(self) -> int:
-        """Bytes of head and records, padded: those that a start reads."""
+        """Bytes of head and records, padded: what a start reads."""
         return PAGE_NBYTES + page_aligned(self.slots * RECORD_NBYTES)
 
     @property

@@ -69,7 +69,7 @@ ERRORS = ErrorTable(
 
 
 def error_of(store: str, error: BaseException) -> errors.FdasyncError:
-    """The error that an answer carries; one that a store should not raise becomes a StoreUnavailable."""
+    """The error that an answer carries; an error that no store should raise becomes a StoreUnavailable."""
     if error in ERRORS:
         assert isinstance(error, errors.FdasyncError)
         return error

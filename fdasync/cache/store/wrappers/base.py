@@ -47,7 +47,7 @@ class Wrapper(Store):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the store inside."""
+        """The capabilities of the store inside."""
         return self.inner.capabilities
 
     @property

@@ -84,7 +84,7 @@ class Breaker(Wrapper):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the store inside; until that is open, the defaults."""
+        """The capabilities of the store inside; until it is open, the defaults."""
         if self._unopened:
             return Capabilities(name=self.name, durability="none")
         inner = self.inner.capabilities

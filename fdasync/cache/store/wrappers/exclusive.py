@@ -1,4 +1,4 @@
-"""A store object that an engine was given: while one engine has it open no other one gets it, nor ends it.
+"""A store object that an engine was given: while one engine has it open no other engine gets it, or ends it.
 
 A store keeps the regions that it was opened with, so a second engine would move its blocks through the first one's
 memory. For the second engine it is a store that cannot be reached for now.

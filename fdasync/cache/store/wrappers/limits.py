@@ -27,7 +27,7 @@ class Limits(Wrapper):
     """Calls wait in line. A large batch is cut into runs; each run waits in line, and begins after the one before.
 
     A call that timed out further inside keeps its place until it has really ended. When a run of a batch fails for now,
-    its items and those of later runs are "failed" one by one.
+    its items and the items of later runs are each "failed".
 
     Args:
         max_calls: most calls of the inner store at a time.
@@ -46,7 +46,7 @@ class Limits(Wrapper):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the store inside, with batches of almost any size."""
+        """The capabilities of the store inside, with batches of almost any size."""
         return msgspec.structs.replace(self.inner.capabilities, max_batch=_MAX_BATCH)
 
     @property

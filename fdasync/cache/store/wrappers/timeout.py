@@ -93,7 +93,7 @@ class Timeout(Wrapper):
         except StoreTimeout as error:
             error.ended.cancel()
         except Exception:
-            # a defect of the store: it counts as one that cannot be killed
+            # a defect of the store, which counts as a store that cannot be killed
             pass
         for task in left:
             task.cancel()

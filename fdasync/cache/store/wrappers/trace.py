@@ -27,7 +27,7 @@ class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: bytes of all its parts.
         done_nbytes: bytes of the items that were "done": those really read or written.
         seconds: from the call to its end, or to the end of the waiting for it.
-        outcomes: how many items ended how, by status; of `exists_prefix` "exists" and "miss", of `delete` "done" and
+        outcomes: how many items ended with each status; of `exists_prefix` "exists" and "miss", of `delete` "done" and
             "miss".
         error: type and words of the error that the call raised; "" if it returned.
     """

@@ -68,7 +68,7 @@ class PickRecorder:
         self._namespace, self._version = namespace, version
 
     def tables(self, *, past: bool = True) -> tuple[Picks, ...]:
-        """Newest first; without `past` that of the weights in use alone. No more than fit `MAX_PICKS_NBYTES`."""
+        """Newest first; without `past` only the table of the weights in use. No more than fit `MAX_PICKS_NBYTES`."""
         now = None if self._read is None else self._read()
         if now is None:
             return ()

@@ -224,12 +224,12 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     counters of `scheduler.SchedulerStats`.
 
     Attributes:
-        tokens: tokens sampled here, with those of live requests.
+        tokens: tokens sampled here, live requests' included.
         received_blocks, received_nbytes: blocks of other instances that were copied here and checked.
         leases_granted, leases_denied: leases that this decode side granted and denied.
         asked: leases that other instances granted to this prefill side.
-        asked_s: seconds from lease request to grant, summed over those leases.
-        asked_most_s: the longest of those times.
+        asked_s: seconds from lease request to grant, summed over the `asked` leases.
+        asked_most_s: the longest such time.
     """
 
     tokens: Count = 0
@@ -266,8 +266,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         store_problem: why the engine does not use its store now; "" while it does, and without a store.
         tap_problem: which taps of its configuration an error ended, and the errors; "" while all run.
         dropped_events: events that the taps of its configuration lost.
-        peer_problem: which decode instances of its requests it does not reach, or finds another process in the place
-            of, with what each side sees; "" while there is none.
+        peer_problem: which of its requests' decode instances it does not reach, or finds replaced by another process,
+            with what each side sees; "" while there is none.
     """
 
     state: Literal[Doing, "draining"]
@@ -396,7 +396,7 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         index: number of the block in the prompt.
         parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec. The KV is a
             part of the sender's devices (`DEVICE_REGION`) where the receiver reads those.
-        checksums: of each part: XXH3-64, of a part of devices that of `ipc/block_sums.py`.
+        checksums: of each part: XXH3-64; for a part of devices the checksum of `ipc/block_sums.py`.
     """
 
     index: Small
@@ -542,7 +542,7 @@ class Abort(Message, frozen=True, array_like=True, tag="abort"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """New output of one sample. Fields that are not listed are those of `fdasync.Delta`.
+    """New output of one sample. Fields that are not listed are as in `fdasync.Delta`.
 
     Attributes:
         request: the request's name among instances.
@@ -692,7 +692,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 
     Attributes:
         namespace, weight_version, weight_order: of the weights in use, under which these identities stand.
-        reset: whether the instance has no identities but those of `added`.
+        reset: whether the instance has no identities but `added`.
         added: identities that the instance can serve from now on.
         removed: identities that it can serve no more.
     """
@@ -766,9 +766,9 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
-        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is that of the weights.
+        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is the weights' fingerprint.
         state: what the instance does after the command.
-        is_delta: the folder that the instance's weights came from last was a delta to those before.
+        is_delta: the last folder that the instance's weights came from was a delta to the weights before.
     """
 
     number: Count

@@ -1,5 +1,5 @@
-"""Keys: every path asks for one where one is set, and paths that control the engine may ask for another. Without a key
-pages of other sites, which a user's browser shows, are refused.
+"""Keys: every path asks for a key if one is set, and paths that control the engine may ask for another key. Without a
+key pages of other sites, which a user's browser shows, are refused.
 
 Plain ASGI, so that nothing of a request is read before its key was. Knows no paths: `application.py` wraps them.
 """

@@ -108,7 +108,7 @@ def decode(body: bytes, kind: type[T], config: HttpConfig, ignore: Ignore = lamb
 
 
 def _invalid(told: str, kind: Any) -> Refused:
-    """Of what msgspec says of a body; with what it could have said instead."""
+    """The refusal of a body that msgspec rejects; it names the values that the body could have had instead."""
     # of a key, msgspec says "at `key` in `$.field`"
     words, _, place = told.partition(" - at `")
     path = place.rstrip("`").rpartition("$")[2]

@@ -1,7 +1,7 @@
 """Errors of the engine in the words of the client: they name the field that it sent, and not the engine's own.
 
-Each dialect has a table: an engine's field, and the fields of the body that ask for it. Where several do, the one that
-was sent is named. Knows no endpoint. Called around each call of the generator.
+Each dialect has a table: an engine's field, and the fields of the body that ask for it. Where several do, the field
+that was sent is named. Knows no endpoint. Called around each call of the generator.
 """
 
 from __future__ import annotations

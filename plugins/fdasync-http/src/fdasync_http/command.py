@@ -107,7 +107,7 @@ def http(**options: Any) -> None:
     JSON object with url, port, pid and model.
 
     Listens on the loopback. Any other --host needs --api-key-file or --ssl-ca-certs, because without a key every path
-    is open, those that replace weights included.
+    is open, even the paths that replace weights.
 
     The first signal drains, the second ends at once. Exit code 0: drained. 1: all instances failed, or answers were cut
     short. 2: it could not start. 130: interrupted while it loaded.

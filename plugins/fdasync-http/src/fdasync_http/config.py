@@ -1,6 +1,6 @@
 """Settings of the app and of the command's server: names, keys, bounds.
 
-Pure data; `application.py` and every room of paths read the app's, `protocol.py` those of connections.
+Pure data; `application.py` and every room of paths read the app's settings, `protocol.py` the connections'.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the app answers.
 
     Attributes:
-        model: name of the model in answers; "": that of the checkpoint's folder, or as the runner names it.
+        model: name of the model in answers; "": the name of the checkpoint's folder, or as the runner names it.
         dialect: whose server `owned_by` names, and whose form fields have that both dialects share. All paths are
             there in either.
         api_key: every path asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`; "": none does.
         admin_key: paths that control the engine ask for this key instead; "": they ask for `api_key`.
-        weights_root: folder, and those below it, from which weights may be loaded; "": none may.
+        weights_root: folder from which, and from whose subfolders, weights may be loaded; "": none may.
         pulls_root: folder in which `/pull_weights` and `/fetch_weights` may write checkpoints, which may be loaded as
             well; "": they write nothing.
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
@@ -85,7 +85,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_connections: open at a time; the next one is answered with 429 and closed.
         max_header_nbytes: the first line and all headers of a request; and what a chunked body has besides its bytes
             and their frames.
-        max_pipelined: requests that may wait behind one that is under way; one more closes the connection.
+        max_pipelined: requests that may wait behind the current one; one more closes the connection.
         header_s: longest from the first byte of a connection, or of its next request, to the end of the headers; a
             connection that sends nothing has as long, and so has the rest of a body whose request was answered.
         write_s: longest that a client may read nothing while an answer waits.

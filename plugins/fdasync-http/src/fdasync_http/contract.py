@@ -199,14 +199,14 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def query_of(path: Path) -> tuple[str, ...] | None:
-    """The keys that the query of a path may have; None: others are not looked at. Those of weights, memory, pauses and
-    SGLang's flush may have no other: a key that is written wrong would mean all that is there."""
+    """The only keys that the query of a path may have; None: other keys are ignored. Paths of weights, memory, pauses
+    and SGLang's flush allow no other: a misspelt key would mean all that is there."""
     strict = path.path in (*_UPDATES, *_SLEEPS, *_PULLS, *_PAUSES, "/flush_cache")
     return tuple([query.name for query in _QUERIES.get(path.path, ())]) if strict else None
 
 
 class Contract(NamedTuple):
-    """Of one path.
+    """The contract of one path.
 
     Attributes:
         statuses: with which it answers.

@@ -18,7 +18,7 @@ import msgspec
 from fdasync_http.failures import Refused
 from fdasync_http.known import listed
 
-#: name in an ASGI scope of what counts a field that is ignored
+#: name in an ASGI scope of the function that counts an ignored field
 IGNORED = "fdasync_http.ignored"
 Ignore: TypeAlias = Callable[[str], None]
 
@@ -30,7 +30,7 @@ class Engine(NamedTuple):
     """A field that asks the engine for something.
 
     Attributes:
-        fields: of `SamplingParams` or `GenerateOptions`, the one whose value it is first; or "prompt".
+        fields: of `SamplingParams` or `GenerateOptions`, first the field whose value it is; or "prompt".
         reads_null: null is a value of its own, and not the default.
     """
 
@@ -87,8 +87,8 @@ class Described(Protocol):
     """A body, or an object within one, that has a table of its dialect beside its type.
 
     Attributes:
-        RULES: what its fields ask of the engine, and what becomes of those that it has not. Types without one refuse
-            or ignore those.
+        RULES: what its fields ask of the engine, and what becomes of fields that it has not. Types without RULES refuse
+            or ignore such fields.
 
     `OBJECTS`, where a type has it, names the types of fields that are objects themselves, or lists of them.
     """
@@ -109,7 +109,7 @@ def asked_by(kind: type[Described]) -> dict[str, tuple[str, ...]]:
 
 
 def read_by(kind: type[Any], body: bytes | msgspec.Raw, ignore: Ignore, where: str = "") -> dict[str, Any]:
-    """The fields of an object that its type reads, as they came; those that are null are left out.
+    """The fields of an object that its type reads, as they came; null fields are left out.
 
     Args:
         body: JSON.

@@ -33,7 +33,7 @@ _OTHERS = "others"
 
 
 def model_name(config: HttpConfig, facts: ModelFacts) -> str:
-    """Name of the model in answers: as configured, else that of the checkpoint's folder, else as the runner names it.
+    """Name of the model in answers: as configured, else the checkpoint folder's, else as the runner names it.
 
     Clients send it back, so it has no spaces of ours in it.
     """
@@ -162,8 +162,8 @@ class Front:
             self._pausing -= 1
 
     async def reset_running(self) -> None:
-        """Have requests that run give their blocks up, and forget every cached block. In a client's pause, which it
-        leaves as it is, those that are inside keep theirs."""
+        """Have running requests give their blocks up, and forget every cached block. In a client's pause, which goes
+        on, requests that are inside keep their blocks."""
         async with self._resetting:
             if self._pausing or self.generator.load().paused:
                 await self.generator.reset_cache()
@@ -175,7 +175,7 @@ class Front:
                 await self.generator.resume()
 
     def abort(self, name: str) -> int:
-        """End a request, or those of a list, by the name that its client gave it. Returns how many there are."""
+        """End a request, or the requests of a list, by the name that the client gave. Returns how many there are."""
         return sum([self.generator.abort(one) for one in dict.fromkeys((name, *self.groups.get(name, ())))])
 
     @contextmanager
@@ -212,7 +212,7 @@ class Front:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers of expert rows in answers: all hidden ones; those up to the last MoE layer where the runner does
-        not say how many there are."""
+        """Layers of expert rows in answers: all hidden ones; layers up to the last MoE layer where the runner does not
+        say how many there are."""
         facts = self.generator.facts()
         return facts.num_hidden_layers or max(facts.moe_layer_ids, default=-1) + 1

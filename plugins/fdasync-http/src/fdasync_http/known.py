@@ -31,7 +31,7 @@ def words_at(kind: Any, path: str) -> tuple[str, ...]:
 
 
 def _all_of(one: inspect.Type) -> list[inspect.Type]:
-    """A type, or those of a union."""
+    """A type, or the types of a union."""
     return list(one.types) if isinstance(one, inspect.UnionType) else [one]
 
 

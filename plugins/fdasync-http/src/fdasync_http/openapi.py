@@ -88,7 +88,7 @@ def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any
 
 
 def _words_of(docstring: str) -> tuple[str, dict[str, str]]:
-    """The words of a struct's docstring, and those of its fields."""
+    """The words of a struct's docstring about it, and about each of its fields."""
     about, _, attributes = inspect.cleandoc(docstring).partition("\nAttributes:\n")
     fields: dict[str, str] = {}
     names: list[str] = []

@@ -2,9 +2,9 @@
 
 uvicorn answers 503 at its own limit, where clients need a 429. It waits for ever for headers that do not end, and for
 the rest of a body whose request was answered already; with httptools it takes headers and trailers of any length, any
-number of requests behind one that is under way, requests for no host or for two, and bodies with other codings than
-chunks. A request that offers an upgrade (Java's client offers HTTP/2 with each first one) loses its body there. The app
-bounds bodies (`bodies.py`). Knows no paths. Made by uvicorn, as `server.py` tells it to.
+number of requests behind the current one, requests for no host or for two, and bodies with other codings than chunks. A
+request that offers an upgrade (Java's client offers HTTP/2 with each first one) loses its body there. The app bounds
+bodies (`bodies.py`). Knows no paths. Made by uvicorn, as `server.py` tells it to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._header_nbytes = 0
         self._in_headers = True
-        # of the request that arrives: bytes behind its headers, and those of them that are body
+        # of the request that arrives: bytes behind its headers, and how many of these are body
         self._behind_nbytes = self._body_nbytes = 0
         self._running: RequestResponseCycle | None = None
         self._is_refused = False
@@ -158,8 +158,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             raise _Unwanted("this is no proxy")
 
     def _check_framing(self) -> None:
-        """Raise for a request of which a proxy before this server could think otherwise: for whom it is, or where it
-        ends (RFC 9112, 3.2 and 6.1)."""
+        """Raise for a request whose host or end a proxy before this server could read otherwise (RFC 9112, 3.2 and
+        6.1)."""
         version = self.parser.get_http_version()
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (version == "1.1" and not hosts):

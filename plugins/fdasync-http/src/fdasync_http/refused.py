@@ -45,7 +45,7 @@ REASONS = {
 
 
 def methods_of(path: str) -> tuple[str, ...]:
-    """Of HTTP, as the server that is meant takes them."""
+    """The HTTP methods with which the server meant takes the path."""
     return ("GET", "POST") if path == "/get_weights_by_name" else ("POST",)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: what a status is called of which the client never reads: it went away
+#: the status of an answer that the client never reads: it went away
 CLIENT_GONE = 499
 DONE = b"data: [DONE]\n\n"
 
@@ -87,7 +87,7 @@ async def interleaved(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenera
     finally:
         for task in waiting:
             task.cancel()
-        # an error that came beside the one that is raised is dropped
+        # an error that came beside the raised one is dropped
         await asyncio.gather(*waiting, return_exceptions=True)
         for stream in streams:
             await stream.aclose()

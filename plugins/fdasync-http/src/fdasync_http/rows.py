@@ -1,8 +1,8 @@
 """Rows of a result as parts of an answer: base64, made in pieces while it is sent.
 
 A 32,000-token sample has 65 MB of SGLang's base64. Made at once it would take as much memory again and hold the loop up
-for 100 ms. So each piece covers a few hundred rows, and other requests run in between. The bytes are those of
-`fdasync_trainer.rows`, which tests compare. Called by the rooms of paths.
+for 100 ms. So each piece covers a few hundred rows, and other requests run in between. The bytes are the same as
+`fdasync_trainer.rows` makes; tests compare them. Called by the rooms of paths.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class _Service:
                     self._restarts[child.name].ended(now, None)
 
     def _tell_of_unused(self, generator: Generator) -> None:
-        """Instances that run and get no requests, and those that the router has dropped."""
+        """Tell of instances that run and get no requests, and of instances that the router has dropped."""
         if not isinstance(generator, Router):
             return
         stats = generator.stats()
@@ -296,7 +296,7 @@ class _Service:
     def _on_end(self, child: Child) -> None:
         if not self._running or self._ending:
             return
-        status = child.exited.result()  # of one that was reaped
+        status = child.exited.result()  # a process that was reaped
         wait_s = self._restarts[child.name].ended(asyncio.get_running_loop().time(), child.ready_at)
         then = "it is given up" if wait_s is None else f"it is started again in {wait_s:g} s"
         _say(f"{child.name} {in_words(status)}; {then}")

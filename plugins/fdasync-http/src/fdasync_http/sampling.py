@@ -21,7 +21,7 @@ def params_of(asked: Described, **decided: Any) -> SamplingParams:
     """The engine's parameters; the engine checks ranges.
 
     Args:
-        asked: has the fields; its table says of which parameters they are the values.
+        asked: has the fields; its table says which parameter each of them gives.
         decided: parameters that its caller makes of several fields, or of what it knows besides.
     """
     found: dict[str, Any] = {}

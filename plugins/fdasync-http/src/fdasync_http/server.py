@@ -93,7 +93,7 @@ class Served:
         self._server = server
 
     def stop(self) -> None:
-        """Take no more connections, and close those that have no request; answers under way go on."""
+        """Take no more connections, and close connections that have no request; answers under way go on."""
         self._server.should_exit = True
 
     def drop(self) -> None:

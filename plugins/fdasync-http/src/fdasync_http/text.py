@@ -26,7 +26,7 @@ def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True)
     """Tokens of a text. Raises TokenizerFailed for every error of the tokenizer, as engines do.
 
     Args:
-        add_special_tokens: False: without those that the tokenizer puts around a text.
+        add_special_tokens: False: without the special tokens that the tokenizer puts around a text.
     """
     try:
         tokens = list(tokenizer.encode(text))
@@ -44,7 +44,7 @@ def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True)
 def added_by(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer puts before a text and behind it. Raises TokenizerFailed."""
     around = encoded(tokenizer, "")
-    # those that a text has before it as well
+    # the special tokens that any text has before it, too
     pairs = zip(around, encoded(tokenizer, "x"), strict=False)
     before = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return before, around[len(before) :]

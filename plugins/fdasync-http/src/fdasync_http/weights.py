@@ -44,7 +44,7 @@ def local_within(config: HttpConfig, named: str, field: str) -> str:
 
 
 def resolved(named: str, field: str) -> str:
-    """A path that a client names, wherever it leads. Raises Refused (400) for one that can be none."""
+    """A path that a client names, wherever it leads. Raises Refused (400) if it cannot be a path."""
     if not named or "\0" in named:
         raise Refused(400, f"{named!r} is no folder", param=field)
     # links are followed first: one inside a root may lead out of it. A loop of them leads nowhere, and is no folder

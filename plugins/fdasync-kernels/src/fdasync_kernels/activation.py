@@ -26,7 +26,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _one_and_exp(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 + exp(-value), of which a quotient is made."""
+    """1 + exp(-value), the denominator of a quotient."""
     if not EXACT:
         # exp does not overflow: past this bound the quotient is as good as 0
         return 1.0 + tl.exp(tl.minimum(-value, 88.0))

@@ -39,7 +39,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Of a CUDA device; a CPU, where Triton's interpreter runs kernels, has all of it but the overlap."""
+    """The abilities of a CUDA device; a CPU, where Triton's interpreter runs kernels, has all but the overlap."""
     if device.type != "cuda":
         return Chip((9, 0))
     return _asked(device.index or 0)

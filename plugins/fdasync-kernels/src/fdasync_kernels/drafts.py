@@ -73,7 +73,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     safe = tl.where(here, lane, 0)
     start = tl.where(start < 0, tl.load(lengths + safe).to(tl.int64), start)
     number = tl.arange(0, width).to(tl.int64)
-    # the draft of the row behind this one: those for positions that the sequence has are passed over
+    # the draft of the row behind this one: tokens for positions that the sequence has are passed over
     at = start + 1 - begin + number
     inside = (number < most) & (number + 1 < rows) & (at >= number) & (at < count)
     draft = tl.load(paths + path + at, mask=inside, other=-1).to(tl.int64)
@@ -129,7 +129,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(own + 2)
     here = (lane >= 0) & (lane < num_lanes)
     safe = tl.where(here, lane, 0)
-    # a sequence behind those that were placed has its one row where the host says
+    # a sequence behind the placed ones has its one row where the host says
     is_placed = sequence < num_placed
     start = tl.load(placed + sequence, mask=is_placed, other=0).to(tl.int64)
     start = tl.where(is_placed, start, tl.load(own + 3))
@@ -163,9 +163,9 @@ def place_drafts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the rows of S sequences that decode; one launch, no synchronising.
 
-    A sequence's rows are its last token and the drafts behind it: those of its path for positions that it lacks, at
-    most `most`, up to a token that is no id, and no further than its rows and its block table have room. The drafts are
-    written to the known tokens, behind the last one. A row that is left over is padding: lane -1, position 0.
+    A sequence's rows are its last token and the drafts behind it: its path's tokens for positions that it lacks, at
+    most `most`, up to a token that is no id, and as far as its rows and its block table have room. The drafts are
+    written to the known tokens, behind the last one. Rows left over are padding: lane -1, position 0.
 
     Args:
         runs: [S, 10] int64, `RUN_COLUMNS`. Rows of two sequences do not overlap.
@@ -178,7 +178,7 @@ def place_drafts(
         row_starts: [R] int64, positions. Written.
         row_counts: [R] int32, written: 0 for padding, 1 for others; None: not wanted.
         noise: [S, span] float64, of the samples at positions `noise` and on; None: no row draws.
-        floats: [J, 4] float64, of jobs (`sampling/tile.py`), first those of the R rows, whose second column is written.
+        floats: [J, 4] float64, of jobs (`sampling/tile.py`), the R rows' jobs first; their second column is written.
             With `noise`.
         drafted: [lanes] int32, how many drafts the device has written behind each lane's known tokens (by
             `own_drafts.py`); None: none, and no path is of -1 tokens.
@@ -244,12 +244,12 @@ def accept_drafts(
     tokens: torch.Tensor,
     most_rows: int,
 ) -> torch.Tensor:
-    """Keep the samples of each sequence up to the first that differs from its draft, that one too; one launch.
+    """Keep the samples of each sequence up to and including the first that differs from its draft; one launch.
 
     They are written to the known tokens, and the lanes' lengths move behind them.
 
     Args:
-        runs: [N, 10] int64: those that `place_drafts` took, and behind them sequences with one row at their `start`.
+        runs: [N, 10] int64: the runs that `place_drafts` took, and behind them sequences with one row at their `start`.
         samples: [R] int64, of each row.
         placed, used: as `place_drafts` gave.
         lengths, tokens, most_rows: as `place_drafts` took. The tensors are written.

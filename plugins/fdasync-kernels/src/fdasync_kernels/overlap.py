@@ -4,10 +4,9 @@ A kernel that calls `wait_for_inputs(OVERLAP)` and is launched with `**overlap(d
 every program of the kernel before it has begun, and waits there for its end: the way of a launch is hidden, which is
 worth most where kernels are short. A kernel whose programs need the room themselves says LATE, and calls
 `let_next_come` near its end; a program that returns earlier lets the next kernel come too. Behind `wait_for_inputs`
-everything is ordered as ever; before it a kernel may read the model's weights, and nothing that a kernel wrote. Every
-program of a kernel must call it, also one that then does nothing, or the end of that kernel would not mean the end of
-all before it. A graph keeps the order as it was captured.
-Used by the kernels of a decode step.
+everything is ordered as usual; before it a kernel may read the model's weights, and nothing that a kernel wrote. Every
+program of a kernel must call it, even if it then does nothing, or the end of that kernel would not mean the end of all
+before it. A graph keeps the order as it was captured. Used by the kernels of a decode step.
 """
 
 from __future__ import annotations

@@ -168,8 +168,7 @@ def draft_noise(
         lanes, lengths, depth: as `draft_rows`.
         noise: float64 [D, span], of positions from `first` on.
         first: int64 [D].
-        floats: float64 [J, 4] of jobs (`sampling/tile.py`), first those of the D drafts, whose second column is
-            written.
+        floats: float64 [J, 4] of jobs (`sampling/tile.py`), the D drafts' jobs first; their second column is written.
 
     Raises:
         BadInput: another shape or dtype.

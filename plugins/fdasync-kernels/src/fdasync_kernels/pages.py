@@ -39,7 +39,7 @@ class Pages(NamedTuple):
 
 
 def pages_of(view: torch.Tensor) -> Pages:
-    """Of a view [num_blocks, block_tokens, shares, heads of a share, dim], or [num_blocks, block_tokens, heads, dim].
+    """Pages of [num_blocks, block_tokens, shares, heads of a share, dim], or [num_blocks, block_tokens, heads, dim].
 
     Raises BadInput where the kernels cannot read it: the last dimension has a stride, or heads of a share a gap.
     """

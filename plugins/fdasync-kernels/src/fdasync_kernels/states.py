@@ -2,8 +2,8 @@
 
 A layer's row of position p takes the state of p - 1. In a step that is the row before, and for a sequence's first row
 what the last step left of the sequence. `shift_states` brings both together, and `keep_states` leaves the states of the
-last positions that stand: of each sequence, and of each KV block. Rows are those of `step_layout`. Knows no models.
-Called by the plugins' GPU runners. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+last positions that stand: of each sequence, and of each KV block. Rows are as in `step_layout`. Knows no models. Called
+by the plugins' GPU runners. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def shift_states(
     first_rows: torch.Tensor,
     max_tokens: int,
 ) -> torch.Tensor:
-    """The states of the positions before those of a step's rows, [T, D]; one launch, no synchronising, capturable.
+    """For each row of a step the state of the position before it, [T, D]; one launch, no synchronising, capturable.
 
     Zeros for padding and for the first position of a sequence.
 
@@ -162,9 +162,9 @@ def keep_states(
 ) -> None:
     """Write the states of the last positions that stand; one launch, no synchronising.
 
-    Of each sequence to `kept`, and of each block that the step reached to the block: D cells from `depth` * D on, which
-    stand token after token and share after share. Zeros where a position is before `depth`; the last depth's cells go
-    on with zeros to the end of the block.
+    A sequence's states go to `kept`, and those of each block that the step reached to the block: D cells from `depth` *
+    D on, which stand token after token and share after share. Zeros where a position is before `depth`; the last
+    depth's cells go on with zeros to the end of the block.
 
     Args:
         states: [T, D], contiguous: of the step's rows.

@@ -108,7 +108,7 @@ class Client:
         self._registered.append(address)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        """For each key whether its object is in the pool, complete. Raises StoreUnavailable."""
+        """Whether each key's object is in the pool, complete. Raises StoreUnavailable."""
         codes = self._answered(lambda: self._store.batch_is_exist(keys))
         for code in codes:
             if code not in (0, 1):

@@ -48,7 +48,7 @@ def read_usage(host: str, port: int, timeout_s: float) -> PoolUsage:
 
 
 def parse_usage(lines: Iterable[str]) -> PoolUsage:
-    """The figures among lines of metrics. Raises KeyError for a missing one, ValueError for one that is no number."""
+    """The figures among lines of metrics. Raises KeyError for a missing one, ValueError if a figure is no number."""
     found = {}
     for line in lines:
         name, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Fleets on a Ray cluster: `RayFleet` starts and keeps one, `attach` finds one from any process of the cluster.
+"""Fleets on a Ray cluster: `RayFleet` starts and keeps a fleet, `attach` finds it from any process of the cluster.
 
 Names are imported when they are first used, so that listing the command does not import Ray.
 """

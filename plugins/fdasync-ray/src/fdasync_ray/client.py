@@ -87,7 +87,7 @@ class FleetClient:
         return (await self.view()).members
 
     async def keys(self) -> FleetKeys:
-        """Of the fleet's links: for `fdasync.connect(addresses, keys=...)`. Raises as `members`."""
+        """The keys of the fleet's links, for `fdasync.connect(addresses, keys=...)`. Raises as `members`."""
         keys: FleetKeys = await answer(self._registry.keys.remote(), "reading the registry")
         return keys
 
@@ -115,7 +115,7 @@ class FleetClient:
     async def router(
         self, config: RouterConfig | None = None, *, connect_s: float = 120.0, **options: Any
     ) -> AsyncIterator[Router]:
-        """A router of this process over all members, which adds those that join and removes those that leave.
+        """A router of this process over all members; it adds members that join and removes members that leave.
 
         Any number of processes may have one: a driver, an actor, a web service in front of HTTP clients. It has the
         fleet's keys. Raises DeadlineExceeded if no member is there within `connect_s`, and what `Router.start` raises.
@@ -134,7 +134,7 @@ class FleetClient:
                 await asyncio.wait([following])
 
     async def _follow(self, router: Router, known: set[str], seen: int) -> None:
-        """Keep a router's instances those of the fleet, until it is cancelled or the fleet has ended."""
+        """Keep a router's instances the same as the fleet's, until it is cancelled or the fleet has ended."""
         joining: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -219,7 +219,7 @@ class FleetClient:
 
 
 async def _join(router: Router, address: str) -> None:
-    """Add an instance; a router goes on dialing one that does not answer, and tells in its stats why it is not used."""
+    """Add an instance. While it does not answer, the router goes on dialing it, and its stats say why it is unused."""
     try:
         await router.add(address)
     except (FdasyncError, PeerUnreachable):

@@ -68,9 +68,9 @@ def ray() -> None:
 def up(**options: Any) -> None:
     """Start a fleet on a Ray cluster and keep it whole, until Ctrl-C or SIGTERM.
 
-    Each instance is a `fdasync serve` under an actor of its own, spread over the nodes. One that ends, or whose node
-    dies, is started again where there is room, and gets the fleet's weights before it gets requests. Folders (--model)
-    must be there on every node. Routers find the fleet by its name, from any process of the cluster:
+    Each instance is a `fdasync serve` under an actor of its own, spread over the nodes. An instance that ends, or whose
+    node dies, is started again where there is room, and gets the fleet's weights before it gets requests. Folders
+    (--model) must be there on every node. Routers find the fleet by its name, from any process of the cluster:
     `fdasync_ray.attach(NAME).router()`. All links are authenticated.
 
     The first signal drains, the second ends at once. Exit code 0: all drained. 1: requests were cut short. 2: it could

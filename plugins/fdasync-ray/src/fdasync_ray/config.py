@@ -159,7 +159,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """What a supervisor tells of its instance.
 
     Attributes:
-        state: "ready", "ended", or "loading" for one that did not get ready in time.
+        state: "ready", "ended", or "loading" if it did not get ready in time.
         address, pid: of its process; "" and 0 before it was started.
         status: its exit status; None while it runs.
         problem: in words, with its last line; "".

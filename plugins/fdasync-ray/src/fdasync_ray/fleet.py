@@ -127,8 +127,8 @@ class RayFleet(FleetClient):
     async def scale(self, *, limit_s: float = 900.0, **counts: int) -> bool:
         """Have so many instances of the roles that are named, as `scale(decode=8)`, and wait for it.
 
-        Those that leave are the last ones of their role. They take no new requests, and end when theirs have ended, or
-        after the configuration's `drain_s`. Returns False if requests of theirs were cut short. Cancelling stops the
+        The last instances of the role leave. They take no new requests, and end when their requests have ended, or
+        after the configuration's `drain_s`. Returns False if their requests were cut short. Cancelling stops the
         waiting alone. Raises BadInput; and as `whole`.
         """
         if unknown := counts.keys() - set(ROLES):
@@ -155,7 +155,7 @@ class RayFleet(FleetClient):
         return sum(slot.role == role for slot in self.slots.values())
 
     def _grow(self, role: Role, count: int) -> None:
-        # one that leaves has its name until it has left
+        # a leaving instance has its name until it has left
         taken = {*self.slots, *(slot.name for slot in self._shared.slots)}
         names = (name for number in range(10_000) if (name := f"{role[0]}{number}") not in taken)
         for _, name in zip(range(count), names, strict=False):

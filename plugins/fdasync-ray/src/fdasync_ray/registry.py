@@ -28,7 +28,7 @@ class Registry:
 
     Args:
         uid: random, part of the fleet's folders.
-        keys: of the fleet's links; those who read them can be instances and routers.
+        keys: of the fleet's links; whoever reads them can be an instance or a router.
     """
 
     def __init__(self, uid: str, keys: FleetKeys) -> None:
@@ -91,7 +91,7 @@ class Registry:
         """Keep weights, and return the actors that must place them. All but the last ones are forgotten."""
         kept = tuple(one for one in self._published[1 - _KEPT :] if one.path != published.path)
         if self._current is not None:
-            # whatever is tried next, who joins needs those that are served
+            # whatever is tried next, whoever joins needs the served weights
             served = tuple(one for one in self._published if one.path == self._current.path and one not in kept)
             kept = (*served, *kept)
         self._published = (*kept, published)
@@ -99,7 +99,7 @@ class Registry:
         return list(self._supervisors.values())
 
     async def serve(self, current: Current) -> None:
-        """The fleet's instances have been updated to these weights; nobody needs those that were published before."""
+        """The fleet's instances have been updated to these weights; nobody needs earlier published weights."""
         self._current = current
         paths = [one.path for one in self._published]
         if current.path in paths:

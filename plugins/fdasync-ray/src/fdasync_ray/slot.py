@@ -50,8 +50,8 @@ class Shared:
         config, keys, uid: of the fleet.
         registry: its named actor.
         tell: called with lines for people.
-        slots: places whose task runs, those that leave too.
-        choosing: held while a node is chosen: one after the other, so that each sees where those before it go.
+        slots: places whose task runs, leaving ones too.
+        choosing: held while a node is chosen: one after the other, so that each sees where earlier ones go.
     """
 
     def __init__(self, config: FleetConfig, tell: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class _Lost(FdasyncError):
 
 
 class _Full(FdasyncError):
-    """The cluster has no place for an instance now; one that comes later is taken."""
+    """The cluster has no place for an instance now; a place that comes later is taken."""
 
 
 class Slot:

@@ -89,7 +89,7 @@ class Supervisor:
             return Told(state="ended", problem=f"{self._plan.name} was not started")
         if not child.exited.done():
             return Told(state="ready", address=child.address, pid=child.pid)
-        status = child.exited.result()  # of one that was reaped
+        status = child.exited.result()  # a process that was reaped
         line = f": {child.lines[-1]}" if child.lines else ""
         problem = f"{child.name} {in_words(status)}{line}"
         return Told(state="ended", address=child.address, pid=child.pid, status=status, problem=problem)
@@ -124,7 +124,7 @@ class Supervisor:
         return self._folder.has(path)
 
     async def read(self, path: str) -> Copied:
-        """Weights of this node, for one that cannot read them from who published them."""
+        """Weights of this node, for an instance that cannot read them from their publisher."""
         return self._folder.read(path)
 
     async def update(self, current: Current) -> str:

@@ -55,7 +55,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 def packed(source: WeightSource) -> Packed:
-    """Of tensors `(name, dtype, shape, buffer)`; copies nothing. Raises BadInput naming the tensor."""
+    """Packs tensors `(name, dtype, shape, buffer)`; copies nothing. Raises BadInput naming the tensor."""
     checked = tensors_of(source)
     for meta, _ in checked:
         if meta.dtype not in _DTYPES:
@@ -90,7 +90,7 @@ class NodeFolder:
         return Path(path).is_dir()
 
     def read(self, path: str) -> Copied:
-        """Of weights that this node has, for another one; copies nothing. Raises OSError."""
+        """The bytes of weights that this node has, for another node; copies nothing. Raises OSError."""
         return Copied({file.name: np.memmap(file, np.uint8, "r").view(np.ndarray) for file in Path(path).iterdir()})
 
     def write_once(self, path: str, weights: Packed | Copied) -> None:

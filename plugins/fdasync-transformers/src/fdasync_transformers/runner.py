@@ -477,7 +477,7 @@ class TransformersRunner(Runner):
             raise
 
     def _plan_of(self, source: GroupTensors, incoming: tuple[Incoming, ...], group: JoinedGroup) -> ReceivePlan:
-        """That of the last update, where its tensors were the same: parameters stay where they are."""
+        """The last update's plan, if its tensors were the same (parameters stay where they are); else a new one."""
         asked = (source.bucket_nbytes, group.device)
         if self._plan is None or self._plan[0] is not incoming or self._plan[1] != asked:
             self._plan = incoming, asked, ReceivePlan(incoming, source.bucket_nbytes, group.device)
@@ -509,7 +509,7 @@ class TransformersRunner(Runner):
         return self._memory
 
     def _settle(self) -> None:
-        """Wait for the new weights: they were written on another stream than the one that runs the next step."""
+        """Wait for the new weights: they were written on another stream than the next step's."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
             torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
 
@@ -566,7 +566,7 @@ class TransformersRunner(Runner):
                 memory.close()
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout, state: StateLayout | None) -> StepModel:
-        """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
+        """It has kernels on GPUs, torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
         fixed = self.limits.numerics == "fixed"
         if not uses_kernels(self.config, model.device):
             if model.device.type == "cuda":

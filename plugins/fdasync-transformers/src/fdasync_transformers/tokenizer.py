@@ -73,7 +73,7 @@ class _Chat(ABC):
 
     @abstractmethod
     def _encode_plain(self, text: str) -> list[int]:
-        """Tokens of a text without those that the tokenizer puts around it."""
+        """Tokens of a text, without the special tokens that the tokenizer puts around it."""
 
     @abstractmethod
     def _decode_all(self, token_ids: Sequence[int]) -> str:

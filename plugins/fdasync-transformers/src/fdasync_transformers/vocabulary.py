@@ -1,11 +1,11 @@
-"""The tokens of a library's tokenizer: those that tokenizer.json lacks, and what one token puts into a text.
+"""The tokens of a library's tokenizer: tokens that tokenizer.json lacks, and what one token puts into a text.
 
 Tokens that tokenizer_config.json alone names are added in the order in which transformers' AutoTokenizer adds them, so
 they have the ids that a trainer's have.
 
 A decoder drops a space at the start of a text and cannot show a part of a character. So to find its piece, a token is
 decoded behind a letter, and where that has no whole characters, its bytes are read from its spelling in the vocabulary:
-of byte-level vocabularies a letter for each byte, of those with a byte fallback `<0xE4>`. Called by `tokenizer.py`.
+a letter for each byte if it is byte-level, `<0xE4>` with a byte fallback. Called by `tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Pieces:
         self._letter = decode(self._before)
 
     def spelling(self, token_id: int) -> str:
-        """Of one token; "" for an id without one."""
+        """Spelling of one token; "" for an id without one."""
         return self._added.get(token_id) or self._spelling(token_id) or ""
 
     def of(self, token_id: int) -> bytes:
-        """Of one token; b"" for an id without one."""
+        """Bytes of one token; b"" for an id without one."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()

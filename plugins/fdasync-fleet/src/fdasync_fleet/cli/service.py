@@ -281,7 +281,7 @@ class _Service:
         return f"waits for {count} requests ({running} in blocks, {handed} on their way elsewhere)"
 
     async def _failed(self, died: asyncio.Future[Event]) -> int:
-        event = died.result() if died.exception() is None else None  # of one that is done
+        event = died.result() if died.exception() is None else None  # a future that is done
         problem = event.problem if isinstance(event, EngineDied) else "it ended by itself"
         errors = Voice(_STDERR)
         errors.say(f"the engine failed: {problem}")

@@ -96,7 +96,7 @@ class FrontSource:
 
 
 def _body_of(answer: http.client.HTTPResponse) -> bytes:
-    """All of it. Raises TimeoutError for one that comes so slowly, or is so long, that it does not end."""
+    """The whole answer. Raises TimeoutError if it comes so slowly, or is so long, that it does not end."""
     until, body = time.monotonic() + _ANSWER_S, bytearray()
     while chunk := answer.read1(_CHUNK_NBYTES):
         body += chunk

@@ -279,7 +279,7 @@ class _Up:
         """A child ended by itself: it is started again, and the others go on."""
         if not self._running:
             return
-        status = child.exited.result()  # of one that was reaped
+        status = child.exited.result()  # a process that was reaped
         what = f"[red]{child.name} ({child.role}) {in_words(status)}[/]"
         if self._draining or not status or not self._options.restart.limit:
             # it was asked to end, or no child is started again

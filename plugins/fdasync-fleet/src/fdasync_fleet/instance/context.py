@@ -101,7 +101,7 @@ class InstanceContext:
         host: the host arena.
         arena: the arena of aux rows; None without aux data.
         snapshots: the host's arena of recurrent states; None for a model that has none.
-        capacity, namespace: functions that return those of the weights in use.
+        capacity, namespace: functions that return these of the weights in use.
         fail: ends the engine with an error.
         transports, links: of the instance.
         devices: what copies between devices; None: nothing does.

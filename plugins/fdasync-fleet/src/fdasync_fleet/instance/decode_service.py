@@ -269,7 +269,7 @@ class DecodeService:
             self._over(lease)
 
     def _over(self, lease: _Lease) -> None:
-        """A lease ended before all samples were handed over: a group of which only a part came is lost."""
+        """A lease ended before all samples were handed over: a group that came only in part is lost."""
         self._leases.remove(lease)
         if lease.confirmed:
             self._lose(lease.request)

@@ -178,8 +178,7 @@ class Instance:
         keys: keys of the fleet, or their file; needed for an address beyond the loopback.
         encrypt_blocks: blocks that go over tcp do so by TLS 1.3, both ways (`fdasync-fleet[tls]`); needs keys. Others
             are refused as senders.
-        wire, transports, runner, tokenizer, store, drafter: objects instead of those that the configuration names, for
-            tests.
+        wire, transports, runner, tokenizer, store, drafter: objects in the place of the configured ones, for tests.
 
     Attributes:
         engine: the engine; it can be used directly as well.
@@ -745,7 +744,7 @@ class Instance:
         elif message.verb == "join_group":
             if message.group is None:
                 raise BadInput("group", "a router named none")
-            # of one that is refused for another's the joiner is that other
+            # a join that is refused because of another leaves that other as the joiner
             self._joiner = self._joiner if weights.groups.joins else peer
             await weights.groups.join(message.group)
         elif message.verb == "begin_update":

@@ -32,7 +32,7 @@ class _Reader:
 
     Attributes:
         anew: it must be told all identities.
-        left: identities of which it has not been told, the next ones last; empty once it is caught up.
+        left: identities that it has not been told yet, the next ones last; empty once it has caught up.
         page: number of the message that had the last page, as the link counts them.
     """
 

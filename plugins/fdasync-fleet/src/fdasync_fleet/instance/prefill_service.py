@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from fdasync_fleet.instance.context import InstanceContext
     from fdasync_fleet.link.peer import Peer
 
-# decode instances of which it is told why they were not reached
+# for how many decode instances it is kept why they were not reached
 _MAX_UNREACHED = 8
 
 
@@ -298,7 +298,7 @@ class PrefillService:
         return self._context.parts(host, slot) if device < 0 else self._context.device_parts(device, slot)
 
     async def _checksums(self, blocks: Sequence[tuple[Part, ...]], known: Sequence[int]) -> list[tuple[int, ...]]:
-        """Of the parts of blocks, which are on offer; `known`: of the first part of those on the device."""
+        """Checksums of the parts of offered blocks; `known`: of the first part of each block on the device."""
         memory = [part for block in blocks for part in block if part.region != DEVICE_REGION]
         sums = iter(await self._context.transports.checksums(memory))
         return [
@@ -522,8 +522,8 @@ class PrefillService:
 
 
 def _seen(lease: _Lease) -> tuple[bytes, str]:
-    """Of the decode instance that a lease is asked of, its incarnation and where it says that it listens, as the router
-    told; both may be empty."""
+    """The incarnation of the decode instance that is asked for the lease, and the address at which it says that it
+    listens, as the router told; both may be empty."""
     hand_off, address = lease.asked.hand_off, lease.action.peer
     if hand_off is None or address not in hand_off.decoders[: len(hand_off.seen)]:
         return b"", ""

@@ -1,6 +1,6 @@
 """Makes a digest of a tokenizer, in which two instances must agree: else a text would have other tokens on each.
 
-A tokenizer may give its own fingerprint (`Fingerprinted`). The digest of another one is made by trying it: it encodes
+A tokenizer may give its own fingerprint (`Fingerprinted`). Another tokenizer's digest is made by trying it: it encodes
 texts of many kinds and decodes the whole vocabulary. Knows no messages. Called by `instance.py`, once.
 """
 

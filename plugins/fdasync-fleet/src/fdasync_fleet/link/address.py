@@ -104,8 +104,8 @@ def advertised(address: str, host: str) -> str:
 
 
 def check_address(address: str, *, listens: bool = False, keyed: bool = False, anywhere: bool = False) -> None:
-    """Raises ConfigError, which names the address, for one that is malformed, or beyond this machine and `keyed` is
-    false: there are no keys. `anywhere`: it may be that of all interfaces, since others are told another one."""
+    """Raises ConfigError, which names the address, if it is malformed, or beyond this machine and `keyed` is false:
+    there are no keys. `anywhere`: it may stand for all interfaces, since others are told another address."""
     if is_ipc(address):
         _check_path(address, address.removeprefix(_IPC))
         return
@@ -154,9 +154,9 @@ def _check_path(address: str, path: str) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigError if a process listens at an address, or a file is there that is no socket.
+    """Raises ConfigError if a process listens at the address, or a file that is no socket is there.
 
-    ZMQ replaces the socket file of a listener that died. It would also replace that of a live one, hence this check.
+    ZMQ replaces the socket file of a listener that died. It would also replace a live socket, hence this check.
     """
     path = address.removeprefix(_IPC)
     if path == address:

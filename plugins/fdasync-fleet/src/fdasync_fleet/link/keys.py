@@ -1,9 +1,9 @@
 """The keys of a fleet: a file that its machines share, made by `fdasync keys new`.
 
-A fleet key has two CURVE pairs: the server pair of those that listen, and the client pair of those that dial. The first
-key of the file is the one in use. A second one holds beside it, so that keys can be replaced while processes with the
-old and the new file talk to each other: a listener lets in the client keys of both, and who dials tries the server keys
-of both. Knows no sockets. Called by `zmq_wire.py`, instances, routers and the command line.
+A fleet key has two CURVE pairs: the server pair of listeners, and the client pair of dialers. The first key of the file
+is in use. A second key is valid beside it, so that keys can be replaced while processes with the old and the new file
+talk to each other: a listener lets in the client keys of both, and a dialer tries the server keys of both. Knows no
+sockets. Called by `zmq_wire.py`, instances, routers and the command line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FleetKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         version: of the file's format.
-        keys: the key in use, and the one that holds beside it.
+        keys: the key in use, and the key that is valid beside it.
         allow: public keys of other clients that may connect.
     """
 

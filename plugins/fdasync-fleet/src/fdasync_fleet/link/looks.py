@@ -1,7 +1,7 @@
 """Knows which peers `Links` has to look after, and when: the earliest first, whatever the number of peers.
 
-A router has hundreds of peers, of which few have anything due at one time. What becomes due earlier than before is put
-in anew, and the entry that it replaces is dropped when its time comes. Pure: knows no clock. Called by `links.py`.
+A router has hundreds of peers, but few have anything due at one time. A peer that becomes due earlier than before gets
+a new entry, and the entry that it replaces is dropped when its time comes. Pure: knows no clock. Called by `links.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Looks:
         self._count = 0
 
     def __len__(self) -> int:
-        """Number of entries, those that were replaced included."""
+        """Number of entries, replaced ones included."""
         return len(self._heap)
 
     def add(self, when: float, peer: Peer) -> None:

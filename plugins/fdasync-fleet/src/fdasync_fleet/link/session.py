@@ -4,7 +4,7 @@ Each side has a *session*. Between two sessions each message is delivered once a
 repeats or reorders. Each frame begins with an envelope: the sender's session, the recipient's (zeros while it is
 unknown), the message's number (0: it has none and may be lost), and the number up to which the sender has received all.
 
-A session's name has 16 bytes: 12 random ones of its process, and 4 that count its sessions. So a frame of an ended
+A session's name has 16 bytes: 12 random bytes of its process, and 4 that count its sessions. So a frame of an ended
 session is never taken for one of the next, even between the same two processes.
 
 Pure: knows no loop, no clock and no messages; callers pass the time. Called by `peer.py`, `links.py` and `inbound.py`.
@@ -172,7 +172,7 @@ class Session:
         self._known_base, self._known_heard = 1, now
         self._deaf_beats = 0
         self.bind(NOBODY)
-        # sending: messages [base, last] are not acknowledged; those from the cursor on go next, up to the limit
+        # sending: messages [base, last] are not acknowledged; messages from the cursor on go next, up to the limit
         self._unacked: dict[int, Sent] = {}
         self.unacked_nbytes = 0
         self.base = 1
@@ -251,7 +251,7 @@ class Session:
     def acknowledged(self, number: int, now: float) -> bool:
         """The other side has all messages up to this number. True: the window has more room than before."""
         if number < self.base or number > self._last:
-            # an old number, or one that was never sent
+            # an old number, or a number that was never sent
             return False
         unacked = self._unacked
         for each in range(self.base, number + 1):

@@ -1,10 +1,10 @@
-"""Says who may connect to a listener with keys (ZAP, ZeroMQ RFC 27), and counts those that were refused.
+"""Says who may connect to a listener with keys (ZAP, ZeroMQ RFC 27), and counts the refused clients.
 
 libzmq asks `inproc://zeromq.zap.01` about each client that has shown by CURVE that it has the secret of its key;
-`Doorkeeper` answers from the allow list. Those that come no further, since they have another server key or no keys at
-all, are reported by the socket's monitor. It reports nothing of connections that do not speak ZMQ's protocol, or say
-nothing until libzmq closes them; they are what is left of those that were accepted. All is read on the loop.
-Knows no messages. Owned by `ZmqWire`.
+`Doorkeeper` answers from the allow list. Clients that do not come so far, since they have another server key or no keys
+at all, are reported by the socket's monitor. It reports nothing of connections that do not speak ZMQ's protocol, or say
+nothing until libzmq closes them; they are the accepted connections that remain. All is read on the loop. Knows no
+messages. Owned by `ZmqWire`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-#: domains of listeners: those that ask for keys, and those that need none; libzmq cannot clear a domain
+#: domains of listeners: one for listeners that ask for keys, one for the others; libzmq cannot clear a domain
 DOMAIN, OPEN_DOMAIN = b"fdasync", b"ipc"
 # answers and reports in one callback of the loop
 _CAP = 64

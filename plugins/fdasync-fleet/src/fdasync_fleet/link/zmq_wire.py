@@ -246,7 +246,7 @@ class ZmqWire(Wire):
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def listen(self, address: str) -> str:
-        # who listens at all interfaces tells others where that is
+        # a listener at all interfaces tells others where that is
         check_address(address, listens=True, keyed=self._keys is not None, anywhere=True)
         check_free(address)
         if self._router is None:
@@ -449,8 +449,8 @@ class ZmqWire(Wire):
                 self._on_room(pipe)
 
     def _rest(self, sock: zmq.Socket[bytes], head: bytes) -> list[Frame]:
-        """The frames of a message that has several. Of more than three the first three, which show that it is no
-        message."""
+        """The frames of a message that has several. Of more than three frames, the first three, which show that it is
+        no message."""
         frames: list[Frame] = [head]
         more = True
         while more:

@@ -1,9 +1,9 @@
 """Chooses the instances that serve a request, by their load and by the prefixes that they have.
 
 No Python runs for each instance: the choice follows the prompt through the index of blocks once, and compares columns
-of numbers. A prefill or mixed instance costs the prompt tokens that it would compute until the prompt is done, those of
-this prompt twice; a mixed one also a part of the tokens that it has in use, so that a prefix draws only as many
-requests as it is worth. A decode instance costs the share of its blocks that would be in use.
+of numbers. The cost of a prefill or mixed instance is the number of prompt tokens that it would compute until the
+prompt is done, this prompt's twice; for a mixed one also a part of its tokens in use, so that a prefix draws only as
+many requests as it is worth. The cost of a decode instance is the share of its blocks that would be in use.
 
 Pure. Called by `dispatch.py`.
 """
@@ -61,7 +61,7 @@ class _Costs:
         self._size = max(table.block_tokens, 1)
         failed = [table.find(address) for address in without]
         self._failed = sum({1 << instance.slot for instance in failed if instance is not None})
-        # (blocks, bitset of those that have just so many), without those that have none
+        # (blocks, bitset of the instances that have just so many), without the instances that have none
         self._had = [each for each in table.index.prefixes(keys, self._loads.working) if each[0]]
 
     def missing(self, instance: InstanceHandle) -> int:
@@ -87,7 +87,7 @@ class _Costs:
             return None
         costs = self._loads.burden if role == "mixed" else self._loads.work
         least: tuple[float, int, int] | None = None
-        # those that have most of the prompt first; all of them are among those that have none at least
+        # the instances that have most of the prompt first; the last bitset holds all that are able, whatever they have
         for had, bits in (*reversed(self._had), (0, able)):
             missing = _MISSING * max(self._num_tokens - had * self._size, 0)
             if least is not None and least[0] < costs.floor + missing:

@@ -88,7 +88,7 @@ class ControlPlane:
 
     Attributes:
         agreement: decides which weights all instances must have.
-        wakes: wakes instances, also those that are out of reach then.
+        wakes: wakes instances, also instances that are out of reach then.
     """
 
     def __init__(
@@ -237,10 +237,10 @@ class ControlPlane:
     async def _ask_all(
         self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
     ) -> Outcomes:
-        """The replies of the instances, and the errors of those that did not reply.
+        """The replies of the instances, and the errors of the instances that did not reply.
 
         Args:
-            instances: None: those that are up. One with other weights than the others does not get their label.
+            instances: None: all that are up. An instance with other weights does not get the others' label.
         """
         if instances is None:
             instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
@@ -321,7 +321,7 @@ class ControlPlane:
             errors = [error for join in ended if (error := join.exception()) is not None]
             if not errors:
                 return
-            # where one does not come the others wait in vain, and hold their requests up
+            # if one rank does not come, the others wait in vain, and hold their requests up
             self._say_to([joins[join] for join in others], leave)
             if others:
                 await asyncio.wait(others)
@@ -331,10 +331,10 @@ class ControlPlane:
             for join in joins:
                 join.cancel()
             raise
-        # one that was busy did not begin, and may be joining a group of that name for another caller
+        # an instance that was busy did not begin, and may be joining a group of that name for another caller
         left = [instance for join, instance in joins.items() if not isinstance(join.exception(), UpdateUnderWay)]
         await self._ask_all(leave, self._config.command_s, left)
-        # of several the one that tells more than that another rank did not come
+        # of several, the error that tells more than that another rank did not come
         raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
 
     def _say_to(self, instances: Iterable[InstanceHandle], command: Command) -> None:
@@ -354,7 +354,7 @@ class ControlPlane:
         await self.all(command, self._config.command_s)
 
     async def begin(self, mode: Any) -> None:
-        """Begin an update in parts at all instances; one that cannot is dropped."""
+        """Begin an update in parts at all instances; an instance that cannot is dropped."""
         if self.is_updating:
             raise self._under_way()
         check_update_mode(mode)
@@ -430,8 +430,8 @@ class ControlPlane:
         return command.verb == "update_part"
 
     def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
-        """The instances that did as they were told. Others are dropped by name, where any did, but those that sleep or
-        have no whole weights. Where none did, raises the first error of one that is awake, if one is."""
+        """The instances that did as they were told. If any did, others are dropped by name, unless they sleep or have
+        no whole weights. If none did, raises the first error, an awake instance's before any other."""
         answers, silent = outcomes
         for instance, done in answers:
             instance.was_told(done.state)
@@ -464,8 +464,8 @@ class ControlPlane:
         await self._change(Command(0, "relabel", version=label))
 
     async def fingerprint(self) -> str:
-        """Have instances hash their weights, but those that wait for others. Raises WeightsDiffer where they are not
-        the same."""
+        """Have all instances hash their weights that do not wait for others. Raises WeightsDiffer where the weights are
+        not the same."""
         instances = [one for one in self._table.up() if not one.behind]
         answers, silent = await self._ask_all(Command(0, "fingerprint"), self._config.command_s, instances)
         failed = [error_of(instance, done) for instance, done in answers if done.error]
@@ -534,9 +534,9 @@ class ControlPlane:
 
     async def _claim_all(self) -> int:
         """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
-        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none.
+        that one of two routers gets all instances. Raises UpdateUnderWay, and then has claimed none.
 
-        Returns the order of the latest weights or label: this router may not have heard yet of what another one brought
+        Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
         command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
@@ -558,7 +558,7 @@ class ControlPlane:
         return latest
 
     async def _let_hand_overs_finish(self) -> None:
-        """Wait for hand-offs. Those of paused instances cannot finish: they begin again at once."""
+        """Wait for hand-offs. Hand-offs of paused instances cannot finish: they begin again at once."""
         with contextlib.suppress(TimeoutError):
             async with Within(self._config.handoff_s):
                 while any(  # noqa: ASYNC110 - no event announces the end
@@ -567,7 +567,7 @@ class ControlPlane:
                 ):
                     await asyncio.sleep(_LOOK_S)
         for request in self._dispatch.being_handed_over():
-            # one that a caller has read from does not begin again: the update ends it, as it ends those that run
+            # a request that a caller has read from does not begin again: the update ends it, as it ends running ones
             if not request.delivered:
                 self._dispatch.restart(request)
 

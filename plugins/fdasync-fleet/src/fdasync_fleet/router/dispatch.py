@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 #: a message of an instance about one request, but for new output
 RequestMessage = Answered | PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
-# those that only the instance sends that answers; the frequent ones first
+# messages that only the answering instance sends; the frequent ones first
 _OF_SERVER = Answered, Outputs, SampleEnd, Ended, Rows, ScoredPrompt
 REQUEST_MESSAGES = *_OF_SERVER, PromptTokens, Moved, Failed
 
@@ -142,7 +142,7 @@ class Dispatch:
         return self._live.get(request_id)
 
     async def aclose(self, limit_s: float) -> None:
-        """End every request with what it has. Instances have so long for what only they know of it."""
+        """End every request with what it has. Instances have so long to send what only they know of it."""
         live = self.live
         for request in live:
             self.abort(request)
@@ -455,7 +455,7 @@ class Dispatch:
         self._spawn(self._again(request))
 
     def being_handed_over(self) -> list[RoutedRequest]:
-        """Requests of which an instance has a sample, and may still hand it over to another one."""
+        """Requests with a sample at an instance that may still hand it over to another."""
         return [request for request in self._by_name.values() if request.is_between]
 
     def abort_everywhere(self, request: RoutedRequest) -> None:
@@ -491,8 +491,8 @@ class Dispatch:
         self._cut(request, "abort" if request.aborted else "deadline", problem)
 
     def _cut(self, request: RoutedRequest, reason: Literal["abort", "deadline"], problem: str) -> None:
-        """End a request that no instance ends. Rows and weights of a sample that is not whole are not known here, so
-        one that has tokens is no result (docs/design.md, rule 13)."""
+        """End a request that no instance ends. Rows and weights of a sample that is not whole are not known here, so if
+        it has tokens it is no result (docs/design.md, rule 13)."""
         if request.is_torn:
             self.finish(request, None, InstanceLost(request.request_id, problem, request.so_far("failed")))
         else:

@@ -1,4 +1,4 @@
-"""Waits for a router's first instances, and finds those that do not fit the others.
+"""Waits for a router's first instances, and finds instances that do not fit the others.
 
 An instance that is down or does not fit does not stop the others: `Router.stats` names it. Knows instances and their
 peers, no requests. Called by `router/router.py`.

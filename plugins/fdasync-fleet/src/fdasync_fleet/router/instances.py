@@ -31,7 +31,7 @@ LEAST = Need()
 
 
 def farthest(said: Sequence[Doing]) -> Doing:
-    """What the one does that is farthest from running, as `Doing` orders the words; "running": there is none."""
+    """What the instance farthest from running does, as `Doing` orders the words; "running": there is none."""
     return max(said, key=_DOING.index, default="running")
 
 
@@ -164,7 +164,7 @@ class InstanceHandle:
 
     @property
     def workers(self) -> int:
-        """Worker processes, each of which is a rank of a trainer's group."""
+        """Number of worker processes; each is a rank of a trainer's group."""
         return self.facts.tensor_parallel
 
     @property
@@ -234,14 +234,14 @@ class InstanceHandle:
 
     @property
     def said(self) -> Doing:
-        """What it does, as its latest status says, or this router's last call. One that drains runs."""
+        """What it does, by its latest status or this router's last call. A draining instance is "running"."""
         if self._status is None:
             return "asleep" if self.owes_wake else self._told
         return "running" if self._status.state == "draining" else self._status.state
 
     @property
     def doing(self) -> Doing:
-        """What it has said that it does. One that is awake waits for weights, too, where it lacks those of the others,
+        """What it has said that it does; or that it waits for weights, if it is awake, lacks the weights of the others,
         and this router cannot bring them."""
         waits = self.behind and self.waits and not self.awaits_memory
         return farthest([self.said, "waits_for_weights"]) if waits else self.said
@@ -290,7 +290,7 @@ class InstanceHandle:
         self.waits = ""
 
     def came_to(self, namespace: bytes) -> None:
-        """It has got other weights, on its way to those that it must have."""
+        """It has got other weights, on its way to the weights that it must have."""
         self._forget_blocks()
         self.namespace = namespace
 
@@ -314,7 +314,7 @@ class InstanceHandle:
         self._index.open(self.slot)
 
     def sent(self, missing: int, keys: Sequence[bytes]) -> list[bytes]:
-        """It was sent a request: a prompt with these blocks, of which it has to compute so many tokens. Returns blocks
+        """It was sent a request: a prompt with these blocks, and so many tokens that it has to compute. Returns blocks
         for `settled`."""
         self.live += 1
         self._tokens += missing
@@ -438,8 +438,8 @@ class InstanceTable:
         return able[0] if able and all(one.doing == "broken" for one in able) else None
 
     def refusal(self, need: Need, prefill: str, decoders: Sequence[str]) -> BadInput | None:
-        """Why no instance (of those that its caller names, if it does) will ever serve a request; None: one may. An
-        instance that is down may come back, and one that never answered may hold anything."""
+        """Why no instance (among those its caller names, if any) will ever serve a request; None: one may. An instance
+        that is down may come back, and an instance that never answered may hold anything."""
         able = self.able(prefill, decoders)
         rooms = [room for instance in able if (room := instance.room) is not None]
         if not rooms or len(rooms) < len(able) or any(map(need.fits_whole, rooms)):
@@ -447,7 +447,7 @@ class InstanceTable:
         return need.refusal(rooms)
 
     def able(self, prefill: str, decoders: Sequence[str]) -> list[InstanceHandle]:
-        """Instances of which one has to hold all of a request, whether it serves it whole or takes it over."""
+        """Candidates for the one instance that has to hold all of a request, served whole or taken over."""
         first = self.find(prefill) if prefill else None
         if decoders:
             named = [instance for address in decoders if (instance := self.find(address)) is not None]

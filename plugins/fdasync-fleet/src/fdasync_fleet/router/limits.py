@@ -91,7 +91,7 @@ class Need(msgspec.Struct, frozen=True):
         most = max(room.facts.max_requests for room in rooms)
         if self.samples > most:
             return BadInput("n", f"{self.samples} samples are more than any instance takes", limit=most)
-        # only those that take as many samples
+        # only rooms that take as many samples
         room = max([room for room in rooms if self.samples <= room.facts.max_requests], key=lambda room: room.tokens)
         limit, count = room.tokens, self.prompt_tokens
         what = "the context" if limit == room.facts.max_context_tokens else "the KV blocks"

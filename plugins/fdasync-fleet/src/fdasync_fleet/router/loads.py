@@ -1,4 +1,4 @@
-"""The load of all instances as columns of numbers, and as bitsets of those that may take a request.
+"""The load of all instances as columns of numbers, and as bitsets of the instances that may take a request.
 
 One row, the *slot*, belongs to each instance. `InstanceHandle` writes its row when something changes, which takes no
 longer with more instances; `choice.py` reads whole columns, so that no Python runs for each instance when a request is
@@ -58,7 +58,7 @@ class Loads:
     """See the module.
 
     Attributes:
-        work: prompt tokens that an instance has to compute: those that it reported, or that were sent to it if more.
+        work: prompt tokens that an instance has to compute: as many as it reported, or as were sent to it if more.
         live: requests of this router.
         counted: requests that its latest status counts.
         burden: what a request finds on a mixed instance, in prompt tokens: `work`, and a part of the tokens in use.
@@ -153,7 +153,7 @@ class Loads:
         return able & fitting
 
     def slots(self, bits: int) -> NDArray[np.intp]:
-        """The slots of a bitset, in order; do not change them. Those of the latest bitset are kept: one role is mostly
+        """The slots of a bitset, in order; do not change them. The latest bitset's slots are kept: one role is mostly
         able as a whole."""
         if bits == self._latest:
             return self._slots

@@ -1,6 +1,6 @@
 """The output of one sample of a router's request: what its caller has not read yet, and all that it has read.
 
-A router keeps what was read, so that an aborted request has all of its output. Of a delta that was read only its values
+A router keeps what was read, so that an aborted request has all of its output. Once a delta was read, only its values
 stay: as objects, the deltas of hundreds of long streams would make every round of the garbage collector stop the loop
 for a tenth of a second. Knows no instances. Used by `router/request.py`.
 """

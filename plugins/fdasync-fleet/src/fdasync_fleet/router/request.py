@@ -157,8 +157,8 @@ class RoutedRequest:
         return self.submit.text is None or bool(self.prompt_of_text)
 
     def add_prompt(self, token_ids: tuple[int, ...]) -> None:
-        """The tokens of a text. The instance that tokenised it may be another than the one that answers, and be heard
-        later; one where the request ended before that has none."""
+        """The tokens of a text. The instance that tokenised it need not be the one that answers, and may be heard
+        later; it has none if the request ended before."""
         self.prompt_of_text = token_ids or self.prompt_of_text
         self.wake()
 
@@ -204,8 +204,8 @@ class RoutedRequest:
         return self.outputs[index].take(is_whole=self.samples[index] is not None or self.done.done())
 
     def so_far(self, reason: FinishReason) -> Result:
-        """The output so far as a result: samples that are whole, and the others, which end with `reason`, without rows
-        and versions: of those that have tokens only the instance knows them (`is_torn`)."""
+        """The output so far as a result: whole samples, and the others, which end with `reason`, without rows and
+        versions: if they have tokens, only the instance knows these (`is_torn`)."""
         samples = []
         for index, output in enumerate(self.outputs):
             if (ended := self.samples[index]) is not None:

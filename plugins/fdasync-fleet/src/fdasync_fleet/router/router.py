@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from fdasync_fleet.messages import Message
 
 
-# what instances have, where the router closes, to end what it has of them
+# how long instances have to end this router's requests when it closes
 _LAST_WORD_S = 1.0
 
 
@@ -461,13 +461,13 @@ class Router(Generator):
 
         An update is a barrier (docs/design.md, rule 22). New requests wait. Hand-offs get `handoff_s` to finish; then
         their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
-        that was not up gets the update when it comes up, and one that sleeps when it wakes, before it gets requests; so
-        the folder must not change until the next update. A version in use that is given again is a barrier, too: every
-        instance reads and hashes the folder, and new requests wait. Each instance compares its weights with the
-        expected fingerprint; one that differs is dropped, and where all differ the call raises WeightsDiffer.
+        that is down or asleep gets the update when it comes up or wakes, before it gets requests; so the folder must
+        not change until the next update. A version in use that is given again is a barrier, too: every instance reads
+        and hashes the folder, and new requests wait. Each instance compares its weights with the expected fingerprint;
+        an instance that differs is dropped, and where all differ the call raises WeightsDiffer.
 
-        Tensors of a group come once. So an instance that was not up then, and one that is not in the group, gets no
-        requests until it is updated; and a broadcast that fails leaves the weights of all instances broken.
+        Tensors of a group come once. So an instance that was down then, or is not in the group, gets no requests until
+        it is updated; and a broadcast that fails leaves the weights of all instances broken.
 
         If the caller is cancelled, the update goes on; the same call meanwhile waits for it and gives its outcome, and
         after it is an update of its own. Raises
@@ -493,7 +493,7 @@ class Router(Generator):
 
     async def begin_weight_update(self, mode: Literal["abort", "keep"] = "keep") -> None:
         """See `Generator.begin_weight_update`: a barrier as `update_weights` is, from here to the end of the update. A
-        part may follow the one before it by up to `command_s`."""
+        part may come up to `command_s` after the part before it."""
         self._check_open()
         await self.commands.begin(mode)
 
@@ -512,8 +512,8 @@ class Router(Generator):
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`: all instances give their weights the label, while new requests wait.
 
-        An instance that fails is dropped and named in `stats().dropped`. One that comes up later with the same weights
-        gets the label before it gets requests. Cancelling and UpdateUnderWay as in `update_weights`.
+        An instance that fails is dropped and named in `stats().dropped`. An instance that comes up later with the same
+        weights gets the label before it gets requests. Cancelling and UpdateUnderWay as in `update_weights`.
         """
         self._check_open()
         await self.commands.relabel(version)
@@ -535,7 +535,7 @@ class Router(Generator):
         check_pause_mode(mode)
         self._check_open()
         if mode == "abort":
-            # also those that wait for an instance, or are about to be sent again
+            # also requests that wait for an instance, or are about to be sent again
             self.abort_all()
         await self.commands.pause(mode)
 
@@ -563,10 +563,9 @@ class Router(Generator):
         """See `Generator.wake`: of every instance that is up, and of the others once they are. Raises the first error
         of an instance, after all have answered: WakeFailed with its name, while the others are awake.
 
-        One that others got weights without, since it slept, has them when this returns, or "waits_for_weights" is
-        returned, and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has
-        not woken gets no requests: one that did not answer is woken again by the router, one that failed by the next
-        call.
+        An instance that missed weights while it slept has them when this returns, or "waits_for_weights" is returned,
+        and `stats()` says why. If the caller is cancelled, instances wake all the same. An instance that has not woken
+        gets no requests: if it did not answer the router wakes it again, if it failed the next call does.
         """
         self._check_open()
         return await self.commands.wakes.wake(tags)

@@ -90,7 +90,7 @@ def facts_of(table: InstanceTable) -> ModelFacts:
     known = [instance for instance in table.instances.values() if instance.peer.hello is not None]
     if not known:
         raise PeerUnreachable("router", "no instance has answered yet")
-    # most likely the model of those that are up, where an instance was refused for another
+    # where an instance was refused for another model, the model most likely meant is that of the instances that are up
     first = next((instance for instance in known if instance.peer.is_up), known[0])
     facts, shape = first.facts, first.shape
     alike = [instance for instance in known if instance.shape == shape]

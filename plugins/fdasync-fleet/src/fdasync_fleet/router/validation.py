@@ -141,7 +141,7 @@ def _token_bytes(prompt: Any) -> bytes:
     if not values:
         raise BadInput("prompt", "is empty", limit="at least one token")
     try:
-        # at once for integers of Python; for others, such as those of numpy, and for what is wrong, one by one
+        # all at once if they are Python's integers; others, such as numpy's, and wrong ones are checked one by one
         msgspec.convert(values, _INTS)
         return struct.pack(f"{len(values)}i", *values)
     except (msgspec.ValidationError, struct.error, TypeError, UnicodeEncodeError):

@@ -132,7 +132,7 @@ class Watching:
 
 
 def _joined(before: tuple[Picks, ...], now: tuple[Picks, ...]) -> tuple[Picks, ...]:
-    """Tables, newest first: those of the answer, then those that were known and are not in it."""
+    """Tables, newest first: the answer's, then known tables that are not in it."""
     if not now:
         return ()
     told = {(picks.version, picks.namespace) for picks in now}

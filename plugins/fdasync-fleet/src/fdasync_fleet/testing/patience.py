@@ -11,7 +11,7 @@ from fdasync_fleet.link.session import LinkConfig
 # even on a busy machine an answer takes less
 _PATIENCE_S = 300.0
 
-#: of instances and routers; one that says goodbye, or whose process ends, is lost at once all the same
+#: of instances and routers; a peer that says goodbye, or whose process ends, is lost at once all the same
 LINKS = LinkConfig(lost_s=_PATIENCE_S, deaf_s=_PATIENCE_S)
 
 #: of the configurations of prefill and decode instances

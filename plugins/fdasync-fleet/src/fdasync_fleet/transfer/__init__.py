@@ -1,1 +1,1 @@
-"""The contract of transports, by which an instance copies blocks from another one, those by shared memory and tcp."""
+"""The contract of transports, by which an instance copies blocks from another, and the transports shm and tcp."""

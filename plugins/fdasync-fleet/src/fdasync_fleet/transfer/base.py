@@ -29,7 +29,7 @@ Offers are counted: a part that was offered twice must be withdrawn twice. A rec
 read all of a sender's regions: there offers are advice, and only processes of one user can map each other's memory.
 
 **Fair.** Any number of receives run at a time. None waits for another, whatever their sizes, and however slow, stopped
-or dead a sender is. Copies and checksums are made in slices, none of which holds the loop for long.
+or dead a sender is. Copies and checksums are made in slices; none holds the loop for long.
 """
 
 from __future__ import annotations

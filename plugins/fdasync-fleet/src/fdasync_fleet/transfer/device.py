@@ -76,7 +76,7 @@ class _Peer:
 
 
 class DeviceTransport(Endpoint):
-    """See the module. `open` takes no regions of memory: those of its parts are the puller's. `receive` raises
+    """See the module. `open` takes no regions of memory: the puller has the regions of its parts. `receive` raises
     DeadlineExceeded, too, where this instance's own device does not end a copy, and DeviceFailed where it is broken.
 
     Args:

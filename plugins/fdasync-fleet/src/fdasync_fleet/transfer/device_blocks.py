@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PartPuller(ABC):
-    """Copies parts from device to device. The calls are those of `PeerBlocks`, whose docstrings hold.
+    """Copies parts from device to device. Its methods are `PeerBlocks`' methods, whose docstrings hold.
 
     Attributes:
         sizes: bytes of each region that parts are in, known after `export`.
@@ -73,7 +73,7 @@ class BlockPuller(PartPuller):
         return "" if whole else "a part is no block of a device"
 
     def fill(self, block: int, slot: int, generation: int) -> None:
-        """Say where the rows of a block are that is about to be pulled; told with the pull."""
+        """Say where the rows of a block that is about to be pulled are; told with the pull."""
         self._places[block] = slot, generation
 
     def pull(self, source: bytes, theirs: Sequence[Part], ours: Sequence[Part]) -> asyncio.Future[list[int]]:

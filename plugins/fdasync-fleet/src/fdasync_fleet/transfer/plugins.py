@@ -23,7 +23,7 @@ class TransportSpec(msgspec.Struct, frozen=True, array_like=True):
         name: of the plugin.
         keyed_host: where links have keys: the address at which this side is reached, in numbers; "": the loopback.
         tls: of "tcp", where links have keys: blocks travel by TLS.
-        said_host: the address that receivers dial, in numbers; "": the one that it listens on.
+        said_host: the address that receivers dial, in numbers; "": the address that it listens on.
         port: of "tcp": that it listens on; 0: any.
         optional: the others are opened without it where it does not open.
     """

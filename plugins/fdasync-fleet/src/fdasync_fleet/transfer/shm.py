@@ -2,8 +2,8 @@
 
 There are no sockets and no wakeups. The sender takes no part in a copy, so a sender that is stopped, or was killed
 after it was mapped, can still be read. The last region of a source is a page of the transport's own, the *identity
-page* (`shm_peer.py`). It holds the token and the inode of each other region, so that neither a process id nor an fd
-that is used again is taken for the sender's.
+page* (`shm_peer.py`). It holds the token and the inode of each other region, so that no reused process id or fd is
+taken for the sender's.
 
 The receiver hashes each slice of its copy while the CPU's caches hold it, which is faster than hashing a whole block
 after it was copied (`benchmarks/fleet/transports.py`). Knows no messages. Made by `transports.py`.

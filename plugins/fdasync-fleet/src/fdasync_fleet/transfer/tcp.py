@@ -47,8 +47,8 @@ class TcpTransport(Endpoint):
         stuck_s: a connection that owes bytes and does not move for so long is dropped.
         idle_s: a connection without receives for so long is closed.
         keyed: links are authenticated and encrypted (`link/keys.py`), so senders may be on other machines.
-        said_host: what receivers dial in place of `host`, in numbers; "": `host`, which is not that of all interfaces
-            then.
+        said_host: what receivers dial in place of `host`, in numbers; "": `host`, which then does not stand for all
+            interfaces.
         port: port to listen on; 0: any.
         tls: blocks travel by TLS 1.3, both ways: a sender whose address is without it is refused. A side that does not
             ask for it speaks it with a sender that does.

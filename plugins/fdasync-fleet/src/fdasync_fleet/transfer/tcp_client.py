@@ -248,7 +248,7 @@ class Connection:
             held.clear()
 
     def drop_stuck(self, stuck_s: float) -> None:
-        """Close it as one that owes something and sent nothing for so long."""
+        """Close it because it owes something, and sent nothing for so long."""
         if self._greeted:
             self.drop(broken(f"{self._address} owes bytes and sent none for {stuck_s:g} s"))
         else:

@@ -218,7 +218,7 @@ class ServerConnection:
         return waits and now - self._moved_at > self._server.stuck_s
 
     def close(self) -> None:
-        """For `Server.drop`."""
+        """Close the connection; called by `Server.drop`."""
         loop = self._server.loop
         loop.remove_reader(self._fd)
         loop.remove_writer(self._fd)

@@ -80,7 +80,7 @@ def check_knock(data: bytes, token: bytes, *, tls: bool = False) -> bytes:
 
 
 def answer(token: bytes, theirs: bytes, nonce: bytes, digest: bytes = b"") -> bytes:
-    """Of the sender, to a knock with the nonce `theirs`. `digest`: of its certificate; b"": without TLS."""
+    """The sender's answer to a knock with the nonce `theirs`. `digest`: of its certificate; b"": without TLS."""
     return nonce + digest + _mac(token, b"answer", theirs, nonce, digest)
 
 
@@ -94,7 +94,7 @@ def check_answer(data: bytes, token: bytes, ours: bytes) -> tuple[bytes, bytes]:
 
 
 def proof(token: bytes, receivers: bytes, senders: bytes) -> bytes:
-    """Of the receiver, from the nonces of both."""
+    """The receiver's proof, from the nonces of both."""
     return _mac(token, b"proof", receivers, senders)
 
 
@@ -140,8 +140,8 @@ def socket_name(host: str, port: int) -> str:
 
 
 def parse_address(address: str, *, keyed: bool = False) -> tuple[str, int]:
-    """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and unless `keyed` for one that
-    is not loopback."""
+    """Host and port, with TLS or without. Raises ProtocolError for a malformed address, and, unless `keyed`, if it is
+    not loopback."""
     host, _, port = address.removeprefix(_TLS).rpartition(":")
     try:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):

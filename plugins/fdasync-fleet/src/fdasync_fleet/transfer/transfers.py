@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # no timer is longer: a waiting transfer checks again after it
 _LONGEST_WAIT_S = 3600.0
-# an ended transfer returns within a turn of the loop; one that does not is a defect
+# an ended transfer returns within a turn of the loop; else there is a defect
 _IDLE_S = 10.0
 
 

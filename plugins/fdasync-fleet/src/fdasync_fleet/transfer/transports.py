@@ -38,7 +38,7 @@ class Transports:
     Args:
         transports: the transports, in order of preference; this object closes them.
         process: the process that these are in; None: they are on this loop.
-        optional: names of those that are left out where they do not open.
+        optional: names of transports that are left out where they do not open.
 
     Attributes:
         problems: why transports were left out, by name.
@@ -178,7 +178,7 @@ class Transports:
         return [block if block.status != "done" else row for block, row in zip(blocks, rows, strict=True)]
 
     async def _receive(self, sources: Sources, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
-        """By shared memory or a socket; all outcomes are "failed" if no transport fits."""
+        """Receive by shared memory or a socket; all outcomes are "failed" if no transport fits."""
         theirs = dict(sources)
         outcomes = [Outcome("failed", f"no transport in common: it has {', '.join(theirs) or 'none'}")] * len(
             copy_specs

@@ -40,7 +40,7 @@ def messages_of(system: str | list[dict[str, Any]], given: list[dict[str, Any]])
 
 
 def is_prefilled(messages: list[dict[str, Any]]) -> bool:
-    """Whether the answer goes on with what the conversation ends with. Raises Refused (400) for a call without its
+    """Whether the answer continues the last message of the conversation. Raises Refused (400) for a call without its
     result."""
     if messages[-1]["role"] != "assistant":
         return False

@@ -124,7 +124,7 @@ def _object_of(arguments: str) -> dict[str, Any]:
 
 
 def _usage(prompt: int, cached: int, made: int) -> dict[str, int]:
-    """`input_tokens` are those that had to be computed: clients add the three up."""
+    """`input_tokens` counts tokens that had to be computed: clients add the three up."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

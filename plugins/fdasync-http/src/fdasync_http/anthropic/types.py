@@ -27,7 +27,7 @@ FIELDS: Table = {
     "output_format": Unserved("give output_config.format", ()),
 }  # fmt: skip
 
-#: fields of Messages by those of chats, where the names differ
+#: fields of Messages by the fields of chats, where the names differ
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -61,7 +61,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class CountBody(Extras, frozen=True, kw_only=True):
-    """Of `/v1/messages/count_tokens`; see Anthropic's documentation.
+    """Body of `/v1/messages/count_tokens`; see Anthropic's documentation.
 
     Attributes:
         model: any name in SGLang's dialect; in vLLM's one of this server's.
@@ -88,7 +88,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """Of `/v1/messages`; see Anthropic's documentation.
+    """Body of `/v1/messages`; see Anthropic's documentation.
 
     Attributes:
         max_tokens: the most new tokens; the context may leave fewer.

@@ -100,7 +100,7 @@ def prepared(front: Front, body: ChatBody, *, caps_tokens: bool = False) -> Prep
 
 
 def room_of(front: Front, prompt: list[int]) -> int:
-    """Tokens that the context leaves; a prompt that leaves none is refused by the engine."""
+    """Tokens that the context leaves; the engine refuses a prompt that leaves none."""
     return max(front.generator.facts().max_context_tokens - len(prompt), 1)
 
 

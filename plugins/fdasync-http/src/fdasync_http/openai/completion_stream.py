@@ -83,7 +83,7 @@ def _prompt_text(front: Front, asked: Asked, names: TokenNames) -> str:
 def with_echo(
     asked: Asked, echo: Echo, text: SampleText, sample: Sample, names: TokenNames
 ) -> tuple[str, dict[str, Any] | None]:
-    """Text and log-probs of a whole sample behind those of its prompt, if they repeat it."""
+    """Text and log-probs of a whole sample; the prompt's come first, if the answer repeats the prompt."""
     before, own = echo.logprobs, text.end(sample)
     if asked.echo:
         own = spaced(own, sample.token_ids, names, specials=asked.form.specials)

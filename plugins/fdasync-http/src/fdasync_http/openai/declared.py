@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.tokenizer import ChatTokenizer
 
-# longer than any delimiter of a message's parts, of which the beginning may look like content
+# longer than any delimiter of a message's parts; a delimiter's beginning may look like content
 _HELD_CHARS = 32
 _GROWTH = 16
 # names that checkpoints have for it
@@ -45,8 +45,8 @@ class _Message:
 
 
 class DeclaredReader:
-    """See the module. An answer that cannot be read to its end (it was cut short in a tool call) is its plain text, as
-    is one that calls tools though none were given. In a stream that gave reasoning by then, the rest of the text is.
+    """See the module. An answer that cannot be read to its end (it was cut short in a tool call), or calls tools though
+    none were given, is given as plain text; in a stream that has given reasoning by then, only the rest is.
 
     Args:
         prompt_token_ids: of the conversation, or its end: a template may have begun the answer.
@@ -97,7 +97,7 @@ class DeclaredReader:
         self._tokens += token_ids
         message = self._parsed(self._tokens)
         if message is not None:
-            # a stop string ends in what the last token added; one that stands before was barred by `min_tokens`
+            # a stop string ends in the last token's text; an earlier one was barred by `min_tokens`
             before = (self._parsed(self._tokens[:-1]) if self._stop else None) or _Message({})
             content = _cut(message.content, before.content, self._stop)
             reasoning = _cut(message.reasoning, before.reasoning, self._stop)

@@ -1,5 +1,5 @@
-"""Fields of OpenAI's paths, with those of SGLang's and vLLM's servers: what they ask of the engine, what is ignored and
-what is refused. Pure.
+"""Fields of OpenAI's paths, with fields that SGLang's and vLLM's servers add: what they ask of the engine, what is
+ignored and what is refused. Pure.
 
 Sampling parameters stand in the body itself, so that an unknown field is refused. Called by `types.py`.
 """

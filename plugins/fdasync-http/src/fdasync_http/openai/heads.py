@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def common_name(asked: Sequence[Asked]) -> str:
-    """Of one prompt, the name by which it can be aborted; of several, the common beginning of theirs."""
+    """The name by which a single prompt can be aborted; for several prompts, the common beginning of their names."""
     return asked[0].request_id if len(asked) == 1 else asked[0].request_id.removesuffix("-0")
 
 

@@ -59,7 +59,7 @@ class TokenNames:
             return "bytes:" + "".join([f"\\x{byte:02x}" for byte in piece])
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What OpenAI's `bytes` tells of a token: those of its text, which parts of a character make together."""
+        """OpenAI's `bytes` of a token: the bytes of its text. Tokens that are parts of a character make it together."""
         return self.of(token_id).encode() if self.as_ids else self.piece(token_id)
 
     def text(self, token_id: int) -> str:
@@ -121,7 +121,7 @@ class TextOffsets:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> int:
-        """Of the next token."""
+        """The offset of the next token."""
         at, names = self._at, self._names
         piece = names.piece(token_id)
         is_shown = self.specials or self._within.startswith(piece.decode(errors="replace"), at)
@@ -179,7 +179,7 @@ async def of_echo(result: Result, names: TokenNames, offsets: TextOffsets) -> di
 
 
 def join(told: dict[str, Any], more: dict[str, Any]) -> None:
-    """Append log-probs of a completion to those of the tokens before."""
+    """Append log-probs of a completion to the log-probs of the tokens before."""
     for name in _COMPLETION:
         told[name] += more[name]
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `/tokenize`.
+    """Body of `/tokenize`.
 
     Attributes:
         model: not looked at.
         prompt, messages: one of the two.
-        add_special_tokens: with those that the tokenizer puts around a text; None: of a text with them, of messages,
-            which have those of the template, without.
+        add_special_tokens: with the special tokens that the tokenizer puts around a text; None: a text gets them,
+            messages do not: they have the template's.
         tools, add_generation_prompt, continue_final_message, chat_template_kwargs: as for a chat.
         return_token_strs: the text of each token, too.
     """
@@ -49,7 +49,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `/detokenize`.
+    """Body of `/detokenize`.
 
     Attributes:
         model: not looked at.

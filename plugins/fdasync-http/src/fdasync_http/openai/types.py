@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Of a stream.
+    """Options of a stream.
 
     Attributes:
         include_usage: one more event, behind the last choice, has the usage.
@@ -90,14 +90,14 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):
-    """Of `/v1/completions`.
+    """Body of `/v1/completions`.
 
     Attributes:
         prompt: text, token ids, or a list of either.
         logprobs: how many alternatives beside each token; None and false: no log-probs; true: one.
         echo: the answer begins with the prompt, and with its log-probs where `logprobs` asks for some. It may then ask
             for no new tokens.
-        add_special_tokens: False: a prompt of text is without those that the tokenizer puts around one.
+        add_special_tokens: False: the tokenizer puts no special tokens around a prompt of text.
     """
 
     RULES: ClassVar[Table] = COMPLETION_FIELDS
@@ -143,7 +143,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
-    """Of `/v1/chat/completions`.
+    """Body of `/v1/chat/completions`.
 
     Attributes:
         messages: the conversation; read by the checkpoint's template.

@@ -1,9 +1,9 @@
 """A checkpoint of this machine that follows what a trainer publishes, version by version.
 
-`.fdasync-pull/state.json` in it says which version it holds, and of which source: one of another source, or of a later
-version than the one asked for, belongs to another run, and the checkpoint is begun anew from the engine's own. So it is
-where a delta does not fit what is there. Version 0 is the engine's own checkpoint. Blocks; a lock keeps processes of
-this machine apart. Called by `child.py`.
+`.fdasync-pull/state.json` in it says which version it holds, and of which source. If the source is another, or the
+version later than the requested one, it belongs to another run, and the checkpoint is begun anew from the engine's own;
+so it is where a delta does not fit. Version 0 is the engine's own checkpoint. Blocks; a lock keeps processes of this
+machine apart. Called by `child.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pull(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
         local: folder of the checkpoint; made where it is not there.
         base: the engine's own checkpoint.
         source: folder that holds the folders of versions.
-        version: number of the one that is asked for.
+        version: number of the requested version.
         last: folder of that version, where it has another name; "": the one in `source`.
     """
 

@@ -58,7 +58,7 @@ class Delta(NamedTuple):
 
     Attributes:
         folder: that holds it.
-        version, base: its number, and that of the version that it is applied to.
+        version, base: its number, and the number of the version that it is applied to.
         encoding: "xor": of the bytes before and after. "overwrite": a count, positions, and the bytes there.
         changes: by tensor.
     """

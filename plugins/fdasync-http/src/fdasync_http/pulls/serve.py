@@ -35,7 +35,7 @@ _BRACKET = ("skyrl_start_weight_update", "skyrl_finish_weight_update")
 
 
 class PullBody(SGLangBody):
-    """Of `/pull_weights`.
+    """Body of `/pull_weights`.
 
     Attributes:
         local_checkpoint_dir: folder in `pulls_root` of the checkpoint that follows; made where it is not there.
@@ -70,7 +70,7 @@ def _slime_pull(front: Front, body: PullBody) -> Pull:
 
 
 class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/fetch_weights`.
+    """Body of `/fetch_weights`.
 
     Attributes:
         target_version: the version to bring the checkpoint to that `/init_weight_transfer_engine` named.
@@ -144,7 +144,7 @@ def fetched(front: Front, version: int) -> str:
 
 
 class CallBody(msgspec.Struct):
-    """Of `/collective_rpc`; its arguments are not read.
+    """Body of `/collective_rpc`; its arguments are not read.
 
     Attributes:
         method: name of what is called.

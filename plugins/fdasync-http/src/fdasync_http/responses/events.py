@@ -35,8 +35,7 @@ class ResponseEvents(Translation):
         self._status = "completed"
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        # of the text that is open, and of tokens whose text has not come yet; those of reasoning are among them, as in
-        # a chat
+        # of the open text, and of tokens whose text has not come yet; reasoning's tokens are among them, as in a chat
         self._logprobs: list[dict[str, Any]] = []
         self._waiting: list[dict[str, Any]] = []
 

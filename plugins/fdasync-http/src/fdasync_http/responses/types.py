@@ -34,7 +34,7 @@ FIELDS: Table = {
     **unserved("Responses have no stop sequences; /v1/chat/completions and /v1/messages do", "stop"),
 }  # fmt: skip
 
-#: fields of Responses by those of chats, where the names differ
+#: fields of Responses by the fields of chats, where the names differ
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -66,7 +66,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class ResponsesBody(Extras, frozen=True, kw_only=True):
-    """Of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
+    """Body of `/v1/responses`; see OpenAI's documentation. Nothing is kept of an answer.
 
     Attributes:
         model: any name in SGLang's dialect; in vLLM's one of this server's.

@@ -32,7 +32,7 @@ ONE = "application/vnd.fdasync.rollout+safetensors"
 MANY = "application/vnd.fdasync.rollouts"
 
 
-# by the engine's field: those of the body that ask for it
+# by the engine's field: the body's fields that ask for it
 _FIELDS: Table = {
     **{name: (f"sampling.{name}",) for name in SamplingParams.__struct_fields__},
     "params": ("sampling",),
@@ -41,7 +41,7 @@ _FIELDS: Table = {
 
 
 class RolloutBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/v1/rollout`.
+    """Body of `/v1/rollout`.
 
     Attributes:
         token_ids, text: the prompt; one of the two.

@@ -1,6 +1,6 @@
 """What a body of SGLang's `/generate` asks of the engine: its prompts, parameters and options, checked.
 
-Fields and defaults are those of SGLang's own `GenerateReqInput`, whose server takes any other key too. Called by
+Fields and defaults are as in SGLang's own `GenerateReqInput`; its server takes any other key too. Called by
 `generate.py`.
 """
 

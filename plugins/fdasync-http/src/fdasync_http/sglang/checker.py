@@ -1,4 +1,4 @@
-"""SGLang's `/weights_checker`: a checksum of the weights in place, and whether they are those that a snapshot was of.
+"""SGLang's `/weights_checker`: a checksum of the weights in place, and whether they have changed since a snapshot.
 
 Its `reset_tensors`, by which trainers spoil the weights so that an update must bring all of them, is refused: a server
 that is told so by anybody would answer from noise. An update's `expected_weights_id` compares all weights with the
@@ -30,10 +30,10 @@ _RESET = (
 
 
 class CheckBody(SGLangBody):
-    """Of `/weights_checker`.
+    """Body of `/weights_checker`.
 
     Attributes:
-        action: "checksum": tell the fingerprint. "snapshot": keep it. "compare": with the one that was kept.
+        action: "checksum": tell the fingerprint. "snapshot": keep it. "compare": compare it with the kept one.
             "reset_tensors" is refused.
         skip_tensor_list: tensors that do not count; only none is served.
     """
@@ -63,8 +63,8 @@ class Checked(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def weights_checker(request: Request, front: Front) -> Response:
-    """`POST /weights_checker`: 400 with `success` false where the weights are not those of the snapshot. No step runs
-    while they are hashed."""
+    """`POST /weights_checker`: 400 with `success` false where the weights differ from the snapshot. No step runs while
+    they are hashed."""
     body = await read_json(request, CheckBody, front.config)
     if body.action == "reset_tensors":
         raise Refused(501, _RESET, param="action", code="not_served")

@@ -56,7 +56,7 @@ async def pause_generation(request: Request, front: Front) -> Response:
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/continue_generation`."""
+    """Body of `/continue_generation`."""
 
     RULES: ClassVar[Table] = ignored("memory is the engine's own matter", "torch_empty_cache")
 
@@ -71,8 +71,8 @@ async def continue_generation(request: Request, front: Front) -> Response:
 async def flush_cache(_request: Request, front: Front) -> Response:
     """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400.
 
-    In a pause, requests that wait are no hindrance: new ones, and those that were retracted. They have no blocks, and
-    they cannot end before the trainer goes on.
+    In a pause, waiting requests (new ones and retracted ones) are no hindrance. They have no blocks, and they cannot
+    end before the trainer goes on.
     """
     load = front.generator.load()
     busy = min(load.running, load.live) if load.paused else load.live
@@ -84,7 +84,7 @@ async def flush_cache(_request: Request, front: Front) -> Response:
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/abort_request`.
+    """Body of `/abort_request`.
 
     Attributes:
         rid: name of a request; "": none.
@@ -114,7 +114,7 @@ async def abort_request(request: Request, front: Front) -> Response:
 
 
 class MemoryBody(SGLangBody):
-    """Of `/release_memory_occupation` and `/resume_memory_occupation`.
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
         tags: the parts that are meant; None and []: all.
@@ -125,7 +125,7 @@ class MemoryBody(SGLangBody):
 
 async def release_memory_occupation(request: Request, front: Front) -> Response:
     """`POST /release_memory_occupation`: the device's memory is free when it answers. Weights are kept in host memory,
-    so that a client that pushes none finds those that were there; requests wait, and go on after it."""
+    so that a client that pushes none finds the old ones again; requests wait, and go on after it."""
     body = await read_json(request, MemoryBody, front.config)
     await sleep(front, 1, "keep", body.tags or None)
     return reply({"message": "memory is released", "status": "ok"})
@@ -138,7 +138,7 @@ async def resume_memory_occupation(request: Request, front: Front) -> Response:
     return woken(await front.generator.wake(body.tags), "ok")
 
 
-# what a wake has done, by what the engine does after it
+# what a wake has done, by the engine's state after it
 _WOKEN: dict[Doing, str] = {
     "running": "memory is taken back",
     "paused": "memory is taken back; requests wait for the end of a pause",
@@ -170,7 +170,7 @@ async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Se
 
 
 class UpdateBody(SGLangBody):
-    """Of `/update_weights_from_disk`.
+    """Body of `/update_weights_from_disk`.
 
     Attributes:
         model_path: a checkpoint folder within `weights_root`.
@@ -228,7 +228,7 @@ async def update_weights_from_disk(request: Request, front: Front) -> Response:
 
 
 class VersionBody(SGLangBody):
-    """Of `/update_weight_version`.
+    """Body of `/update_weight_version`.
 
     Attributes:
         new_version: label of the weights in use from now on.

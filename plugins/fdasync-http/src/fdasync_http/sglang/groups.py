@@ -34,7 +34,7 @@ _SELECTED: Table = {**SGLangBody.RULES, **ignored("the names of tensors say it",
 
 
 class JoinBody(SGLangBody):
-    """Of `/init_weights_update_group`.
+    """Body of `/init_weights_update_group`.
 
     Attributes:
         master_address, master_port: of the trainer's store.
@@ -98,7 +98,7 @@ async def init_weights_update_group(request: Request, front: Front) -> Response:
 
 
 class LeaveBody(SGLangBody):
-    """Of `/destroy_weights_update_group`.
+    """Body of `/destroy_weights_update_group`.
 
     Attributes:
         group_name: of the group.
@@ -121,7 +121,7 @@ async def destroy_weights_update_group(request: Request, front: Front) -> Respon
 
 
 class ReceiveBody(SGLangBody):
-    """Of `/update_weights_from_distributed`.
+    """Body of `/update_weights_from_distributed`.
 
     Attributes:
         names, dtypes, shapes: of the tensors, in the order in which they come.
@@ -152,7 +152,7 @@ class ReceiveBody(SGLangBody):
 
 
 class _Named(msgspec.Struct):
-    """Of a body that is read in vain, too."""
+    """The group that a body names; also read of a body that is wrong otherwise."""
 
     group_name: str | None = None
 
@@ -225,7 +225,7 @@ async def _receive(body: ReceiveBody, front: Front) -> None:
 
 
 class BeginBody(SGLangBody):
-    """Of `/begin_weight_update`."""
+    """Body of `/begin_weight_update`."""
 
     RULES: ClassVar[Table] = _SELECTED
 
@@ -242,7 +242,7 @@ async def begin_weight_update(request: Request, front: Front) -> Response:
 
 
 class EndBody(SGLangBody):
-    """Of `/end_weight_update`.
+    """Body of `/end_weight_update`.
 
     Attributes:
         weight_version: label of the weights; None: that of the last part that named one.

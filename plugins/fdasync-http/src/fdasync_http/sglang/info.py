@@ -116,7 +116,7 @@ def _check_health(front: Front) -> Load:
 
 
 def _waiting(load: Load) -> Refused:
-    """The answer of one that plans no steps: the word is its code."""
+    """The answer while no steps are planned; its code is the word for what the engine does."""
     up = [one for one in load.instances if one.is_up]
     each = [f"{one.name or one.address}: {', '.join(filter(None, [one.doing, one.problem]))}" for one in up]
     return Refused(503, "; ".join([_WAITS[load.doing], *each]), code=load.doing)
@@ -152,8 +152,8 @@ async def ready(_request: Request, front: Front) -> Response:
 
 
 async def health_generate(request: Request, front: Front) -> Response:
-    """`GET /health_generate`: 200 once a token was generated within `health_s`. One that waits for a call to go on is
-    healthy: `status` says what it does."""
+    """`GET /health_generate`: 200 once a token was generated within `health_s`. An engine that waits for a call to go
+    on is healthy: `status` says what it does."""
     load = _check_health(front)
     if load.doing != "running":
         return reply({"status": load.doing})

@@ -1,6 +1,6 @@
 """SGLang's `sampling_params`, and what they are here. Pure.
 
-Fields and defaults are those of SGLang's own `SamplingParams`, which refuses other keys. Called by `asked.py`.
+Fields and defaults are as in SGLang's own `SamplingParams`, which refuses other keys. Called by `asked.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class Conversation:
     """Grows piece by piece.
 
     Args:
-        joined: roles of which messages in a row become one.
+        joined: roles whose messages in a row become one.
 
     Attributes:
         messages: of a chat.

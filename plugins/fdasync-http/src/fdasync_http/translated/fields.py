@@ -55,7 +55,7 @@ def extras_of(body: Extras) -> dict[str, Any]:
 
 
 def unserved(field: str, reason: str = "", *, code: str = "not_served") -> Refused:
-    """The answer to a field that asks for what is not served."""
+    """The answer to a field that asks for something not served."""
     return Refused(400, f"{field} is not served{reason and ': '}{reason}", param=field, code=code)
 
 

@@ -65,7 +65,7 @@ async def is_paused(_request: Request, front: Front) -> Response:
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/sleep`, for clients that send a body; the query's words go first.
+    """Body of `/sleep`, for clients that send a body; the query's words go first.
 
     Attributes:
         level: 0: a pause that `/wake_up` ends; 1: weights go to host memory; 2: weights are dropped.
@@ -90,7 +90,7 @@ async def sleep(request: Request, front: Front) -> Response:
 
 
 class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/wake_up`, for clients that send a body; the query's words go first.
+    """Body of `/wake_up`, for clients that send a body; the query's words go first.
 
     Attributes:
         tags: the parts to take back; None and []: all.
@@ -115,7 +115,7 @@ async def is_sleeping(_request: Request, front: Front) -> Response:
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/abort_requests`.
+    """Body of `/abort_requests`.
 
     Attributes:
         request_ids: names of requests; (): all.
@@ -132,7 +132,7 @@ async def abort_requests(request: Request, front: Front) -> Response:
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/reset_prefix_cache`.
+    """Body of `/reset_prefix_cache`.
 
     Attributes:
         reset_running_requests: requests that run go back to the queue first, so that their blocks are forgotten too.
@@ -152,7 +152,7 @@ async def reset_prefix_cache(request: Request, front: Front) -> Response:
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/update_weights`.
+    """Fields of `/update_weights`.
 
     Attributes:
         weight_dir, weights_path: a checkpoint folder within `weights_root`.
@@ -186,7 +186,7 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
-    """Of `/update_weights`: prime-rl sends the fields themselves, others in `update_info`.
+    """Body of `/update_weights`: prime-rl sends the fields themselves, others in `update_info`.
 
     Attributes:
         update_info: the fields.
@@ -211,7 +211,7 @@ async def update_weights(request: Request, front: Front) -> Response:
 
 
 class _Named(msgspec.Struct):
-    """What a body that is read in vain, too, says of a group."""
+    """The group that a body names; also read of a body that is wrong otherwise."""
 
     update_info: dict[str, Any] | None = None
     group_name: Any = None

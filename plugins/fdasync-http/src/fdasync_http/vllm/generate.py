@@ -1,7 +1,7 @@
 """vLLM's `POST /inference/v1/generate`, and SkyRL's `/skyrl/v1/generate`: tokens in, tokens, log-probs and rows out.
 
-Fields are those of vLLM's token-in-token-out protocol, as verifiers (prime-rl), SkyRL and vime send and read them. The
-two paths differ in the form of the rows alone. Called by `application.py`.
+Fields are as in vLLM's token-in-token-out protocol, as verifiers (prime-rl), SkyRL and vime send and read them. The two
+paths differ in the form of the rows alone. Called by `application.py`.
 """
 
 from __future__ import annotations

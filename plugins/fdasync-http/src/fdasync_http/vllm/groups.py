@@ -33,7 +33,7 @@ STATELESS = (
 
 
 class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/init_weight_transfer_engine`.
+    """Fields of `/init_weight_transfer_engine`.
 
     Attributes:
         master_address, master_port, rank_offset, world_size: as of `/init_weights_update_group`.
@@ -67,7 +67,7 @@ class _AnyInit(msgspec.Struct):
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/init_weight_transfer_engine`.
+    """Body of `/init_weight_transfer_engine`.
 
     Attributes:
         init_info: the group.
@@ -110,10 +110,10 @@ async def init_weight_transfer_engine(request: Request, front: Front) -> Respons
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/start_weight_update`.
+    """Body of `/start_weight_update`.
 
     Attributes:
-        is_checkpoint_format: names are those of a checkpoint, or of the model: both are known here.
+        is_checkpoint_format: names are a checkpoint's, or (False) the model's: both are known here.
     """
 
     is_checkpoint_format: bool = True
@@ -128,7 +128,7 @@ async def start_weight_update(request: Request, front: Front) -> Response:
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/finish_weight_update`.
+    """Body of `/finish_weight_update`.
 
     Attributes:
         weight_version: label of the weights; None: the last one, counted up.

@@ -1,6 +1,6 @@
 """vLLM's `sampling_params`, and what they are here. Pure.
 
-Fields and defaults are those of vLLM's own `SamplingParams`. Called by `generate.py`.
+Fields and defaults are as in vLLM's own `SamplingParams`. Called by `generate.py`.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def decode_workspace(
 def decode_launch(
     group: int, key_dim: int, dtype: torch.dtype, *, fixed: bool = False, lonely: bool = False, few: bool = False
 ) -> Launch:
-    """For `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: kv heads of all sequences are at
-    most half as many as processors; `few`: twice as many, of a device with much shared memory."""
+    """The launch for `group` query heads per kv head. `fixed`: in the fixed order; `lonely`: kv heads of all sequences
+    are at most half as many as processors; `few`: twice as many, of a device with much shared memory."""
     rows = max(16, min(64, triton.next_power_of_2(group)))
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
@@ -114,7 +114,7 @@ def decode_launch(
     if key_dim > 256:
         if fixed:
             # the sums of a part and of all parts, 512 wide: where both change their layout, shared memory has no room
-            # for those of 64 rows
+            # for 64 rows of them
             return Launch(16, 32, 4, 2)
         # latent heads: 64 rows x 512 sums fill the registers of 8 warps; two stages of 32 keys are 74 KB
         return Launch(min(rows, 64), 32, 8 if rows > 16 else 4, 2)
@@ -142,7 +142,7 @@ def count_splits(
 def share_parts(
     splits: int | None, sequences: int, heads: int, tiles: int, most: int, workspace: Workspace, capacity: int
 ) -> int:
-    """Programs that share a sequence's parts, of which there are up to `most`; each part is a partial of its own."""
+    """How many programs share a sequence's parts, which are up to `most`; each part is a partial of its own."""
     room = capacity // (sequences * heads)
     if splits is None:
         wanted = PROGRAMS_PER_PROCESSOR * workspace.processors // (sequences * tiles)
@@ -231,7 +231,7 @@ def _decode(  # type: ignore[no-untyped-def]
                     best, total, sums = join(best, total, sums, peak, weight, part_sums)
         if SPLIT:
             if JOINED:
-                # all of this program's stores come before its arrival, and those of all others before the last one's
+                # all of this program's stores come before its arrival, and all other programs' before the last arrival
                 tl.debug_barrier()
                 arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
                 if tl.atomic_add(arrival, 1) == tl.cdiv(used, span) - 1:
@@ -263,7 +263,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(stats + partial, best, mask=inside)
             tl.store(stats + capacity + partial, total, mask=inside)
             if JOINED:
-                # all of this program's stores come before its arrival, and those of all others before the last one's
+                # all of this program's stores come before its arrival, and all other programs' before the last arrival
                 tl.debug_barrier()
                 arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
                 used = tl.cdiv(position + 1 - begin, span)

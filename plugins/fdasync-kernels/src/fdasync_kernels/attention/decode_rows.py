@@ -3,7 +3,7 @@
 Rows that stand side by side with one lane and rising positions are a tile, found on the device (`row_tiles`), so a
 graph for n rows serves any sequences. A program takes the rows of a tile times heads of one kv head; a row that begins
 no tile has a program that ends at once. A mask by position makes each row see what it sees alone. In the fixed order
-(`fixed.py`) a row has the bits that `attend_decode` gives it: parts stand at absolute positions, and one that a row
+(`fixed.py`) a row has the bits that `attend_decode` gives it: parts stand at absolute positions, and a part that a row
 does not see changes nothing. Partials are joined by a second kernel. Latents are decoded row by row (`latent.py`).
 Knows views, tables and positions; knows no drafts. Called by the attention of the plugins' GPU runners.
 """
@@ -84,7 +84,7 @@ def row_tiles(lanes: torch.Tensor, positions: torch.Tensor, rows: int) -> torch.
 
 
 def rows_launch(rows: int, group: int, key_dim: int, dtype: torch.dtype) -> Launch:
-    """For tiles of so many rows, and `group` query heads per kv head."""
+    """The launch for tiles of so many rows, and `group` query heads per kv head."""
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
         return Launch(16, 16 if key_dim > 64 else 32, 4, 2)

@@ -40,7 +40,7 @@ class Grain:
 
 
 def grain_of(key_dim: int, dtype: torch.dtype) -> Grain:
-    """For heads of this size, whatever else the layer is: one choice for all kernels, or their bits would differ.
+    """The grain for heads of this size, whatever the layer: one choice for all kernels, or their bits would differ.
 
     Few sequences have as many programs as parts: small parts make one sequence quicker and, as each is joined, many
     keys of several slower. At 128 dimensions, parts of 512 keys held one sequence back on an H200, and parts of 128

@@ -27,7 +27,7 @@ class PageRows(NamedTuple):
 
 
 def page_rows(view: torch.Tensor) -> PageRows | None:
-    """Of a view of a pool as `pages_of` takes it, of 16-bit numbers; None: the copy engine cannot load from it.
+    """The rows of a pool's view, as `pages_of` takes it, of 16-bit numbers; None: the copy engine cannot load from it.
 
     It can where tokens of all shares of all blocks stand at one distance, with their heads side by side.
     """
@@ -47,7 +47,7 @@ def page_rows(view: torch.Tensor) -> PageRows | None:
 
 
 def page_descriptor(view: torch.Tensor, rows: PageRows) -> TensorDescriptor:
-    """Of boxes of 64 elements of a head's page, for the `page_rows` of this view."""
+    """The descriptor of boxes of 64 elements of a head's page, for the `page_rows` of this view."""
     pages = pages_of(view)
     last = (view.shape[0] - 1) * rows.block + (pages.heads // rows.per_share - 1) * rows.share
     layout = gl.NVMMASharedLayout(128, 16, 2)

@@ -72,7 +72,7 @@ def _zero_rows(  # type: ignore[no-untyped-def]
     """Tokens of a page of values outside begin .. end become zeros: they may hold NaN, and 0 * NaN is NaN.
 
     Both groups of warps do it, each before its own product, and must write the same whichever comes first: every call
-    for a page names all of its tokens that are outside, but for those that this group has made zeros already.
+    for a page covers all of its tokens outside, except tokens that this group has already zeroed.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, LAYOUT))

@@ -70,7 +70,7 @@ def join_in_order(  # type: ignore[no-untyped-def]
     partials, stats, sinks, first, head, inside, dims, out_inside, used, capacity, width,
     HEADS: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The output of rows [M] of which `used` parts were written, as `fixed.py` says, for these dimensions [D]."""
+    """The output of rows [M] from their `used` written parts, as `fixed.py` says, for these dimensions [D]."""
     best = tl.full(head.shape, float("-inf"), tl.float32)
     total = tl.zeros(head.shape, tl.float32)
     sums = tl.zeros([head.shape[0], dims.shape[0]], tl.float32)
@@ -129,7 +129,7 @@ def join_splits(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, DV)
     numbers = tl.arange(0, AT_ONCE)
     first = sequence * splits * HEADS + head
-    # the first ones are read beside the length: those that no program wrote count for nothing
+    # the first parts are read beside the length: parts that no program wrote count for nothing
     peaks, weights, parts = _partials(partials, stats, first, numbers, numbers < splits, dims, capacity, width, HEADS)
     if (lane < 0) | (position < 0):
         return

@@ -278,7 +278,7 @@ def choose_splits(
     workspace: Workspace,
     rank: int,
 ) -> int:
-    """The caller's splits, or those of `latent_splits`. Raises BadInput where the workspace has no room for them."""
+    """The caller's splits, or `latent_splits`' choice. Raises BadInput where the workspace has no room for them."""
     capacity = room_of(workspace, rank)
     if splits is None:
         return latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
@@ -290,7 +290,7 @@ def choose_splits(
 def join_latents(
     workspace: Workspace, lanes: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, splits: int, keys: int
 ) -> None:
-    """Queue the join of what `splits` programs left in the workspace, whose tiles had `keys` positions."""
+    """Queue the join of the partials that `splits` programs, with tiles of `keys` positions, left in the workspace."""
     partials, stats = workspace.partials, workspace.stats
     sequences, heads, rank = out.shape
     at_once = triton.next_power_of_2(splits)

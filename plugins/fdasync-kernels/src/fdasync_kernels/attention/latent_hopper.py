@@ -3,8 +3,8 @@
 Two groups of four warps take tiles of 64 positions in turns: one multiplies a tile's logits while the other takes the
 exponents of the tile before. Both weigh the values of every tile in the tiles' order, half of the dimensions each
 (`latent_groups.py`). Two more warps ask the copy engine for pages, half a tile at a time, as soon as nothing reads what
-lay there. Written in Gluon, Triton's language with explicit layouts, which has no interpreter: `latent.py` is what runs
-everywhere else, and says what is right; it alone has the fixed order (`fixed.py`). `registry.py` calls it.
+lay there. Written in Gluon, Triton's language with explicit layouts, which has no interpreter: `latent.py` runs
+everywhere else, and defines the right result; it alone has the fixed order (`fixed.py`). `registry.py` calls it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention over whole sequences whose tensors are packed in rows, one behind the other, as a trainer has them.
 
-The prefill kernel attends them over a paged copy of their keys and values, so with the fixed order (`fixed.py`) their
-bits are those of a rollout over paged KV. Forward only. Knows tensors and lengths; knows no pool and no model. Called
-by trainers' attention.
+The prefill kernel attends them over a paged copy of their keys and values, so with the fixed order (`fixed.py`) they
+have the bits of a rollout over paged KV. Forward only. Knows tensors and lengths; knows no pool and no model. Called by
+trainers' attention.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ALIGNED_NBYTES = 16
 class PackedLayout:
     """Where sequences stand in the rows of their tensors, and in pages: made once for a batch, read by each layer.
 
-    `firsts` and `counts` are host integers [S], the first row and the rows of each sequence, which overlap no other's;
-    `rows` are all rows, those that belong to no sequence included; tensors are put on `device`, on the current stream,
-    which nothing waits for. Raises BadInput for sequences outside of the rows.
+    `firsts` and `counts` are host integers [S], each sequence's first row and number of rows; sequences do not overlap.
+    `rows` counts all rows, also rows of no sequence. Tensors are put on `device`, on the current stream; nothing waits
+    for it. Raises BadInput for sequences outside of the rows.
 
     Attributes:
         rows: as given.

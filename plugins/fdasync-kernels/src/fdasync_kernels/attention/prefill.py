@@ -3,7 +3,7 @@
 A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
 so that a few kv heads fill the tensor cores as well as many do. A query's bits do not depend on the queries beside it:
 tiles of keys are as large for every query of a layer and stand at multiples of their size, sums go through them in
-order, and a tile of which a row sees nothing changes nothing. Knows views, tables and positions; knows no scheduling
+order, and a tile changes nothing for a row that sees none of it. Knows views, tables and positions; knows no scheduling
 and no model. Called by the attention of the plugins' GPU runners.
 """
 
@@ -244,7 +244,7 @@ def attend_prefill(
     fixed: bool = False,
     grain: Grain | None = None,
 ) -> None:
-    """Attend ragged queries to their sequences' keys in the pool, all of which are stored already; writes `out`.
+    """Attend ragged queries to their sequences' keys in the pool, where all are stored already; writes `out`.
 
     `query` [T, H, Dk], strided but in its last dimension: sequence s has `counts`[s] queries in rows `first_rows`[s]..,
     the first at absolute position `starts`[s] (integers [S], on the device); its keys 0 .. position come from its row

@@ -1,12 +1,12 @@
 """Prefill attention for Hopper: the copy engine loads pages, two groups of warps multiply and take exponents in turns.
 
-The same tiles and tables as `prefill.py`, for heads that fit: 64 or 128 wide, two bytes an element, a pool whose
-pages stand on a grid. One warp asks the copy engine for keys and values, page by page, into a ring in shared
-memory; each of two groups of four warps owns 64 rows (query, head of the group) and reads the ring (`hopper_tile.py`).
-A processor takes one program after another, so that the next program's keys are loaded while the last one is stored,
-and programs without queries, which a graph's padding is full of, cost next to nothing. Written in Gluon, Triton's
-language with explicit layouts, which has no interpreter: `prefill.py` is what runs elsewhere and what this is held
-against. Knows no scheduling and no model. `registry.py` calls it.
+The same tiles and tables as `prefill.py`, for heads that fit: 64 or 128 wide, two bytes an element, a pool whose pages
+stand on a grid. One warp asks the copy engine for keys and values, page by page, into a ring in shared memory; each of
+two groups of four warps owns 64 rows (query, head of the group) and reads the ring (`hopper_tile.py`). A processor
+takes one program after another, so that the next program's keys are loaded while the last one is stored, and programs
+without queries, which a graph's padding is full of, cost next to nothing. Written in Gluon, Triton's language with
+explicit layouts, which has no interpreter: `prefill.py` runs elsewhere, and this module is compared with it. Knows no
+scheduling and no model. `registry.py` calls it.
 """
 
 from __future__ import annotations

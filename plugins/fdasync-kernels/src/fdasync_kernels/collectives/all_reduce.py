@@ -1,4 +1,4 @@
-"""Sums of a tensor over the devices of a group, each of which writes into the memory of the others.
+"""Sums of a tensor over the devices of a group; each device writes into the memory of the others.
 
 Every device launches the same kernel; its programs exchange tiles with the same programs of their peers
 (`channel.py`). One shot: a program sends its tile to all, and adds up what it gets. Two shots: a program gets the tiles
@@ -6,9 +6,9 @@ of its device's part, adds them up, and sends the sum to all; with more than two
 waits twice. Both add as one tree of neighbours, (0 + 1) + (2 + 3), in float32, and round once: all devices get the same
 bits, by either way.
 
-All programs of a launch must run at once, so a `Way` bounds their number. A device that waits for one that never comes
-spins until its process is killed. Knows no models and no processes; `gpu/peers.py` maps the memory. Runs on CUDA; under
-Triton's interpreter programs do not wait, and tests launch one device after another.
+All programs of a launch must run at once, so a `Way` bounds their number. A device that waits for another that never
+comes spins until its process is killed. Knows no models and no processes; `gpu/peers.py` maps the memory. Runs on CUDA;
+under Triton's interpreter programs do not wait, and tests launch one device after another.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. Of a turn's
-    slots the first ones, one for each rank, are for tiles, the others for sums."""
+    """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part. The first
+    slots of a turn, one for each rank, are for tiles, the others for sums."""
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     SLOTS: tl.constexpr = 2 * RANKS

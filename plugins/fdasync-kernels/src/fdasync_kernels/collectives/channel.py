@@ -5,9 +5,9 @@ any more: one way over the link, without flags and fences. EMPTY is all bits set
 NaNs, and a tile that holds it sends another NaN.
 
 A slot must be empty again before it is written again. A channel has slots for three turns. In turn t a program reads
-the slots of t; a peer may be a turn ahead and write those of t + 1, and no peer is two ahead, since for that it would
-need this program's tile of t + 1. So in turn t the slots of t - 1, which are those of t + 2, have been read and are not
-yet written: they are emptied then.
+the slots of t; a peer may be a turn ahead and write the slots of t + 1. No peer is two turns ahead, since for that it
+would need this program's tile of t + 1. So in turn t the slots of t - 1, used again in t + 2, have been read and are
+not yet written: they are emptied then.
 
 Under Triton's interpreter programs do not wait, and tests launch one device after another. Called by the kernels of
 this room, and by `layer/finish.py`.
@@ -49,7 +49,7 @@ def send(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bits_of(value):  # type: ignore[no-untyped-def]
-    """Floating point as integers of its size, none of which is EMPTY."""
+    """Floating point as integers of its size; none is EMPTY."""
     kind: tl.constexpr = tl.int32 if value.dtype.primitive_bitwidth == 32 else tl.int16
     most: tl.constexpr = 0x7FFFFFFF if value.dtype.primitive_bitwidth == 32 else 0x7FFF
     bits = value.to(kind, bitcast=True)
@@ -62,7 +62,7 @@ def received(  # type: ignore[no-untyped-def]
     slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr
 ):
     """The elements [PLACES, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, in
-    those behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
+    rows behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
     rank = tl.arange(0, PLACES)[:, None]
     at = rank * TILE + tl.arange(0, TILE)[None, :]
     here = (rank != RANK) & (rank < RANKS) & mask
@@ -103,7 +103,7 @@ def _pair(parts, rank, first: tl.constexpr, RANKS: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Empty the slots of the turn before; those of this rank are never filled."""
+    """Empty the slots of the turn before; this rank's own are never filled."""
     at = tl.arange(0, TILE)
     for slot in tl.static_range(SLOTS):
         if slot % RANKS != RANK:

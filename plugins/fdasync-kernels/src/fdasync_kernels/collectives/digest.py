@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 
-# programs, each of which has its own tiles of the bytes
+# programs; each has its own tiles of the bytes
 _PROGRAMS = 32
 #: numbers of a digest: the salt, and one of each program
 PARTS = 1 + _PROGRAMS

@@ -40,7 +40,7 @@ class Way:
     Attributes:
         tile_nbytes: of a slot: what a program sends to a peer at once.
         slots: of each rank in a turn.
-        programs: most of a launch. All of them must run at once: they wait for those of other devices.
+        programs: most of a launch. All of them must run at once: they wait for programs of other devices.
         warps: of a program; 0: its kernel knows.
     """
 
@@ -50,7 +50,7 @@ class Way:
     warps: int
 
     def nbytes(self, ranks: int) -> int:
-        """Of its area on each rank."""
+        """Bytes of its area on each rank."""
         return self.programs * TURNS * self.slots * ranks * self.tile_nbytes
 
 
@@ -74,7 +74,7 @@ class Group:
         return 1 << (self.ranks - 1).bit_length()
 
     def ways(self) -> dict[str, Way]:
-        """By name, in the order of their areas: sums of few and of many bytes, in one or two shots; messages; rows."""
+        """Ways by name, in the order of their areas: sums of few or many bytes, in one or two shots; messages; rows."""
         tile_nbytes, each, warps = _WIDE.get(self.ranks, _WIDE_ELSE)
         found = {
             "one_shot": Way(2048, 1, self.processors, 4),
@@ -91,7 +91,7 @@ class Group:
         return found
 
     def nbytes(self) -> int:
-        """Of the memory that each rank has to give."""
+        """Bytes of memory that each rank has to give."""
         return sum(way.nbytes(self.ranks) for way in self.ways().values())
 
 
@@ -118,7 +118,7 @@ class PeerMemory:
     """
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, group: Group) -> None:
-        """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all of which are
+        """`addresses`: where each rank's memory begins, as this process sees it: `Group.nbytes` of it, all bytes
         0xFF."""
         self.rank, self.ranks, self.places = rank, group.ranks, group.places
         self.areas: dict[str, Area] = {}

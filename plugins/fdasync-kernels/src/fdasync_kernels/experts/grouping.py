@@ -29,10 +29,10 @@ def group(
     """Group the pairs of `ids` [T, k], contiguous; rows whose entry in `live` [T] is negative have no pairs.
 
     Returns:
-        int32 [T * k]: the pairs by expert, those of an expert in their own order; past the last, anything. int32
-        [4 * capacity]: of each tile its expert, its first place in the former, its rows, and anything, but for the
-        first: the number of tiles; the expert of entries past the last tile is -1. And that capacity. Both new, the
-        caller's.
+        int32 [T * k]: the pairs by expert, in each expert in their own order; past the last, anything. int32 [4 *
+        capacity]: of each tile its expert, its first place in the former, its rows, and anything (of the first tile:
+        the number of tiles); the expert of entries past the last tile is -1. And that capacity. Both tensors are new,
+        and the caller's.
     """
     pairs = ids.numel()
     capacity = min(pairs, num_experts) + pairs // tiles.rows
@@ -164,7 +164,7 @@ def experts_group_place(  # type: ignore[no-untyped-def]
         found = _found(ids, live, pair, pairs, TOPK, E, MASKED)
         rank = tl.zeros((STRIP,), tl.int32)
         for start in tl.static_range(0, STRIP, STEP):
-            # the ids again, along the other side: those of the same expert before a pair
+            # the ids again, along the other side: pairs of the same expert before a pair
             other = start + tl.arange(0, STEP)
             others = _found(ids, live, number * STRIP + other, pairs, TOPK, E, MASKED)
             like = (found[:, None] == others[None, :]) & (other[None, :] < index[:, None])

@@ -26,7 +26,7 @@ def in_order(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def column_at(COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each place of such a row, the column that is there."""
+    """The column that is at each place of such a row."""
     place = tl.arange(0, COLUMNS)
     pair = place // 2
     column = (pair // 8 * 8 + pair % 4 * 2 + pair // 4 % 2) * 2 + place % 2

@@ -32,7 +32,7 @@ def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKE
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
+    """A tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
     row = tl.arange(0, BM)
     if SINGLE:
         return tile + row * 0, tile + row * 0, row < 1
@@ -120,7 +120,7 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     column = first + tl.arange(0, BN)
     gate_row = column * 2 if INTERLEAVED else column
     up_row = column * 2 + 1 if INTERLEAVED else N + column
-    # rows of the gate past its end are masked by the gate's end, those of the up half by the whole
+    # rows of the gate past its end are masked by the gate's end, rows of the up half by the whole end
     base = e.to(tl.int64) * w_expert
     EVEN_N: tl.constexpr = N % BN == 0
     EVEN_K: tl.constexpr = K % BK == 0
@@ -229,7 +229,7 @@ def _slots(  # type: ignore[no-untyped-def]
     sums = tl.zeros(column.shape, tl.float32)
     for slot in tl.static_range(TOPK):
         found = tl.load(ids + token * TOPK + slot)
-        # what is not computed is not written either: it may hold NaN
+        # places not computed are not written either: they may hold NaN
         end = tl.where((found >= 0) & (found < E) & (owned >= 0), N, 0)
         at = parts + (token * TOPK + slot) * N + column
         sums += tl.load(at, mask=column < end, other=0.0).to(tl.float32)

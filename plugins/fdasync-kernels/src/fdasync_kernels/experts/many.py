@@ -9,7 +9,7 @@ What costs most in the second, whose inner dimension is short, are a tile's begi
 the device has processors take the tiles in turn, and the loop over tiles and that over the inner dimension are one:
 while results are rounded and stored, the next tile's first rows and weights come, both by the copy engine.
 
-Sums, roundings and places are those of `kernels.py`, bit for bit. Knows no grouping (`grouping.py`) and no shapes to
+Sums, roundings and places are as in `kernels.py`, bit for bit. Knows no grouping (`grouping.py`) and no shapes to
 check. Called by `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 

@@ -20,16 +20,16 @@ BLOCK: Final = 128
 GROUP: Final = 32
 # of an exponent, as it is stored
 _BIAS = 127
-# inner places of which the first half are the lower halves of bytes
+# inner places; the first half of them are the lower halves of bytes
 _PAIR = 2 * GROUP
-#: a larger one is none of a model's weights, and the kernels' powers of two end there
+#: no model's weights have a larger one, and the kernels' powers of two end there
 MOST_EXPONENT: Final = 128
 # values of four bits, by their number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def check_exponents(exponents: torch.Tensor) -> None:
-    """Raise BadInput for stored exponents of which one is above the most: it waits for the device."""
+    """Raise BadInput if a stored exponent is above the most: it waits for the device."""
     if exponents.numel() and int(exponents.max()) > MOST_EXPONENT:
         raise BadInput("exponents", f"{int(exponents.max())} is too large", limit=MOST_EXPONENT)
 
@@ -70,9 +70,9 @@ class StoredWeights:
 
     @classmethod
     def of_mxfp4(cls, blocks: torch.Tensor, exponents: torch.Tensor) -> StoredWeights:
-        """Of values as checkpoints have them: uint8 [E, N, K / 32, 16], of two neighbours the first in the lower half
-        of a byte, and exponents [E, N, K / 32]. Raises BadInput, for an exponent above 128 too: it waits for the
-        device."""
+        """Weights made of values as checkpoints have them: uint8 [E, N, K / 32, 16], the first of two neighbours in the
+        lower half of a byte, and exponents [E, N, K / 32]. Raises BadInput, for an exponent above 128 too: it waits for
+        the device."""
         if blocks.dim() != 4 or blocks.dtype is not torch.uint8 or blocks.shape[2] % 2 or blocks.shape[3] != GROUP // 2:
             raise BadInput("blocks", f"{blocks.dtype} {tuple(blocks.shape)}", limit="uint8 [E, N, an even number, 16]")
         check_exponents(exponents)
@@ -89,7 +89,7 @@ class StoredWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of values and scales."""
+        """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
     @property

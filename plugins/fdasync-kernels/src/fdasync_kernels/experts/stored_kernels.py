@@ -1,10 +1,10 @@
 """Both products of experts whose weights stay as they were stored (`stored.py`).
 
 A program reads values and scales, makes bfloat16 of them in registers, and multiplies as `kernels.py` does: sums,
-roundings and places are those of plain weights, bit for bit. That holds where weights are the left side of the product
-and fill its 64 rows: otherwise the compiler may take another instruction, and order the inner places of one by the
-narrower type. So there are no other tiles here, and rows of gate and up are one operand. FP8 comes by the bulk copy
-engine where that can be, and then rows are in the order of `inner_order.py`. Knows no shapes to check. Launched by
+roundings and places are as with plain weights, bit for bit. That holds where weights are the left side of the product
+and fill its 64 rows: otherwise the compiler may take another instruction, and order the inner places of an instruction
+by the narrower type. So there are no other tiles here, and rows of gate and up are one operand. FP8 comes by the bulk
+copy engine where that can be, and then rows are in the order of `inner_order.py`. Knows no shapes to check. Launched by
 `chain.py`. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
@@ -88,8 +88,8 @@ def _product(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, BM]: rows `row` of the matrix [N, INNER] of expert `e`, at the K inner places from `begin` on, by
-    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`. BULK: `w` is a descriptor of FP8
-    [E * HALVES, N / HALVES, INNER], and the rows are those from `first` on of each half. READY: `x_at` is in order."""
+    BM rows at `x_at`. MASKED: only those rows of `x_at` are read that are `seen`. BULK: `w` is a descriptor of FP8 [E *
+    HALVES, N / HALVES, INNER], and rows are taken from `first` on in each half. READY: `x_at` is in order."""
     sums = tl.zeros((ROWS, BM), tl.float32)
     # rows past the matrix's end are replaced by its first row, and their sums are not stored
     place = row if EVEN_N else tl.where(row < N, row, 0)

@@ -28,7 +28,7 @@ class Tile:
         paired: gate and up rows are one operand of one product, so that 32 columns fill the hardware's 64 rows; for
             `up` with `swap`, only where there are gates, and with `tma` only of weights that stay as stored.
         ready: rows are brought in order before (`inner_order.py`), not as they are read; for `up` with `tma` of weights
-            that stay as stored. Those of `down` are written so.
+            that stay as stored. Rows of `down` are written so.
         many: by the kernels of `many.py`, which need `tma` and no `swap`.
     """
 
@@ -49,7 +49,7 @@ class Tiles:
 
     Attributes:
         rows: pairs of a tile; of both products, since one grouping serves them.
-        up, down: columns of `up` are those of the activation, so a program multiplies with twice as many.
+        up, down: columns of `up` count the activation's, so a program multiplies with twice as many.
         single: each pair is a tile of its own; nothing is grouped.
         chunk: ids that a program of the grouping takes at a time, in one launch.
         apart: the grouping takes three launches, for many pairs.
@@ -86,9 +86,9 @@ _SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=Tru
 # exact products of float32 have no tensor cores: small tiles, or the unrolled code does not fit the registers
 _FLOAT32 = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), chunk=1024)
 _FLOAT32_SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
-# Of weights that stay as they were stored: the left side of the product, whose 64 rows they fill beside 16 to 64 pairs.
-# A step of the loop is within a block that shares a scale. By the most pairs of an expert on average; of the best ones
-# of Qwen3-30B-A3B those that serve FP8 and MXFP4 about as well.
+# Of weights that stay as they were stored: they are the left side of the product, and fill its 64 rows beside 16 to 64
+# pairs. A step of the loop is within a block that shares a scale. By the most pairs of an expert on average; among the
+# best for Qwen3-30B-A3B, tiles that serve FP8 and MXFP4 about as well.
 _STORED: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True, paired=True), Tile(128, 128, 4, 3, swap=True))),
     (24.0, Tiles(32, Tile(64, 128, 4, 3, swap=True, paired=True), Tile(128, 128, 4, 3, swap=True), chunk=1024)),
@@ -98,7 +98,7 @@ _STORED: tuple[tuple[float, Tiles], ...] = (
         Tiles(64, Tile(64, 64, 8, 4, swap=True, paired=True), Tile(128, 64, 4, 4, swap=True), apart=True),
     ),
 )
-# of FP8 that the bulk copy engine can read: of the best ones at 16, 64, 256 and 8,192 tokens those of one cut each
+# of FP8 that the bulk copy engine can read: among the best at 16, 64, 256 and 8,192 tokens, tiles of one cut each
 _FEW_UP = Tile(64, 128, 4, 3, swap=True, tma=True, paired=True)
 _FEW_DOWN = Tile(128, 128, 4, 3, swap=True, tma=True)
 _MANY_UP = Tile(64, 64, 4, 4, swap=True, tma=True, paired=True, ready=True)

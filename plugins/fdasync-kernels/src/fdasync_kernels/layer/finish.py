@@ -4,7 +4,7 @@ A block's output (a row, or the parts of its experts, with the output of shared 
 stream; the result is stored, and its norm too, which the next block reads. The kernel rounds to the tensors' dtype
 wherever the library's separate operations do. A row is one program of one fixed tile at every number of tokens, so its
 bits depend on that row alone. The output may be summed over the ranks of a group on the way: programs exchange their
-rows with those of the peers then (`collectives/channel.py`), and the bits are those of `all_reduce` and this kernel
+rows with the peers' programs then (`collectives/channel.py`), and the bits are as by `all_reduce` and this kernel
 behind it. Knows no models. Called by the fused layers of a plugin. Runs on CUDA, or on the CPU in Triton's interpreter
 (tests).
 """

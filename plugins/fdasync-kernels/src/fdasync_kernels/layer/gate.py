@@ -1,7 +1,7 @@
 """The gate of dense layers, `act(gate) * up`, in one launch.
 
-Rounds as torch does: the activation to the dtype, then the product. Exponentials and error functions on a device are
-those that torch is compiled with, so that the bits are torch's. Knows no models. Called by the plugins' fused dense
+Rounds as torch does: the activation to the dtype, then the product. On a device it calls the exponentials and error
+functions that torch is compiled with, so the bits are torch's. Knows no models. Called by the plugins' fused dense
 layers and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 

@@ -6,7 +6,7 @@ dtype where the library rounds; only the order of the mean's sum is ours. Knows 
 norms and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 
 For other kernels: `norm_row` norms rows that are in registers, and `warps_of` gives the warps that a row's bits belong
-to. Those of `finish.py` and, where heads are normed, of `qkv.py` are the same at sizes that are multiples of 16.
+to. `finish.py` and, where heads are normed, `qkv.py` have the same bits at sizes that are multiples of 16.
 """
 
 from __future__ import annotations

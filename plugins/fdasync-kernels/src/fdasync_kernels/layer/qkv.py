@@ -1,4 +1,4 @@
-"""From the product of queries, keys and values to attention: norms of heads, rotary embedding and the write of KV.
+"""The steps from the product of queries, keys and values to attention: norms of heads, rotary embedding, writing KV.
 
 One kernel reads the merged product of a layer, writes the queries to a buffer, and keys and values straight to their
 places in the paged pool. It rounds to the tensors' dtype wherever the library's separate operations do, and adds up a

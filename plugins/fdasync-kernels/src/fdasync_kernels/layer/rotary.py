@@ -39,8 +39,8 @@ class Style(NamedTuple):
             one, of the first R / 2 of R columns. "pair": a pair has one, and the tables have R / 2 columns.
         trailing: the last R dimensions are rotated, not the first.
         wide: products and sums are float32 whatever the dtypes are, and the result alone is rounded.
-        contracted: one product of each sum is not rounded at all, as where a compiler multiplies complex numbers:
-            the one with the cosine or with the sine, for the first and the second of a pair; "" where both are.
+        contracted: one product of each sum is not rounded at all, as where a compiler multiplies complex numbers: the
+            number with the cosine or with the sine, for the first and the second of a pair; "" where both are.
     """
 
     pairs: Pairs = "halves"

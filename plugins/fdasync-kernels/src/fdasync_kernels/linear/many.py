@@ -4,7 +4,7 @@ As many programs as the device holds take the tiles in turn, and the loop over t
 are one: while results are rounded and stored, the next tile's first rows and weights come. Tiles that are taken at the
 same time lie in a block, so that they read the same rows and weights.
 
-Sums and roundings are those of `kernel.py`, bit for bit. Knows no shapes to check. Launched by `product.py`.
+Sums and roundings are as in `kernel.py`, bit for bit. Knows no shapes to check. Launched by `product.py`.
 """
 
 from __future__ import annotations

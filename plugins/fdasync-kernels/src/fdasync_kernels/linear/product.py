@@ -77,7 +77,7 @@ def batched(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
     Args:
         a: bfloat16, float16 or float32; the last dimension is contiguous. Read.
-        b: of the same dtype; K or N is contiguous. Either's batch may be one that is expanded. Read.
+        b: of the same dtype; K or N is contiguous. Either's batch may be expanded. Read.
         out: [B, M, N], the last dimension contiguous; overlaps no other argument. Written. None: a new tensor.
 
     Otherwise as `linear`.

@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def linear_slices(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Tensor:
-    """x [T, K] @ weight [N, K]^T, K cut into slices, each of which has the bits of `linear`; their sum, float32 [T, N].
+    """x [T, K] @ weight [N, K]^T, K cut into slices that each have the bits of `linear`; their sum, float32 [T, N].
 
     The slices are added in float32 as a tree of neighbours, (0 + 1) + (2 + 3), and the sum is not rounded. Two launches
     on the current stream, without synchronising; may be captured in a CUDA graph. No gradient.

@@ -59,9 +59,9 @@ _MANY: tuple[tuple[Tile, float], ...] = (
     (Tile(128, 64, 128, 4, 3, many=True), 0.5),
     (Tile(64, 64, 128, 4, 4, many=True), 0.45),
 )
-# in the place of those of 17 rows and more where the bulk copy engine cannot read or write the tensors
+# in the place of tiles for 17 rows and more, where the bulk copy engine cannot read or write the tensors
 _POINTERS = (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4))
-# in the place of those that need more than 99 KB of shared memory
+# in the place of tiles that need more than 99 KB of shared memory
 _ELSEWHERE = {
     Tile(16, 64, 128, 4, 6, swap=True): Tile(16, 16, 256, 2, 6, swap=True),
     Tile(32, 64, 128, 4, 5, swap=True): Tile(32, 32, 128, 4, 4),
@@ -107,10 +107,10 @@ def _tiles(tile: Tile, rows: int, outputs: int) -> int:
 
 
 def _widest(tiles: tuple[Tile, ...], rows: int, outputs: int, processors: int) -> Tile:
-    """The first of tiles, wide ones first, of which there are enough."""
+    """The first of these tiles, wide ones first, that cuts the product into enough programs."""
     return next((tile for tile in tiles if _tiles(tile, rows, outputs) >= _ENOUGH * processors), tiles[-1])
 
 
 def _time(tile: Tile, speed: float, rows: int, outputs: int, processors: int) -> float:
-    """Of the processor that gets the most tiles."""
+    """The time of the processor that gets the most tiles."""
     return -(-_tiles(tile, rows, outputs) // processors) * tile.rows * tile.columns / speed

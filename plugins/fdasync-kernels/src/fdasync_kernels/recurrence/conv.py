@@ -1,7 +1,7 @@
 """The short causal convolution in front of recurrent layers: each channel over its own last few tokens.
 
-A sequence's state is its last inputs, [channels, kept], the newest last. Rows and states are those of `spans.py`. Knows
-no models. Called by the plugins' GPU runners. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+A sequence's state is its last inputs, [channels, kept], the newest last. Rows and states are as in `spans.py`. Knows no
+models. Called by the plugins' GPU runners. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """States of sequences whose steps verify drafts: which version a step begins from, and which it leaves.
 
 A lane has `versions` rows of the states' memory, side by side, one more than a step has rows of a sequence. One of them
-is current; a step leaves the state behind each of its rows in the next ones, in a ring, so the one that it begins from
-is never overwritten. How many rows stand is known on the device alone, and with it which version is current from then
+is current; a step leaves the state behind each of its rows in the next versions, in a ring, so the version that it
+begins from is never overwritten. Only the device knows how many rows stand, and so which version is current from then
 on. So three kernels work where that is known: `place_states` before the step, `keep_states` and `accept_states` behind
 its samples. Knows no models and no drafts. Called by the plugins' GPU runners. Runs on CUDA, or on the CPU under
 Triton's interpreter (tests).
@@ -70,8 +70,8 @@ def place_states(spans: Spans, decodes: int, current: torch.Tensor, versions: in
     """Queue the places of the states of a step's first `decodes` spans.
 
     Args:
-        spans: their sources are the first rows of their lanes, and their stops the rows behind those, as if these were
-            current. Written.
+        spans: their sources are the first rows of their lanes, as if these were current, and their stops the rows
+            behind them. Written.
         current: int32 [lanes], which version each lane goes on from.
     """
     if decodes > len(spans.sources):
@@ -95,7 +95,7 @@ def keep_states(
 
     Args:
         takes: int64 [n, 3], number of a sequence, how many leading tokens count, and the memory's row of the copy.
-        runs: int64 [S, columns], of which the first is a sequence's lane.
+        runs: int64 [S, columns]; the first column is a sequence's lane.
         starts, counts: int32 [S], leading tokens of each sequence before the step, and tokens of it that stand.
         current: as of `place_states`.
         memory: uint8 [rows, nbytes], a multiple of 8; written.

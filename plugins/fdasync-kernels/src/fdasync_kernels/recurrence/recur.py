@@ -3,8 +3,8 @@
 For each head a state S [values, keys] goes from token to token: S = S * decay, then S = S + update (x) key, and the
 output is S @ query. The update is the value, or by the *delta rule* beta * (value - S @ key). A token's numbers are
 computed in one order of sums, whether it comes alone, in a chunk or behind a snapshot: so its bits follow from its
-sequence alone. Rows and states are those of `spans.py`. Knows no models. Called by the plugins' GPU runners. Runs on
-CUDA, or on the CPU under Triton's interpreter (tests).
+sequence alone. Rows and states are as in `spans.py`. Knows no models. Called by the plugins' GPU runners. Runs on CUDA,
+or on the CPU under Triton's interpreter (tests).
 
 Source of the delta rule with decay: Yang et al., "Gated Delta Networks", 2024, arXiv:2412.06464.
 """
@@ -51,7 +51,7 @@ def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _growth(growth, bias, head, raw: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a head: what its softplus is multiplied by, and what is added before."""
+    """A head's factor of the softplus, and the bias that is added before the softplus."""
     if raw:
         return -tl.exp(tl.load(growth + head).to(tl.float32)), tl.load(bias + head).to(tl.float32)
     else:

@@ -42,7 +42,7 @@ class PlanSize:
 
     @property
     def numbers(self) -> int:
-        """Of the plan's tensor."""
+        """How many numbers the plan's tensor has."""
         return 3 * self.sequences + 2 + 2 * self.stops
 
 
@@ -54,7 +54,7 @@ class Spans:
         sources: int32 [S], the memory's row that each sequence's state is read from; `FRESH` or `ABSENT`.
         first_rows: int32 [S + 1], the step's row of each sequence's first token, and of the end.
         first_stops: int32 [S + 1], where each sequence's stops begin, and their end.
-        stops: int32 [stops, 2], the row behind the last one that counts, and the memory's row that the state goes to.
+        stops: int32 [stops, 2], the row behind the last row that counts, and the memory's row that the state goes to.
         owners: int32 [T], the sequence of each row; -1: padding. None: each sequence has one row, in their order.
     """
 

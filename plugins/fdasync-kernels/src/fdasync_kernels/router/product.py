@@ -3,9 +3,9 @@
 The hidden dimension is cut into blocks of 128 values. A block is summed by itself, and blocks are added in rising order
 in float32. So there is one order of sums for all tiles and every T, without a split over programs and without atomics;
 blocks do not wait for each other, which hides the latency of the products in a small batch; and a tensor core, which
-cuts off what is small beside a large sum, sums little at a time: logits are as exact as those of a float32 product.
-Knows no models and no choice of experts. Called by the plugins' fused routers. Runs on CUDA, or on the CPU under
-Triton's interpreter.
+cuts off what is small beside a large sum, sums little at a time: logits are as exact as by a float32 product. Knows no
+models and no choice of experts. Called by the plugins' fused routers. Runs on CUDA, or on the CPU under Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def router_logits(
 
 
 def choose_tile(tokens: int, experts: int, hidden: int, factors: int, *, large: bool) -> Tile:
-    """The tile for a shape: measured on one chip, and a rule for all; the bits are those of every other tile.
+    """The tile for a shape: measured on one chip, and a rule for all; every tile gives the same bits.
 
     `large`: a program may take 227 KB of shared memory, else 99 KB.
     """

@@ -27,7 +27,7 @@ class RouterRule(msgspec.Struct, frozen=True):
         by_logits: the selection compares logits; else scores. Without a bias and without groups it makes no difference
             but at scores that round to the same, where logits tell more.
         groups: of as many experts each, in the order of ids; 1: none.
-        open_groups: how many groups stay open, those of the highest score.
+        open_groups: how many groups, of the highest scores, stay open.
         group_score: of the two largest scores of the selection, or the largest alone.
         closed: experts of closed groups are never chosen, or compare as 0.0.
         renormalise: divide the weights by their sum.

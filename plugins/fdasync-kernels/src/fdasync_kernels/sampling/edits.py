@@ -68,7 +68,7 @@ def _clear_kernel(edits, tokens, tokens_stride, counts, width, cells: tl.constex
 def _count_kernel(  # type: ignore[no-untyped-def]
     edits, tokens, tokens_stride, counts, bits, bit_columns, width, cells: tl.constexpr
 ):
-    """Count the tokens of the output, and mark those of prompt and output as seen."""
+    """Count the tokens of the output, and mark the tokens of prompt and output as seen."""
     number = tl.program_id(0)
     slot = tl.load(edits + number * 5)
     lane = tl.load(edits + number * 5 + 2)
@@ -236,6 +236,6 @@ def _penalise(
     _count_kernel[grid](rows, *known, edits.bits, columns, width, cells=_CELLS)
     _penalise_kernel[grid](
         rows, numbers, *known, logits, logits.stride(0), edits.values, width, cells=_CELLS,
-        # a product that is added unrounded would differ from the one that a CPU computes
+        # a product that is added unrounded would differ from a CPU's
         enable_fp_fusion=False,
     )  # fmt: skip

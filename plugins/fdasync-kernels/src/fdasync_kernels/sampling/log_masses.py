@@ -25,7 +25,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LogMasses(NamedTuple):
-    """Of n rows; new tensors on the device, the caller's.
+    """The sums of n rows; new tensors on the device, the caller's.
 
     Attributes:
         best: float32 [n], the largest logit; +inf where a row has NaN.

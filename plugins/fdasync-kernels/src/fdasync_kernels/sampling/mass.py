@@ -1,4 +1,4 @@
-"""The unit of masses: what a probability of 1 is as a whole number. Of the kernels and of the host, which must agree.
+"""The unit of masses: what a probability of 1 is as a whole number. Kernels and host must agree on it.
 
 Imports neither torch nor triton.
 """

@@ -1,8 +1,8 @@
 """Kernels that bound the cut of a top-k or a top-p: two logits between which it stands, for `masses_kernel` to list.
 
-The largest logits of chunks bound a top-k. A top-p takes passes over its row, each of which sums the probabilities
-below 15 pivots between the bounds so far, until few ids are between them; the sums are float32, and err to the safe
-side. Knows no requests. Launched by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
+The largest logits of chunks bound a top-k. A top-p takes passes over its row; each pass sums the probabilities below 15
+pivots between the bounds so far, until few ids are between them; the sums are float32, and err to the safe side. Knows
+no requests. Launched by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fdasync_kernels.sampling.tile import (
     value_of,
 )
 
-#: sums of a pass: of all, and of those below 15 pivots
+#: sums of a pass: of all probabilities, and of those below 15 pivots
 PIVOTS = 16
 _PIVOTS = tl.constexpr(PIVOTS)
 # of the sums: what float32 errs at most, generously

@@ -40,7 +40,7 @@ def peaks_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The largest logits of a tile and, with their places, of its chunks; and the largest as given, +inf for NaN.
 
-    The place of a chunk's largest is that of the chunk's first id: so equal ones are in the order of their ids too.
+    A chunk's largest has the place of the chunk's first id: so equal ones are in the order of their ids too.
     """
     job = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0)
@@ -64,7 +64,7 @@ def masses_kernel(  # type: ignore[no-untyped-def]
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps. And marks: a bit for each
+    """Masses of a tile: all; above the bounds of a cut; above the bounds and kept by min-p. And marks: a bit for each
     id between the bounds."""
     job = tl.program_id(1).to(tl.int64)
     if job_int(ints, job, MASS) == 0:
@@ -77,7 +77,7 @@ def masses_kernel(  # type: ignore[no-untyped-def]
     summed = True
     low, high = float("inf"), float("-inf")
     if filtered:
-        # the masses of a top-k are those of its list
+        # a top-k's masses are its list's
         summed = (top_k_of(ints, job, width) == 0) | (job_int(ints, job, RAW) == job)
         low = tl.load(bounds + job * 2)
         high = tl.load(bounds + job * 2 + 1)

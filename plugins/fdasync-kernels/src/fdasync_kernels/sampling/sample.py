@@ -36,7 +36,7 @@ _LISTED = 8192
 _CLOSE = (2048, _LISTED, _LISTED)
 # ids of a list that are read at a time, and of a tile whose masses are
 _BLOCK, _MASSES_BLOCK = 2048, 512
-# of a logit as float32, those that are 0
+# the bits of a float32 logit that are 0
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
 _SPAN = 2048
@@ -67,9 +67,9 @@ def sample_rows(
 ) -> Sampled:
     """Sample one token for each row; queues work on the current stream and returns.
 
-    A job is one distribution over the vocabulary. Jobs 0 to N - 1 are those of the rows; further ones are of logits
-    that a row's job changes, as given, for raw log-probs. A probability is exp of a float64 log, rounded to 2^-b of
-    the largest one of its row, where b = 62 - the bits of V, 52 at most (44 for 152k ids).
+    A job is one distribution over the vocabulary. Jobs 0 to N - 1 belong to the rows; further jobs take logits as given
+    where a row's job changes them, for raw log-probs. A probability is exp of a float64 log, rounded to 2^-b of the
+    largest one of its row, where b = 62 - the bits of V, 52 at most (44 for 152k ids).
 
     Args:
         logits: [N, V] bfloat16, float16 or float32; rows of any stride. Read only.

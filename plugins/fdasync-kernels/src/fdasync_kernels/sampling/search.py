@@ -1,7 +1,7 @@
 """Kernels that find which ids top-k and top-p keep, without sorting a vocabulary.
 
-The ids of a row have one order: by logit, the larger first, then by id, the lower first. What top-k and top-p keep are
-the first ids of that order, so all that is looked for is the last of them, the *cut*. `narrow.py` bounds its place,
+The ids of a row have one order: by logit, the larger first, then by id, the lower first. Top-k and top-p keep the first
+ids of that order, so the kernels only look for the last of them, the *cut*. `narrow.py` bounds its place,
 `masses_kernel` makes exact sums above the bounds and marks what stands between them. `cut_kernel` lists what is marked,
 bisects the logits of the list by whole numbers, and counts ids where the cut is one of several equal logits. So the cut
 is exact, whatever the bounds are. A row whose list overflows (thousands of equal logits at the cut, or a very large k)
@@ -66,7 +66,7 @@ def _bits_in(word):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _listed(words, count, listed, most: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the ids whose bits are set, in order; returns how many there are, of which `most` are written."""
+    """Write the ids whose bits are set, in order, at most `most` of them; returns how many there are."""
     found = tl.full((), 0, tl.int32)
     for start in range(0, count, block):
         number = start + tl.arange(0, block)
@@ -132,8 +132,8 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """The cut of a job from the ids that are marked, and the masses of what they add to each tile. `slow` is set where
-    they do not hold the cut, or are more than `most`. `listed` and `masses` are room for so many numbers."""
+    """The cut of a job from the marked ids, and the masses that they add to each tile. `slow` is set where they do not
+    hold the cut, or are more than `most`. `listed` and `masses` are room for so many numbers."""
     job = tl.program_id(0).to(tl.int64)
     top_p = job_float(floats, job, TOP_P)
     k = top_k_of(ints, job, width)

@@ -21,7 +21,7 @@ from fdasync_mooncake.transfer.wire import MAX_STAGES, TOLD, Free, Stage, Staged
 if TYPE_CHECKING:
     from fdasync.cache.store.base import Outcome
 
-#: requests that this side makes: the sender counts one that is being freed as open for a moment longer
+#: requests that this side makes: the sender counts a request that is being freed as open for a moment longer
 _REQUESTS = MAX_STAGES - 8
 
 

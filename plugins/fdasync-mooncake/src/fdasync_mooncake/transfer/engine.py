@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none: no number stands for no process in a call that ends processes."""
+        """Its process id; None while there is none: no number stands for no process in a call that ends processes."""
         return None if self._client is None or self._client.gone.done() else self._client.process.pid
 
     async def start(self) -> RpcClient:
@@ -142,7 +142,7 @@ class Engine:
         return client
 
     async def check(self) -> None:
-        """Raise unless it answers: a receiver's engine must not meet one that hangs. Raises as `start`."""
+        """Raise unless it answers: a receiver's engine must not meet a hanging engine. Raises as `start`."""
         client = await self.start()
         answer = client.send(Ping(), _NONE)
         await wait_within([answer], _PING_S)

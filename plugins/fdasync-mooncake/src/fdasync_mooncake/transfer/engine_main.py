@@ -1,7 +1,7 @@
 """The process of one transfer engine: it has the staging area, no other memory of an instance, and starts nothing.
 
 Mooncake listens on all addresses and asks nobody who they are: who reaches its ports reaches the memory of this process
-at most. Calls of the engine are made on the loop, since one that hangs holds a lock that all others need, so a thread
+at most. Calls of the engine are made on the loop: a call that hangs holds a lock that all others need, so a thread
 would not help; `engine.py` kills a process that hangs. Transfers that run are polled, with naps in between: the engine
 has nothing to wait on, and its waiting calls keep a core busy. Knows no blocks and no requests. `engine.py` starts it.
 """

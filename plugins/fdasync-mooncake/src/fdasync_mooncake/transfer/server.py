@@ -2,7 +2,7 @@
 
 Only parts that are on offer are read, slice by slice. A slot belongs to its receiver until that frees it, or until its
 connection ends. A receiver that keeps a slot for too long, greets too late or says what is not in the protocol is
-dropped; one that keeps all that it may have leaves places for others (`Slots`). Knows no copies. Made by
+dropped; a receiver that keeps as many as it may leaves places for others (`Slots`). Knows no copies. Made by
 `transport.py`.
 """
 
@@ -170,7 +170,7 @@ class Receiver(asyncio.Protocol):
         self._server.drop(self)
 
     def close(self) -> None:
-        """For `Server.drop`."""
+        """Close the connection; called by `Server.drop`."""
         if self._work is not None:
             self._work.cancel()
         for slot, _ in self._staged.values():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-#: bytes of a slot, and with that of one transfer
+#: bytes of a slot, and so of one transfer
 SLOT_NBYTES = 1 << 20
 #: slots for what comes, and as many behind them for what goes
 SLOTS = 32

@@ -62,7 +62,7 @@ class Staged(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
         number: of the request.
         segment: host:port by which engines reach the sender's; `protocol` must be the receiver's.
         address: of the first byte, as the sender's engine names it.
-        offered: of each run whether its part is on offer; the room of one that is not holds anything.
+        offered: of each run whether its part is on offer; if not, its room holds anything.
     """
 
     number: _Count

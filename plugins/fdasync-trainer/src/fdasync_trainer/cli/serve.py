@@ -89,7 +89,7 @@ async def _by_one_engine(config: EngineConfig, asks: list[Ask], update: Update |
             before, after = Answers(asks[: len(asks) // 2]), Answers(asks[len(asks) // 2 :])
             async with asyncio.TaskGroup() as group:
                 early = group.create_task(before.serve(engine))
-                # requests have deadlines: each ends, and one that fails ends the group
+                # requests have deadlines: each ends, and a failed one ends the group
                 await before.third.wait()
                 crossed = frozenset({ask.name for ask in asks[: len(asks) // 2]} - before.results.keys())
                 await engine.update_weights(None, update.tensors, "keep", expected=update.expected)
@@ -112,7 +112,7 @@ def _totals(engine: Engine) -> SchedulerTotals:
 
 
 async def _by_two(config: EngineConfig, asks: list[Ask], weights_ids: dict[str, str]) -> Play:
-    """By a prefill and a decode instance, processes of their own, with the checkpoint's weights."""
+    """Serve by a prefill and a decode instance, processes of their own, with the checkpoint's weights."""
     first = next(iter(weights_ids))
     fleet = LocalFleet(plans_for(config, {"prefill": 1, "decode": 1}))
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: small, so that short prompts have whole blocks
 BLOCK_TOKENS = 16
 MAX_RUNNING = 8
-# requests under way: those behind the running ones wait for room, which instances do for a minute at most
+# requests under way: requests behind the running ones wait for room, for which instances wait a minute at most
 _MAX_OPEN = 2 * MAX_RUNNING
 #: odd, so that chunks of prompts end at every place of a block
 MAX_STEP_TOKENS = 61
@@ -168,7 +168,7 @@ class Answers:
         return [self.results[ask.name] for ask in self._asks]
 
     async def _one(self, face: Generator, ask: Ask) -> None:
-        # requests have deadlines: each ends, and one that fails ends the group
+        # requests have deadlines: each ends, and a failed one ends the group
         async with self._open:
             self.results[ask.name] = await face.complete(ask.prompt, ask.params, request_id=ask.name)
         if 3 * len(self.results) >= len(self._asks):

@@ -3,9 +3,9 @@
 A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
 allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
 parameters are whole then, in the dtype of the forward pass. The kernel of a replaced module gives the value; the
-backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or that of torch's own norm where
-its gradients are those (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to
-have the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
+backward pass runs the library's code for the gradient (`gradients/recomputed.py`), or of torch's own norm where it has
+the same gradients (`gradients/norms.py`). Rotary embeddings, their angles and gates of dense layers are proven to have
+the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class DeviceForms:
 
 
 class NormForward(NotCopied):
-    """The forward of a norm: the kernel's value, the library's gradient. With a `form` the graph is that of torch's own
-    norm, whose value is replaced: one kernel more, and no Python in the backward pass. Rows of another dtype than
-    `dtype`, which no kernel takes, go the library's way."""
+    """The forward of a norm: the kernel's value, the library's gradient. With a `form` the graph is torch's own norm's,
+    and its value is replaced: one kernel more, and no Python in the backward pass. Rows of another dtype than `dtype`,
+    which no kernel takes, go the library's way."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class RouterForward(NotCopied):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The ids that win, and the values on them; those who watch see the library's own selection."""
+        """The ids that win, and their values; whoever watches sees the library's own selection."""
         router: Any = self._site.router
         wanted = ids
         # a record of another length goes on as it is: the library's selection raises
@@ -171,7 +171,7 @@ class RouterForward(NotCopied):
 
 @contextmanager
 def finding_forms(model: PreTrainedModel) -> Iterator[DeviceForms]:
-    """Within the context, a pass of the model fills the forms that are given: those of the modules that ran.
+    """Within the context, a pass of the model fills the yielded forms, for the modules that ran.
 
     The pass must run without gradients, in eval mode, with attention of its own choice; the context gives it experts
     that run everywhere. Waits for the device. Raises UnsupportedModel where there are no kernels.

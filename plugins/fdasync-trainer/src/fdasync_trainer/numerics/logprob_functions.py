@@ -28,7 +28,7 @@ _HOST_ROWS = 32
 
 
 class Rows(NamedTuple):
-    """Of n rows of logits: targets int64 [n], sums, and what gradients of log-probs and entropies are multiplied by,
+    """What n rows of logits need: targets int64 [n], sums, and the factors of gradients of log-probs and entropies,
     float32 [n]; None: entropies have no gradient."""
 
     targets: torch.Tensor
@@ -51,7 +51,7 @@ class How:
 
 
 class OfLogits(torch.autograd.Function):
-    """Of logits [..., V] and targets int64 [...]: float32 [...], and with `How.entropy` a second such tensor."""
+    """Log-probs, float32 [...], from logits [..., V] and targets int64 [...]; with `How.entropy` entropies, too."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, how: How) -> Scored:
@@ -72,8 +72,8 @@ class OfLogits(torch.autograd.Function):
 
 
 class OfHidden(torch.autograd.Function):
-    """Of hidden states [T, H] with contiguous rows, a weight [V, H], a bias [V] or None and targets int64 [T]: as
-    `OfLogits`, float32 [T]. Logits exist for `How.chunk_tokens` at a time."""
+    """Log-probs as of `OfLogits`, float32 [T], from hidden states [T, H] with contiguous rows, a weight [V, H], a bias
+    [V] or None and targets int64 [T]. Logits exist for `How.chunk_tokens` at a time."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def _behind(logits: torch.Tensor, how: How) -> torch.Tensor:
-    """The logits behind what the model does to those of its head."""
+    """The logits after what the model does to its head's logits."""
     if how.finish is None:
         return logits
     with FixedNumerics():

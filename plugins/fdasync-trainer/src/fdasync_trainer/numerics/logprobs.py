@@ -2,11 +2,11 @@
 
 `logprobs` takes hidden states and the head: it makes the logits of a chunk of tokens, scores them as the sampler does
 (`sampling/token_logprobs.py`), drops them, and makes them again in the backward pass. `logprobs_of_logits` takes logits
-that exist. On a GPU neither makes a float32 table of them. The bits are the rollout's where those of the hidden states
-or logits are: of a pass within `fixed_numerics`, in the rollout's dtype. The head's product always has the order of
-fixed numerics, here and in the backward pass, also where that context is closed: these functions are for the bits of
-such a rollout. For one with default numerics, give `logprobs_of_logits` the logits of the model's own head. Knows no
-models and no batches. Called by trainers.
+that exist. On a GPU neither makes a float32 table of them. The bits are the rollout's where the hidden states or logits
+have the rollout's bits: from a pass within `fixed_numerics`, in the rollout's dtype. The head's product always has the
+order of fixed numerics, here and in the backward pass, also where that context is closed: these functions are for such
+a rollout's bits. For a rollout with default numerics, give `logprobs_of_logits` the logits of the model's own head.
+Knows no models and no batches. Called by trainers.
 """
 
 from __future__ import annotations

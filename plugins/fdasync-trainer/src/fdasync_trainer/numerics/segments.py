@@ -33,7 +33,7 @@ class Together(NamedTuple):
         sequences, longest: S of them, and L, the tokens of the longest.
         rows: int64 [S * L], row of the flattened batch; padding repeats the sequence's last one. None: all rows of the
             flattened batch, as they stand.
-        real: int64 [n], those of these that are no padding; None: all.
+        real: int64 [n], the places in `rows` that are no padding; None: all.
     """
 
     sequences: int
@@ -85,7 +85,7 @@ class Segments(ABC):
         """
 
     def together(self, most_scores: int | None = None) -> tuple[Together, ...]:
-        """All sequences in few batches, of which at most a quarter is padding; the same ones whenever it is called.
+        """All sequences in few batches, at most a quarter of them padding; the same batches whenever it is called.
 
         `most_scores`: S * L * L of a batch of several sequences.
         """

@@ -93,7 +93,7 @@ def fixed_numerics(
 
     On a GPU the kernels of a rollout give the values of norms, routers, experts and attention, each where it is proven
     as at a rollout's start; the gradients are the library's: the backward pass runs its routers, and its experts by
-    grouped products. Gradients of norms are those of torch's own, where a trial at the opening shows that they agree.
+    grouped products. Norms have the gradients of torch's own norm, where a trial at the opening shows that they agree.
 
     Args:
         model: of transformers, on a CPU or a CUDA device.

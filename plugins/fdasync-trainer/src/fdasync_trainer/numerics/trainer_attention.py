@@ -219,8 +219,8 @@ def _grads(
     reach: Reach,
     scaling: float,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Gradients [S, L, H, D] of the queries, keys and values of some sequences, by those of their results [R, H, Dv];
-    and of the sinks."""
+    """Gradients [S, L, H, D] of the queries, keys and values of some sequences, and of the sinks, from the gradients of
+    their results [R, H, Dv]."""
     at = batch.rows
     parts = [part if at is None else part.index_select(0, at) for part in rows]
     parts = [part.view(batch.sequences, batch.longest, *part.shape[1:]).requires_grad_() for part in parts]

@@ -1,1 +1,1 @@
-"""Makes a trainer's forward passes choose the experts that a rollout recorded, instead of those of its own router."""
+"""Makes a trainer's forward passes choose the experts that a rollout recorded, not the choice of its own router."""

@@ -71,7 +71,7 @@ class Selection(msgspec.Struct, frozen=True):
 def find_routers(model: torch.nn.Module) -> dict[int, RouterSite]:
     """Router of every MoE layer of a transformers model, by layer, ascending; empty for a dense model.
 
-    The experts are those of `moe_layers.find_experts`; the router is a `gate` or `router` beside them.
+    `moe_layers.find_experts` finds the experts; the router is a `gate` or `router` beside them.
 
     Raises:
         UnsupportedModel: as `find_experts`, and experts without such a router beside them.

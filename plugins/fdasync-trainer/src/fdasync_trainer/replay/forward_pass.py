@@ -106,7 +106,7 @@ class Forcing(AbstractContextManager[None]):
 
 
 class Recomputed(Protocol):
-    """A forward pass of which a part may be recomputed.
+    """A forward pass that may be recomputed in part.
 
     Attributes:
         running: whether it runs; a call after its end is a recomputation.
@@ -122,7 +122,7 @@ class Recomputing(ABC):
 
     @abstractmethod
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
-        """For a function of the pass that runs, and for its recomputation; None: no pass of this context runs."""
+        """Contexts for a function of the running pass and its recomputation; None: no pass of this context runs."""
 
 
 class Together(AbstractContextManager[None]):

@@ -89,7 +89,7 @@ def check_routing(routing: Routing, field: str = "routing") -> RoutingLayout:
     """Check rows; returns their layout.
 
     Raises BadInput, which names position, layer and expert: an id out of range, an expert twice in a row (among the
-    columns that count), layers that are not those of the array, a dtype other than uint8 or uint16.
+    columns that count), layers that the array does not have, a dtype other than uint8 or uint16.
     """
     if not isinstance(routing, Routing):
         raise BadInput(field, f"a Routing is needed, not {type(routing).__name__}")

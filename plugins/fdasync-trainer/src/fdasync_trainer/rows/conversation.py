@@ -24,8 +24,8 @@ _PART_ROWS = 4096
 def append(first: Routing, second: Routing, *, first_wins: bool = False) -> Routing:
     """Rows of `first`, then rows of `second` at later positions; the array is new.
 
-    Positions that both have must have the same experts, as sets. With `first_wins` the experts may differ and those of
-    `first` count: later tokens were computed with the KV of that pass.
+    Positions that both have must have the same experts, as sets. With `first_wins` the experts may differ, and the
+    experts of `first` count: later tokens were computed with its KV.
 
     Raises:
         BadInput: rows as in `check_routing`; other layers, experts or top_k; positions between the two without rows; a

@@ -99,7 +99,7 @@ def pack(array: NDArray[np.generic]) -> dict[str, Any]:
 def unpack(
     payload: Mapping[str, Any], field: str, dtypes: tuple[str, ...], max_nbytes: int, *, default: str = ""
 ) -> NDArray[np.generic]:
-    """Three axes of integers out of a payload of `pack`; `default` is the dtype of one that names none ("": refused).
+    """Three axes of integers out of a payload of `pack`; `default`: the dtype if it names none ("": refused).
 
     Raises BadInput: no mapping, a key missing, a dtype not among `dtypes`, a shape that does not fit the bytes, or too
     many bytes.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def to_prime_rl(routing: Routing, num_hidden_layers: int | None = None) -> dict[str, Any]:
-    """For `choices[].routed_experts`. `num_hidden_layers` adds zero rows for dense layers.
+    """The value of `choices[].routed_experts`. `num_hidden_layers` adds zero rows for dense layers.
 
     Raises BadInput as `expand_layers`.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def to_sglang(routing: Routing, num_hidden_layers: int) -> str:
-    """For `meta_info["routed_experts"]`; put `routing.start` into `meta_info["routed_experts_start_len"]`.
+    """The value of `meta_info["routed_experts"]`; put `routing.start` into `meta_info["routed_experts_start_len"]`.
 
     No rows give "". Raises BadInput as `expand_layers`.
     """

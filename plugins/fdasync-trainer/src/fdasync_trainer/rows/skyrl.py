@@ -28,7 +28,7 @@ _DTYPES = ("uint8", "int16", "int32")
 
 
 def to_skyrl(routing: Routing, num_hidden_layers: int | None = None) -> dict[str, Any]:
-    """For `choices[].routed_experts` of `/skyrl/v1/generate`.
+    """The value of `choices[].routed_experts` of `/skyrl/v1/generate`.
 
     `num_hidden_layers` adds zero rows for dense layers. Raises BadInput as `expand_layers`.
     """

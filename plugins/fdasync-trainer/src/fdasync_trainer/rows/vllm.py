@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def to_vllm(routing: Routing, num_hidden_layers: int | None = None) -> str:
-    """For `choices[].routed_experts`; uint8 or uint16 by the number of experts.
+    """The value of `choices[].routed_experts`; uint8 or uint16 by the number of experts.
 
     `num_hidden_layers` adds zero rows for dense layers; None leaves the MoE layers alone, which is the same where every
     layer is one. Raises BadInput as `expand_layers`.

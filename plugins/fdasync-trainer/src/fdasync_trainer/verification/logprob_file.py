@@ -60,7 +60,7 @@ _MAX_TOKENS = 1 << 31
 
 
 def write_logprobs(path: str | os.PathLike[str], table: LogprobTable) -> None:
-    """Write a table; the file appears whole or not at all, also when this is interrupted. Raises BadInput for one that
+    """Write a table; the file appears whole or not at all, also when this is interrupted. Raises BadInput if the table
     cannot be written; OSError."""
     sequences = checked(table, "table").sequences
     lengths = [len(one.token_ids) for one in sequences]
@@ -95,7 +95,7 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def read_logprobs(path: str | os.PathLike[str]) -> LogprobTable:
-    """Read a table. Raises BadInput naming the file for one that is no such file or does not fit together; OSError."""
+    """Read a table. Raises BadInput naming the file if it is no such file or does not fit together; OSError."""
     file = Path(path)
     with file.open("rb") as opened:
         head = opened.read(8)

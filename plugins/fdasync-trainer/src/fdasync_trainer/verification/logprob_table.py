@@ -38,7 +38,7 @@ class ScoredSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request_id: the caller's name of the request.
-        sample: number of the sample among those of the request.
+        sample: number of the sample among the request's samples.
         token_ids: int32 [n], of prompt and output.
         prompt_len: tokens of the prompt.
         logprobs: float32 [n], natural: entry p is that of the token at position p, given those before it. NaN: not
@@ -93,8 +93,8 @@ def rollout_logprobs(
     """The log-probs of the tokens that an engine or a router sampled.
 
     Args:
-        results: of requests with raw log-probs, those of the model's logits; or processed ones where `temperatures`
-            names the request.
+        results: of requests with raw log-probs, which are those of the model's logits; or with processed ones where
+            `temperatures` names the request.
         weights_ids: fingerprints by weight version (`engine.capacity.weights_id`); versions without one are not known.
         temperatures: by request id, of requests that were sampled at a temperature and else unchanged: the log-probs
             of the distribution that was sampled from.

@@ -1,8 +1,8 @@
 """What every module of a model took and gave for one sequence, token by token, as digests; and the first that differs.
 
-Two models of the same names are compared: the one that an engine serves and a trainer's. Values are compared as
-numbers, so a module may give them in another dtype. Sees modules that run as modules: one that a kernel replaced, or a
-captured graph runs, is left out. Knows no engine. Called by `trainer.py` and `fdasync verify-trainer`.
+Two models of the same names are compared: the model that an engine serves and a trainer's. Values are compared as
+numbers, so a module may give them in another dtype. Sees modules that run as modules: a module that a kernel replaced,
+or a captured graph runs, is left out. Knows no engine. Called by `trainer.py` and `fdasync verify-trainer`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModuleTrace:
         self._calls: dict[str, int] = {}
 
     def given(self, name: str) -> dict[int, Digests]:
-        """Of the tensors that a module gave, those with an entry for each token: uint64 [tokens] by their number."""
+        """The tensors that a module gave with an entry for each token: uint64 [tokens] by their number."""
         return {number: np.concatenate(parts) for number, parts in self._given.get(name, {}).items()}
 
     def taken(self, name: str) -> dict[int, Digests]:
@@ -119,7 +119,7 @@ def traced(model: torch.nn.Module) -> Iterator[ModuleTrace]:
 
 
 def first_difference(rollout: ModuleTrace, trainer: ModuleTrace, prompt_len: int) -> ModuleDifference | None:
-    """The first module in the trainer's order whose output differs; None: none of those that both sides ran.
+    """The first module in the trainer's order whose output differs; None: no module that both sides ran differs.
 
     Args:
         rollout, trainer: of the same sequence; the trainer may have forwarded its last token too.

@@ -1,7 +1,7 @@
 """How far a choice is from the choice of a reference: pure arithmetic on scores.
 
 A choice of experts or of a token that differs from the reference's may still be as good: float rounding can order two
-near-equal scores either way. The distance is that of the worst swapped item from the boundary between chosen and not
+near-equal scores either way. The distance is how far the worst swapped item is from the boundary between chosen and not
 chosen, over the largest score. Knows no model. Called by `verify.py`.
 """
 

@@ -75,7 +75,7 @@ class TrainerSide:
         return weights_fingerprint(self.model, dtype=self.dtype)
 
     def tensors(self) -> list[NamedTensor]:
-        """For `engine.update_weights`; views of the model's memory while it is on the CPU."""
+        """Tensors for `engine.update_weights`; views of the model's memory while it is on the CPU."""
         return named_tensors(self.model)
 
     def place(self, device: str | None) -> None:

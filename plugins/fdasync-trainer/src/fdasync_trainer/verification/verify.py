@@ -59,7 +59,7 @@ class Served(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_result(cls, result: Any, *, greedy: bool = True) -> Served:
-        """From an engine's result (its first sample); keeps references, copies nothing.
+        """A request made of an engine's result (its first sample); keeps references, copies nothing.
 
         All rows are wanted if the result has routing and finished by itself.
         """
@@ -149,7 +149,7 @@ def verify(
         max_differences: most wrong, and most tied, differences that the report lists.
 
     Raises:
-        BadInput: records whose shapes, ranges, layers or number of experts cannot be those of the model.
+        BadInput: records whose shapes, ranges, layers or number of experts cannot be the model's.
         CheckpointError: the folder does not load.
         UnsupportedModel: rows differ and the family's routing cannot be forced (llama4), or the folder is quantised in
             a way that is not known.

@@ -40,7 +40,7 @@ class AuxData:
 
     @property
     def token_nbytes(self) -> int:
-        """Of a token's rows, of all specs."""
+        """Bytes of a token's rows, of all specs."""
         return sum(producer.spec.token_nbytes for producer in self.producers)
 
     def begin(self, positions: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def make_aux(
             elif moe is not None:
                 producers.append(RouterWeights(model, moe, max_step_tokens))
     except BaseException:
-        # the model must not keep the hooks of those that were attached
+        # the model must not keep the hooks of producers attached so far
         for producer in producers:
             producer.close()
         raise

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, rows, runs, the
-#: model's own drafts, and the sampler's arrays for these
+#: prefixes of names among the arrays of a step: of the sampler, of scores of prompts, of rows, of runs, of the model's
+#: own drafts, and of the sampler for these drafts
 SAMPLER, SCORES, AUX, RUNS, OWN, OWN_SAMPLER = "sampler.", "scores.", "aux.", "runs.", "own.", "own_sampler."
 #: name of what the ranks of a group tell each other
 RANKS = "ranks"

@@ -12,7 +12,7 @@ takes the host less time than the model takes the device (docs/design.md, rule 3
 second part in their order.
 
 Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
-(`parallel/on_device.py`). A step is computed in a way that follows from what all ranks know, so all make the same sums.
+(`parallel/on_device.py`). How a step is computed follows from what all ranks know, so all make the same sums.
 
 Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
 """
@@ -89,7 +89,7 @@ class DeviceExecutor(Executor):
     """See the module and `Executor`.
 
     Attributes:
-        graphs, run_graphs: of decode steps, and of those with drafts; None before `capture_graphs`.
+        graphs, run_graphs: of decode steps, and of decode steps with drafts; None before `capture_graphs`.
         flat_tokens: a step of at most so many tokens is computed as if each were a decode, which a graph can replay.
         model: the model that computes the steps.
         mixed: graphs of steps with prompts in them; None before `capture_mixed`.
@@ -156,7 +156,7 @@ class DeviceExecutor(Executor):
 
     @staticmethod
     def lone_sizes(sizes: tuple[int, ...], running: int) -> tuple[int, ...]:
-        """Of these sizes, those of steps that decode up to so many sequences, one row each."""
+        """The sizes that steps need which decode up to so many sequences, one row each."""
         return sizes[: bisect.bisect_left(sizes, running) + 1]
 
     def _ladder(self, sizes: tuple[int, ...], *, runs: bool) -> GraphLadder:

@@ -1,6 +1,6 @@
 """One step on the model by kernels, on a GPU (or, for tests, on a CPU in Triton's interpreter).
 
-The model and the library's code are those of `step.py`. Here the device computes positions, slots and token ids,
+The model and the library's code are the same as in `step.py`. Here the device computes positions, slots and token ids,
 attention is `TritonPaging`, and nothing waits. CUDA graphs can replay the steps (`graphs.py`, `mixed_graphs.py`). Knows
 the model and the pool; knows nothing of sampling, arenas or futures. Called by `device_executor.py` for every step, by
 `selfcheck.py` and `memory_profile.py` at start-up.
@@ -87,7 +87,7 @@ class DeviceStepModel(StepModel):
         """Takes a model on a device where kernels run.
 
         Args:
-            most_decodes: most rows of a step that are computed as decodes, but for those of chunks.
+            most_decodes: most rows of a step that are computed as decodes, not counting rows of chunks.
             live: of the model's fused modules; set in each pass.
             fixed: with fixed numerics.
             most_run: most rows of one sequence that decode side by side, its drafts among them.
@@ -259,8 +259,8 @@ def device_batch(
     size: PlanSize | None = None,
     sequences: int | None = None,
 ) -> DeviceBatch:
-    """The shape of a step, from the tensors of `batch_arrays` on the device, and those of `plan_states` where `size`
-    is given; `runs` as of a `DeviceBatch`. `sequences`: with tokens in the step; None: as the batch has them."""
+    """The shape of a step, from the tensors of `batch_arrays` on the device, and of `plan_states` where `size` is
+    given; `runs` as of a `DeviceBatch`. `sequences`: with tokens in the step; None: as the batch has them."""
     tokens = len(batch.positions)
     count = len(batch.lanes) if sequences is None else sequences
     spans = None if size is None else Spans.of(sent["spans"], size, sent.get("owners"), count)

@@ -135,8 +135,8 @@ class HostExecutor(Executor):
         return msgspec.structs.replace(output, scores=scores) if scores else output
 
     def _begin_states(self, step: RunStep, batch: Batch) -> tuple[list[Take], list[Take]]:
-        """Load the recurrent state of sequences that start behind cached tokens; returns the step's snapshots, those
-        of sequences with drafts apart: whether they are taken follows from what is sampled."""
+        """Load the recurrent state of sequences that start behind cached tokens; returns the step's snapshots, and
+        apart from them the snapshots of sequences with drafts: the samples decide if these are taken."""
         table, states = self._bound.table, self._model.states
         if states is not None:
             for start in step.starts:
@@ -168,7 +168,7 @@ class HostExecutor(Executor):
                 states.settle(lane, stood)
 
     def _follow(self, batch: Batch, runs: StepRuns, own_drafts: int, takes: list[Take]) -> StepOutput:
-        """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
+        """As another rank than the first: KV and rows, without logits; rank 0 samples the tokens."""
         bound, collectives = self._bound, self._bound.collectives
         if collectives is None:
             raise InvariantBroken("a step of a group, and there is none")
@@ -200,7 +200,7 @@ class HostExecutor(Executor):
         return self._model.head.keeping() if keeps else nullcontext()
 
     def _compared(self) -> torch.Tensor | None:
-        """Of the pass, what the ranks of a group compare."""
+        """The part of the pass that the ranks of a group compare."""
         return self._model.head.hidden if self._compares else None
 
     def _score(self, plan: ScorePlan) -> tuple[PromptScores, ...]:

@@ -1,9 +1,9 @@
 """Runs of tokens on the CPU: the drafts that a step forwards, and which of its positions stand once they are sampled.
 
 A draft is written to its position in the table of tokens, so the model's pass reads it like any other token. Samples
-come in rounds: the first of each sequence, then the second of those whose first draft was sampled, and so on. So
-penalties, grammars and noise see accepted tokens alone, and nothing is sampled behind a rejected draft. Knows lanes and
-tokens; knows no model and no logits. Called by `host_executor.py`.
+come in rounds: the first of each sequence, then the second of each sequence whose first draft was sampled, and so on.
+So penalties, grammars and noise see accepted tokens alone, and nothing is sampled behind a rejected draft. Knows lanes
+and tokens; knows no model and no logits. Called by `host_executor.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DraftedSteps:
-    """Plans steps with drafts: the host's, and for sequences without a path of the host those of the runner's drafter.
+    """Plans steps with drafts: the host's, or the runner's own drafter's for sequences without a path of the host.
 
     Args:
         table: made for runs of `speculation` + 1 tokens.
@@ -48,7 +48,7 @@ class DraftedSteps:
         self._vocab_size = vocab_size
         # of the runner's drafter, by sequence
         self._own: dict[int, Path] = {}
-        # those of the step that was planned last, by lane
+        # how many drafts the last planned step forwards, by lane
         self._forwarded: dict[int, int] = {}
 
     def plan(self, step: RunStep) -> Batch:

@@ -1,4 +1,4 @@
-"""The matchers of the sequences in the runner, by lane, and those of one step's samples.
+"""The matchers of the sequences in the runner, by lane, and the matchers for one step's samples.
 
 Knows steps and lanes; a matcher's grammar is `sampling/grammars.py`'s. Called by the executors.
 """
@@ -84,7 +84,7 @@ class LaneMatchers:
             self._matchers[self._table.lane_of(start.key)] = matcher
 
     def of(self, lanes: NDArray[np.int64]) -> StepMatchers | None:
-        """Of the sequences that a step samples, by their lanes; None: none of them has a grammar."""
+        """The matchers of the sequences that a step samples, by their lanes; None: none of them has a grammar."""
         found = [(row, lane, matcher) for row, lane in enumerate(lanes.tolist()) if (matcher := self._matchers[lane])]
         if not found or self._grammars is None:
             return None

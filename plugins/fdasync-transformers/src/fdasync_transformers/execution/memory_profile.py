@@ -35,7 +35,7 @@ _CONTEXT_NBYTES = 1 << 30
 # of a row's two jobs: 8,192 ids between the bounds of a cut, the peaks of 2^18 ids' chunks, 20 chunks of alternatives
 _SAMPLER_ROW_NBYTES = 256 << 10
 
-# of the memory of blocks, what snapshots of recurrent state take, and those of a small memory
+# the share of the blocks' memory for snapshots of recurrent state, and how many a small memory has
 _SNAPSHOT_SHARE, _LEAST_SNAPSHOTS = 0.5, 16
 
 # enough to measure the cost of a token, and few enough for a quick start
@@ -144,12 +144,12 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     vocab = int(step_model.model.config.vocab_size)
     columns = -(-max_context_tokens // block_tokens)
     tables = limits.max_running * columns * (1 + block_tokens) * 4
-    # the logits of every captured size, at most those of twice the largest, in the model's dtype; steps with
-    # drafts have graphs of their own
+    # the logits of every captured size, together at most twice the largest's, in the model's dtype; steps with drafts
+    # have graphs of their own
     rows = decode_rows(limits)
     graphs = 2 * (rows + (limits.max_running if limits.speculation else 0)) * vocab * step_model.layout.dtype.itemsize
     if step_model.mtp_layers and limits.speculation:
-        # of the passes that draft, whose graphs share one place; states of two passes, and those of every lane
+        # of the passes that draft, whose graphs share one place; states of two passes, and of every lane
         hidden = int(step_model.model.config.hidden_size)
         graphs += limits.max_running * (vocab + 4 * hidden * step_model.mtp_layers) * step_model.layout.dtype.itemsize
     # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives

@@ -117,7 +117,7 @@ class MixedLadder:
         """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`. Its tensors
         are valid until the next replay of any graph in the same memory, and its states have padding behind.
 
-        `sent` has the arrays of `batch_arrays` for tiles, and those of `plan_states`, on the device.
+        `sent` has the arrays of `batch_arrays` for tiles, and of `plan_states`, on the device.
         """
         rows = sent["rows"]
         pairs = (

@@ -48,7 +48,7 @@ class ModelMemory(ABC):
 
     @property
     def held_nbytes(self) -> int:
-        """Of a device, of which torch does not know."""
+        """Bytes on a device that torch does not know of."""
         return 0
 
     def maker(self, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -102,7 +102,7 @@ class ModelMemory(ABC):
         self.forget()
 
     def _keep_buffers(self) -> None:
-        """Copy what no update brings, and what may lie beside weights: some kilobytes."""
+        """Copy tensors that no update brings, and that may lie beside weights: some kilobytes."""
         assert self._model is not None
         self._kept = [(buffer, buffer.to("cpu", copy=True)) for buffer in self._model.buffers()]
 
@@ -121,7 +121,7 @@ class ModelMemory(ABC):
 
 
 class HostMemory(ModelMemory):
-    """Of a CPU: the kernel takes pages back, and gives others, with zeros, when they are touched. Weights that are kept
+    """A CPU's memory: the kernel takes pages back, and gives others, with zeros, when they are touched. Kept weights
     stay where they are, in host memory."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class HostMemory(ModelMemory):
 
 
 class DeviceMemory(ModelMemory):
-    """Of a GPU.
+    """A GPU's memory.
 
     Raises RunnerError where the driver has no virtual memory.
     """

@@ -105,7 +105,7 @@ class ShownPool:
             await self.rows.aclose()
 
     def free(self) -> None:
-        """Free the memory, of which no tensor is used any more; idempotent. Others that have mapped it keep it."""
+        """Free the memory; no tensor in it is used any more. Idempotent. Others that have mapped it keep it."""
         memory, self._memory = self._memory, None
         self.rows = self._tensor = None
         if memory is not None:

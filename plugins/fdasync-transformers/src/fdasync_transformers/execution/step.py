@@ -54,8 +54,8 @@ class StepModel:
         aux: producers of the steps' rows, or None; may be replaced between steps.
         head: the logits of further rows of a step, where prompts are scored.
         fixed: whether bits of a token's numbers depend on its prefix and the weights alone.
-        recurrent: the steps of its recurrent layers; None: it has none.
-        indexers: those of its indexers; None: it has none.
+        recurrent: the steps of the model's recurrent layers; None: it has none.
+        indexers: the steps of the model's indexers; None: it has none.
         states: the recurrent state that steps go on from, by lane; set before the first step where there is any.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
         notes: for people: what its steps compute in a slower way than could be, and why.

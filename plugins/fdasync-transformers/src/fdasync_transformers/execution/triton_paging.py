@@ -182,7 +182,7 @@ class TritonPaging(Paging):
         if layer.reach.kind != "full" or layer.reach.first:
             return super().attend_latents(layer, query, rotary, scaling)
         if batch.tiles is None:
-            # all rows are decodes, whose kernel writes zeros to those that belong to no sequence
+            # all rows are decodes; their kernel writes zeros to rows of no sequence
             out = query.new_empty(query.shape)
         else:
             chunks = replace(self, batch=replace(batch, decodes=0))

@@ -1,8 +1,8 @@
 """What a family does to logits behind its output layer (a scale, a soft cap), by the library's own code.
 
 The model's own forward is run with stand-ins for the decoder and for the output layer; the latter answers with the
-logits that are given. So no family is named here, and each operation is the one that the rollout runs. Knows nothing of
-log-probs. Called by trainers, for `logprobs`.
+given logits. So no family is named here, and each operation is the same as in the rollout. Knows nothing of log-probs.
+Called by trainers, for `logprobs`.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class _Linears(TorchFunctionMode):
 
 
 def linear_of_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's `linear`, of rows [R, K] that are contiguous, of which it makes one operation with one rounding."""
+    """torch's `linear` of contiguous rows [R, K]: torch computes these by one operation with one rounding."""
     if weight.dim() != 2 or input.dim() == 2 or not input.dim():
         return linear(input, weight, bias)
     rows = linear(input.reshape(-1, input.shape[-1]), weight, bias)
@@ -185,7 +185,7 @@ def _refuse(func: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _of_reals(func: Any, way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of complex numbers its lanes differ."""
+    """Refuse complex numbers: lanes of a vector differ for them."""
     return _refuse(func) if args[0].is_complex() else way(*args, **kwargs)
 
 

@@ -91,17 +91,17 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _walkable(right: torch.Tensor) -> torch.Tensor:
-    """With rows or columns that are contiguous, as the kernels walk them."""
+    """The matrix with contiguous rows or columns, as the kernels walk them."""
     return right if 1 in right.stride()[-2:] else right.contiguous()
 
 
 def _laid_out(right: torch.Tensor) -> torch.Tensor:
-    """In float16, with columns that are contiguous."""
+    """The matrix with contiguous columns, if it is float16."""
     return right.mT.contiguous().mT if right.dtype is torch.float16 else right
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """With zeros behind it up to a multiple of `ROWS` along a dimension; itself where it is one."""
+    """The tensor with zeros behind it up to a multiple of `ROWS` along a dimension; itself where it is a multiple."""
     missing = -tensor.shape[dim] % ROWS
     if not missing:
         return tensor

@@ -49,7 +49,7 @@ def _settings(device: torch.device) -> Iterator[tuple[str, Any, tuple[Any, ...],
     if device.type == "cpu":
         library: Any = torch.backends.mkldnn
         yield "torch.backends.mkldnn.enabled", library.enabled, (True,), ""
-        # a backend's own value, else its parents': it tells those of `torch.backends.fp32_precision` too
+        # a backend's own value, else its parents': so it also tells what `torch.backends.fp32_precision` is set to
         yield "torch.backends.mkldnn.matmul.fp32_precision", library.matmul.fp32_precision, _WHOLE, _AS_HIGHEST
     elif device.type == "cuda":
         products: Any = torch.backends.cuda.matmul
@@ -63,7 +63,7 @@ def refuse_model(model: torch.nn.Module) -> str:
 
     Raises:
         BadInput: a compiled model, or none of the library's.
-        UnsupportedModel: one that could not be served either, with the reason.
+        UnsupportedModel: the model could not be served either; with the reason.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if any(getattr(part, "_compiled_call_impl", None) or "_orig_mod" in part._modules for part in model.modules()):

@@ -49,7 +49,7 @@ class _Linears(NamedTuple):
 
 
 class _Activation(NamedTuple):
-    """Of the kernel: the number of its kind, and whether it is left unrounded."""
+    """The kernel's activation: the number of its kind, and whether its result is left unrounded."""
 
     kind: int
     wide: bool

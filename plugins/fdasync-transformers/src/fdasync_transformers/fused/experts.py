@@ -1,7 +1,7 @@
 """Puts the fused experts in the place of the library's, through its experts interface.
 
-What a module's experts are is read from the module (gate, bias, layout) and proven (`experts_proof.py`). A model of
-which one layer differs keeps the library's experts. Knows no steps. Called at start-up by `start/fuse.py`.
+What a module's experts are is read from the module (gate, bias, layout) and proven (`experts_proof.py`). If one layer
+of a model differs, the model keeps the library's experts. Knows no steps. Called at start-up by `start/fuse.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FusedExperts:
 
     Attributes:
         fused: whether the model has them.
-        notes: for people: why it has not, or what is not as promised.
+        notes: for people: why it has none, or what falls short of the promise.
     """
 
     fused: bool
@@ -86,8 +86,8 @@ def fuse_experts(
 
 
 def _first_problem(modules: list[tuple[Any, int, int]], live: LiveRows, told: list[str]) -> str:
-    """Describe and compare all layers, each with its number and experts per token; the first one that differs, and how,
-    or ""."""
+    """Describe and compare all layers, each with its number and experts per token; the first layer that differs, and
+    how, or ""."""
     kinds: set[type] = set()
     for module, number, k in modules:
         notes = None if type(module) in kinds else told

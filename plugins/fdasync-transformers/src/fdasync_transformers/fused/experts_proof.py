@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fdasync_transformers.fused.live_rows import LiveRows
 
-# rows of the comparisons: few, of which no pair is grouped, and many
+# rows of the comparisons: few, whose pairs are not grouped, and many
 _CHECK_ROWS = (3, 40)
 # most distance of all results from the module's own, over their size: both round, at the same places but for one
 _TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -96,7 +96,7 @@ def _activation_of(module: Any, gated: bool, weight: torch.Tensor | Kept) -> Act
     if wanted.shape != (_ACTIVATION_ROWS, _ACTIVATION_WIDTH) or wanted.dtype != weight.dtype:
         return None
     eps = torch.finfo(weight.dtype).eps
-    # exp and tanh differ in their last places, of which half precision may make a whole one; and 1 + tanh cancels
+    # exp and tanh differ in their last places, which may become a whole place in half precision; and 1 + tanh cancels
     room = 2e-7 * (1 + rows.float().abs().amax(dim=-1, keepdim=True)) ** 2
     best: tuple[float, Activation] | None = None
     for activation in _candidates(module, gated):

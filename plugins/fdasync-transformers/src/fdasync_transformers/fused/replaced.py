@@ -53,7 +53,7 @@ class Replaced:
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Names and modules of a model, without those of images and sounds."""
+    """Names and modules of a model, without modules for images and sounds."""
     return ((name, module) for name, module in model.named_modules() if not _NOT_TEXT.search(name))
 
 
@@ -115,7 +115,7 @@ class Noise:
         self._device = device
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Of a normal distribution, times `scale`."""
+        """Numbers of a normal distribution, times `scale`."""
         return (torch.randn(shape, generator=self._generator) * scale).to(self._device, dtype)
 
 

@@ -101,7 +101,7 @@ def tensors_of(function: Function, args: tuple[Any, ...], named: Mapping[str, An
 def call_of(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor | None, axis: int
 ) -> Call | None:
-    """The kind of a call; None for one that no kernel computes: several rows of a batch, or other shapes."""
+    """The kind of a call; None if no kernel computes it: several rows of a batch, or other shapes."""
     if q.dim() != 4 or len(q) != 1 or cos.dim() != 3 or len(cos) != 1 or axis not in (0, 1, 2):
         return None
     if k is not None and (k.dim() != 4 or len(k) != 1):

@@ -32,7 +32,7 @@ class RouterKind:
         bias_argument: that bias is the forward's second argument.
         expert_scale: path of the experts' own factors of their weights; "": none.
         prepare: makes the linear's input of the hidden states, by the library's operations; None: they are it.
-        other_tensors: paths of those that `prepare` reads, and of those that the library reads nowhere.
+        other_tensors: paths of tensors that `prepare` reads, and of tensors that the library reads nowhere.
         probabilities: the forward returns the softmax where others return logits.
         batched: the forward takes hidden states [1, T, H] alone.
     """

@@ -36,7 +36,7 @@ class RouterForm:
     """What a fused router returns, and how its product rounds.
 
     Attributes:
-        order: "logits", "weights" and "ids" in the order of the forward's answer, of those that it has.
+        order: those of "logits", "weights" and "ids" that the forward's answer has, in its order.
         logits_dtype, weights_dtype: of the answer.
         rounded: the linear is one of the hidden states' dtype; else of float32.
     """
@@ -92,7 +92,7 @@ def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Pr
 
 
 def _refuse_other_tensors(module: Any, kind: RouterKind) -> None:
-    """A tensor that the kind does not name may be one that changes nothing now, and something after an update."""
+    """A tensor that the kind does not name may change nothing now, and something after an update."""
     known = {kind.weight, kind.bias, kind.selection_bias, kind.expert_scale, *kind.other_tensors}
     names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     if names - known:

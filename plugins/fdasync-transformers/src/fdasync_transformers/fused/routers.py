@@ -1,10 +1,10 @@
 """Replaces routers of the library by two kernels, which also record the chosen experts: the product, and the choice.
 
 A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is proven against its own
-forward before it is replaced (`router_proof.py`); one that differs, or is of no known kind (`router_kinds.py`), stays
-the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have no
-gradient, and replay refuses models that have them. Knows no steps. Called once for a model by
-`start/fuse.py`; a capture attaches to the result later (`capture/routing.py`).
+forward before it is replaced (`router_proof.py`); a router that differs, or is of no known kind (`router_kinds.py`),
+stays the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have
+no gradient, and replay refuses models that have them. Knows no steps. Called once for a model by `start/fuse.py`; a
+capture attaches to the result later (`capture/routing.py`).
 """
 
 from __future__ import annotations

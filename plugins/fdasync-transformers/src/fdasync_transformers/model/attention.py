@@ -98,7 +98,7 @@ class Paging(ABC):
         raise RunnerError(f"{type(self).__name__} attends to no chosen positions")
 
     def places(self, layer: LayerSpec) -> Places | None:
-        """For a kernel that does the work of `store`; None: no such kernel runs here."""
+        """The places for a kernel that does the work of `store`; None: no such kernel runs here."""
         del layer
         return None
 
@@ -183,7 +183,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class TorchPaging(Paging):
-    """By torch's own attention, for CPUs: gathers blocks, and pads sequences of like shape to the longest of them.
+    """Paging by torch's own attention, for CPUs: gathers blocks, and pads sequences of like shape to the longest.
 
     Attributes:
         pool: the KV.

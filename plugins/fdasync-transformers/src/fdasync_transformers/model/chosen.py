@@ -59,7 +59,7 @@ def attend_chosen(
 
 
 def _at(view: torch.Tensor, group: Group, places: torch.Tensor) -> torch.Tensor:
-    """Keys at positions [P, k] of a view whose blocks have one share: [P, heads, k, D]; of -1 those of another."""
+    """Keys at positions [P, k] of a view whose blocks have one share: [P, heads, k, D]; for -1 some other keys."""
     size = view.shape[1]
     at = places.clamp_min(0)
     blocks = group.table.view(group.pieces, -1).gather(1, at // size)

@@ -37,7 +37,7 @@ class Mends:
 
     @property
     def query_scales(self) -> dict[int, tuple[float, float]]:
-        """By layer index, (floor scale, attention scale), as the layers have them now."""
+        """The (floor scale, attention scale) of each layer, by its index, as the layers have them now."""
         layers: tuple[Any, ...] = self.scaled_layers
         return {int(layer.layer_idx): (float(layer.floor_scale), float(layer.attn_scale)) for layer in layers}
 

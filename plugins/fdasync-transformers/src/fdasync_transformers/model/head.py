@@ -1,10 +1,10 @@
 """Computes logits of any rows of a step after its forward pass, a few rows at a time.
 
-A step computes the logits of the tokens that it samples from alone: those of all tokens of a prompt would not fit into
-memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
-is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
-steps and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a
-group compare their hidden states, and where the model's own layers draft.
+A step computes only the logits that it samples from: the logits of all tokens of a prompt would not fit into memory.
+`Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest is the
+library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no steps
+and no sampling. Called by the step models for the executors, where prompts are scored and where the ranks of a group
+compare their hidden states, and where the model's own layers draft.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Head:
         return self.logits_of(self.hidden[rows])
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of hidden states [n, D], as those that the decoder returns; once a pass was kept."""
+        """Logits [n, V] of hidden states [n, D] such as the decoder returns; once a pass was kept."""
         decoder, kept = self._decoder, self._kept
         if decoder is None or self._form is None:
             raise InvariantBroken("logits before a pass was kept")

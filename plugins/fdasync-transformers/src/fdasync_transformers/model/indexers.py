@@ -2,10 +2,10 @@
 
 An indexer scores a token against keys of its own, one for every token of the sequence, and picks the best. Those keys
 are one more part of a block: a layer of the layout in group `KEYS`, so they are swapped, stored and handed over as KV
-is. While a step is under way, the forward of every indexer is ours: it hands each group (`ragged.py`) to the
-library's forward, with a cache that writes the new keys into the pool and gives back those of the whole context. Of
-equal scores the earliest positions are picked, so that a choice depends on the sequence alone; the library leaves it to
-the length of its rows. Outside of steps the library's forward is called as it is. Knows no attention. Called by
+is. While a step is under way, the forward of every indexer is ours: it hands each group (`ragged.py`) to the library's
+forward, with a cache that writes the new keys into the pool and gives back the keys of the whole context. Of equal
+scores the earliest positions are picked, so that a choice depends on the sequence alone; the library leaves it to the
+length of its rows. Outside of steps the library's forward is called as it is. Knows no attention. Called by
 `execution/step.py`, `probe.py` and `refusals.py`.
 """
 
@@ -242,7 +242,7 @@ class _PagedKeys:
         self._group = group
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Store the keys [P, C, D] of the group; returns those of all positions that it may see, [P, Lk, D]."""
+        """Store the keys [P, C, D] of the group; returns the keys of all positions that it may see, [P, Lk, D]."""
         del layer_idx
         paging, group = self._paging, self._group
         view = paging.pool.keys[self._spec.index]

@@ -77,14 +77,14 @@ class KVLayout:
     """All layers' specs and the dtype: enough to size and to name a block; and which part of it one rank holds.
 
     With S shares, rank r of n holds S / n of them where n divides S. Where S divides n, n / S ranks hold one share
-    each, and the lowest of them writes it to the host. All hold the share of a model of which one layer is latent.
+    each, and the lowest of them writes it to the host. With a latent layer there is one share, and all hold it.
 
     Raises ConfigError for a number of ranks that is neither, and where the ranks of one share cannot part its heads.
 
     Attributes:
         layers: by rising index, with the heads of the whole model.
         dtype: of keys and values.
-        rank, ranks: this process's place among those that compute each step together.
+        rank, ranks: this process's place among the processes that compute each step together.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -162,7 +162,7 @@ class KVLayout:
 
     @property
     def name(self) -> str:
-        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim), behind their
+        """A name for people and namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim), behind their
         group's name. It is the same on all ranks, whatever their number."""
         runs: list[tuple[tuple[str, int, int, int], int]] = []
         for layer in self.layers:

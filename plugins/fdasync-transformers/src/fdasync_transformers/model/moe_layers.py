@@ -205,7 +205,7 @@ def _run_plain(model: PreTrainedModel) -> None:
 
 
 def _num_experts(module: torch.nn.Module) -> int:
-    """From the weights; one family keeps the weights of all experts in one matrix and says how many there are."""
+    """Counted by the weights; one family keeps all experts' weights in one matrix, and says how many there are."""
     counts = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return max(counts) if counts else int(getattr(module, "num_experts", 0))
 

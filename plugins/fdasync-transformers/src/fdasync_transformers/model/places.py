@@ -24,8 +24,8 @@ def plan_places(model: torch.nn.Module) -> tuple[list[int], int]:
     """Where each of a model's tensors goes in one memory, in the order in which the model's conversion asks for them
     (tied ones once for each name), and the bytes of all.
 
-    Parameters of one name of modules side by side (weights, biases, scales) lie behind each other: those of projections
-    can then be merged where they are (`fused/layers/merged.py`), and no copy of them lies elsewhere.
+    Parameters of one name of modules side by side (weights, biases, scales) lie behind each other: projections can then
+    be merged where they are (`fused/layers/merged.py`), without a copy elsewhere.
     """
     kinds: dict[int, tuple[str, str]] = {}
     for path, module in model.named_modules():

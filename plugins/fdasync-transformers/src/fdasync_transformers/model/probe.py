@@ -181,7 +181,7 @@ def _probe_mask(*, mask_function: MaskFunction, local_size: int | None = None, *
 
 
 def latent_rank(module: torch.nn.Module) -> int:
-    """Of a latent (MLA) attention layer whose latents can be paged; else 0."""
+    """The rank of a latent (MLA) attention layer whose latents can be paged; else 0."""
     parts = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "expand_kv")
     return int(module.kv_lora_rank) if all(hasattr(module, part) for part in parts) else 0  # type: ignore[arg-type]
 

@@ -74,9 +74,9 @@ class RaggedPlan:
     tokens, `tables` [S, max_blocks] block ids, at least as many as the positions need.
 
     With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
-    of keys is one; blocks behind a piece's last are that one again, masked. `shares` are those of the pool.
+    of keys is a multiple, too; behind a piece's last block that block comes again, masked. `shares`: of the pool.
     `pair_elements` are the elements that a call takes for each pair of query and key, where a mask's are not the most.
-    The pieces of a sequence that is cut are called one by one, in order.
+    The pieces of a cut sequence are called one by one, in order.
     """
 
     def __init__(

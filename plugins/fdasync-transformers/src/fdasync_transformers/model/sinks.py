@@ -1,6 +1,6 @@
 """Attention with sinks: one more logit per head, whose probability is dropped.
 
-Knows no paging and no modules. Called by `attention.py`, `chosen.py` and those of trainers in `fdasync_trainer`.
+Knows no paging and no modules. Called by `attention.py`, `chosen.py` and the trainers' attention in `fdasync_trainer`.
 """
 
 from __future__ import annotations

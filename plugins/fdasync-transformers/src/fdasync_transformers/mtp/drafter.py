@@ -92,8 +92,8 @@ class MtpDrafter:
 
     def __init__(self, passes: Passes, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """`passes` is a step model whose model has MTP layers and whose layout has their specs; their attention
-        implementation is set here. `total` sums a tensor over the ranks of a group, all of which make the same calls
-        of this object; None: there is one process. Raises InvariantBroken for another model."""
+        implementation is set here. `total` sums a tensor over the ranks of a group, which all make the same calls of
+        this object; None: there is one process. Raises InvariantBroken for another model."""
         head, carry = head_of(passes.model), carry_of(passes.layout)
         if head is None or carry is None:
             raise InvariantBroken("a drafter of a model without MTP layers")
@@ -223,7 +223,7 @@ class MtpDrafter:
         return flat[:, : len(self._layers) * self._width].view(len(blocks), len(self._layers), self._width)
 
     def _whole(self, held: torch.Tensor) -> torch.Tensor:
-        """What all ranks hold of each block [n, tokens, shares, 1, width], of what this one holds."""
+        """What all ranks hold of each block, [n, tokens, shares, 1, width], from this rank's part."""
         layout = self._passes.layout
         if self._total is None or layout.held_shares == layout.shares:
             return held
@@ -234,8 +234,8 @@ class MtpDrafter:
         return self._total(whole)
 
     def _keep(self, step: _Step, states: list[_States]) -> None:
-        """Write what each block of the step carries: hidden states of its last position that stands, 0 for those of
-        layers that have none there."""
+        """Write what each block of the step carries: hidden states of its last position that stands, 0 for layers that
+        have none there."""
         size = step.pool.block_tokens
         columns = (step.ends - 1) // size - step.starts // size + 1
         sequences = np.repeat(np.arange(len(columns)), columns)

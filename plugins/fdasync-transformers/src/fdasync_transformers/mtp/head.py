@@ -127,7 +127,7 @@ def attach(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> None:
 def _layers_config(model: PreTrainedModel, layers: int) -> PreTrainedConfig:
     """The model's config, with what the library asks for to make MTP layers of it.
 
-    A family of which the library knows no MTP layers has none of these values: then a layer is like the model's last.
+    If the library knows no MTP layers of a family, it has none of these values: then a layer is like the model's last.
     """
     config: Any = copy.deepcopy(model.config)
     config.num_mtp_layers = layers

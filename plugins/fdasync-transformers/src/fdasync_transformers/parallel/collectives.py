@@ -136,7 +136,7 @@ class HostCollectives(Collectives):
         return [bytes(view) for view in self._exchange.gather(message, label)]
 
     def _gather(self, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
-        """Of tensors that fit a slot."""
+        """Gather tensors that fit into a slot."""
         data: Any = flat.detach().view(torch.uint8).numpy()
         parts = []
         for view in self._exchange.gather(memoryview(data), label):

@@ -27,7 +27,7 @@ class Cut:
         dim: that is cut, from 0.
         count: of slices. Fewer than ranks: several ranks hold the same.
         index: of this rank's slice.
-        pieces: equal ones along `dim`, each of which is cut: the part is the slice of the first, then of the second.
+        pieces: how many equal pieces along `dim` are cut each: the part is the slice of the first, then of the second.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class Cut:
     pieces: int = 1
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         return (*whole[: self.dim], whole[self.dim] // self.count, *whole[self.dim + 1 :])
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:

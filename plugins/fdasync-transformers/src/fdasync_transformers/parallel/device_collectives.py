@@ -1,8 +1,8 @@
 """What the ranks of a group do together on GPUs: sums and messages over their peers' memory, without the host.
 
 Both are queued on the current stream, may be captured in graphs, and keep the order of that stream. What is said at
-start-up and at updates goes through host memory, as on CPUs. A rank that waits on its device for one that never comes
-spins until its process is killed, which the engine's deadlines see to. Knows tensors; knows no models. Made by
+start-up and at updates goes through host memory, as on CPUs. A rank that waits on its device for another that never
+comes spins until the engine's deadlines have its process killed. Knows tensors; knows no models. Made by
 `device_group.py`.
 """
 

@@ -70,7 +70,7 @@ def join(
 
 
 def without_access(host: HostCollectives, device: torch.device, names: list[str]) -> str:
-    """Which GPUs have no access to the memory of which others, as all ranks know then; "": all have.
+    """Words that name each GPU without access to another's memory, the same on all ranks; "": all have access.
 
     `names` are the UUIDs of the ranks' GPUs.
     """

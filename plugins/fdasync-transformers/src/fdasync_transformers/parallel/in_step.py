@@ -34,7 +34,7 @@ def share_step(
     hidden: torch.Tensor | None,
     tokens: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """The tokens that rank 0 gives; those of other ranks are not looked at.
+    """The tokens that rank 0 gives; other ranks' tokens are ignored.
 
     Args:
         rows: of the step, by the name of their spec; None: none are recorded.

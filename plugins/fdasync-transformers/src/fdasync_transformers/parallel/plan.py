@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fdasync_transformers.model.kv import LayerSpec
 
-# styles of which nothing follows here: what they name is whole on every rank. Vocabularies, and projections whose
+# styles that cut nothing here: modules of these styles are whole on every rank. Vocabularies, and projections whose
 # outputs every rank needs whole: it computes them itself, instead of asking the others
 _WHOLE = frozenset(
     {"embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input"}
@@ -72,8 +72,8 @@ def read_plan(
         layers: its attention layers, by the name of their module.
         dtype: of keys and values.
 
-    Raises UnsupportedModel for a family without a plan, or with one that asks for what is not known here; ConfigError
-    for sizes that the number of ranks does not divide.
+    Raises UnsupportedModel for a family without a plan, or whose plan asks for an unknown style; ConfigError for sizes
+    that the number of ranks does not divide.
     """
     kind = str(model.config.model_type)
     table = _table_of(model, kind)
@@ -130,13 +130,13 @@ def _generic(name: str) -> str:
 
 
 def _style_of(name: str, table: Mapping[str, str]) -> str:
-    """Of a tensor: its own, or that of its module; "" where there is none."""
+    """The style of a tensor: its own, or its module's; "" where there is none."""
     own = _generic(name)
     return table.get(own) or table.get(own.rpartition(".")[0], "")
 
 
 def _cut(name: str, style: str, tensor: torch.Tensor, rank: int, ranks: int, *, in_module: bool) -> Cut | None:
-    """Of a tensor with this style; `in_module`: its module has it, and a bias is added behind the sum."""
+    """The cut of a tensor with this style; `in_module`: its module has the style, and adds a bias behind the sum."""
     last = tensor.dim() - 1
     if style == "rowwise":
         return None if in_module and name.endswith("bias") else Cut(last, ranks, rank)

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A model of which this process holds one rank's parts.
+    """A model; this process holds one rank's parts of it.
 
     Args:
         model: whole, on the meta device; its tensors are replaced.
         rank, ranks: of the group.
         latent: whether the latents of MLA layers are paged.
-        further: attention beside that of a pass of the model, such as that of its multi-token prediction layers.
+        further: attention outside a pass of the model, such as its multi-token prediction layers'.
         widths: numbers of ranks that are named where `ranks` does not fit the model, if they do.
 
     Attributes:
@@ -182,7 +182,7 @@ def _fits(model: PreTrainedModel, layers: Mapping[str, LayerSpec], queries: Mapp
 
 
 def _attention_of(model: PreTrainedModel, latent: bool) -> probe.Attention:
-    """Of a whole model on the meta device."""
+    """The attention of a whole model on the meta device."""
     with families.mended(model), without_experts(model):
         layers = probe.attention_layers(model, latent=latent, query_scales={}, reaches=False)
         log = probe.run(model)

@@ -6,8 +6,8 @@ output has the model's dtype, as a rank's own code gives it. Slices are added in
 the slices of one rank are a subtree. Then the bias is added, and the total is rounded once. On a CPU column-parallel
 layers are computed in slices as well, since in bfloat16 bits of a column may depend on the number of columns: every
 product has the shape that it has on S ranks. The kernels of GPUs give a column the same bits beside any others; there
-the slices of experts, and those of linear layers that need no gradient, are computed by one kernel. Gradients are
-torch's. Knows modules of the library; knows no checkpoints. Used by `start/open_model.py`, and by trainers
+the slices of experts, and of linear layers that need no gradient, are computed by one kernel. Gradients are torch's.
+Knows modules of the library; knows no checkpoints. Used by `start/open_model.py`, and by trainers
 (`fdasync_trainer/numerics/trainer.py`).
 """
 
@@ -69,7 +69,7 @@ class Slices:
         Args:
             model: whole, or one rank's parts of it.
             collectives: of the ranks, whose number divides S; None: one process.
-            kernels: whether products are those of `fdasync_kernels`.
+            kernels: whether `fdasync_kernels` computes the products.
 
         Raises UnsupportedModel for a model whose modules are not the library's own there (adapters).
         """
@@ -110,7 +110,7 @@ class Slices:
 
 
 class _Sum:
-    """Joins this rank's slices, and those of all ranks."""
+    """Joins this rank's slices, and then all ranks' sums."""
 
     def __init__(self, label: str, collectives: Collectives | None) -> None:
         self._label = label
@@ -119,7 +119,7 @@ class _Sum:
     def __call__(
         self, parts: Sequence[torch.Tensor], dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of this rank's slices, or of what they were joined to; rounded to `dtype`."""
+        """The sum over all ranks of this rank's slices, or of what they were joined to; rounded to `dtype`."""
         total = joined(parts)
         if self._collectives is not None:
             # a slice by itself has that dtype, and its sum without a bias is rounded to it once
@@ -197,7 +197,7 @@ class _Summed(NotCopied):
 
 
 class _Divided(NotCopied):
-    """The forward of a module inside of a summed one that is whole in every slice."""
+    """The forward of a module, inside of a summed module, that is whole in every slice."""
 
     def __init__(self, own: Callable[..., torch.Tensor], count: int) -> None:
         self._own = own
@@ -213,7 +213,7 @@ def _taking_slices(module: Any) -> Callable[..., torch.Tensor] | None:
 
 
 def _sliced(tensor: torch.Tensor, cut: Cut, held: int) -> Sequence[torch.Tensor]:
-    """Slices of a tensor: views of it, copies of one that packs several matrices."""
+    """Slices of a tensor: views of it, or copies if it packs several matrices."""
     if held == 1 or cut.pieces == 1:
         return tensor.chunk(held, cut.dim)
     before, size, behind = tensor.shape[: cut.dim], tensor.shape[cut.dim], tensor.shape[cut.dim + 1 :]

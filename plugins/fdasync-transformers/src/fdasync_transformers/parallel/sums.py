@@ -31,7 +31,7 @@ class Sums:
         self._names = dict(names)
 
     def within(self, module: torch.nn.Module) -> bool:
-        """Whether the module's output, or that of a module in it, is summed."""
+        """Whether the output of the module, or of a module in it, is summed."""
         return any(each in self._names for each in module.modules())
 
     def peers(self, rows: torch.Tensor, module: torch.nn.Module) -> PeerMemory | None:
@@ -41,5 +41,5 @@ class Sums:
         return self.collectives.peers(rows) if plain else None
 
     def total(self, partial: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-        """The sum of what all ranks have in the place of this module's output."""
+        """The sum of all ranks' parts of this module's output."""
         return self.collectives.all_reduce(partial, self._names[module])

@@ -1,4 +1,4 @@
-"""The whole tensors of a model of which each rank of a group holds parts; and what the ranks agree on.
+"""The whole tensors of a model whose parts the ranks of a group hold; and what the ranks agree on.
 
 Rank 0 gathers one tensor after the other, so that what names weights does not depend on the number of ranks. All ranks
 go through the same tensors in the same order. Knows tensors; knows no folders. Called by the room `weights`.

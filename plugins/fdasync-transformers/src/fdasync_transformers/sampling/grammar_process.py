@@ -1,6 +1,6 @@
 """Checks grammars of callers in a child process, so that the worse ones cost no engine's loop more than a moment.
 
-The child loads the tokenizer once, and checks each grammar in a fork of its own (`grammar_check.py`): one that is ended
+The child loads the tokenizer once, and checks each grammar in a fork of its own (`grammar_check.py`): ending one check
 costs the others nothing but its time. Knows no model and no steps. `GrammarProcess` is the parent's side, called by
 `runner.py`; `main` is the child.
 """
@@ -32,7 +32,7 @@ _ERRORS = ErrorTable(BadInput, CheckpointError)
 _NOTHING = msgspec.msgpack.Decoder(None)
 # checks at a time: a slow one must not hold up all others
 _AT_ONCE = 2
-# a check has a deadline in the child; one that is not answered by now has a child that does not run
+# a check has a deadline in the child; if there is no answer by now, the child does not run
 _ANSWER_S = 40.0
 _LEAVE_S = 5.0
 _LOAD_S = 60.0

@@ -80,8 +80,8 @@ class Grammars:
             raise BadInput("grammar", f"cannot be kept: {matcher.problem}")
 
     def matcher(self, key: int, packed: bytes, answer: array[int]) -> Matcher:
-        """Of a sequence whose answer begins with these tokens. A grammar that does not compile makes a matcher with a
-        problem, since it is made in a step: one request's grammar must not end the others."""
+        """A matcher for a sequence whose answer begins with these tokens. A grammar that does not compile makes a
+        matcher with a problem, since it is made in a step: one request's grammar must not end the others."""
         try:
             matcher = Matcher(key, self._compile(packed).deep_copy(), self.ends)
         except BadInput as error:
@@ -103,7 +103,7 @@ class Grammars:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as the library wants it. Raises BadInput for one that cannot be written so."""
+    """The grammar as the library wants it. Raises BadInput if it cannot be written so."""
     make = llguidance.LLMatcher
     try:
         if grammar.kind == "json_schema":

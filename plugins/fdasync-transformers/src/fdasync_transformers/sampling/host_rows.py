@@ -44,7 +44,7 @@ class Spread(NamedTuple):
     """A distribution.
 
     Attributes:
-        ids: ascending, those that filters keep; None: all.
+        ids: ascending, the ids that filters keep; None: all.
         masses: of these ids.
         total: the sum of these masses.
         whole: the sum before filters; 0 where top-k kept it from being made.
@@ -57,7 +57,7 @@ class Spread(NamedTuple):
 
 
 def ordered(x: Row) -> Row:
-    """With -inf for NaN, so that an order exists; the row itself where it has none."""
+    """The row with -inf for NaN, so that an order exists; the row itself where it has no NaN."""
     return np.where(np.isnan(x), np.float32(-math.inf), x) if math.isnan(x.max()) else x
 
 
@@ -150,7 +150,7 @@ def first_ids(x: Row, k: int) -> Whole:
 
 
 def _at_or_above(x: Row, k: int) -> Whole:
-    """Ids, ascending, that hold the k largest: those that reach the k-th largest of the chunks' largest."""
+    """Ids, ascending, that include the k largest: all that reach the k-th largest maximum of a chunk."""
     chunks = len(x) // _CHUNK
     if k > chunks:
         return np.arange(len(x))
@@ -159,7 +159,7 @@ def _at_or_above(x: Row, k: int) -> Whole:
 
 
 def _nucleus(logs: Logs, x: Row, masses: Whole, target: int) -> Whole:
-    """Places, ascending, of those before which less than `target` stands in the order.
+    """Places, ascending, of the ids that have less than `target` of mass before them in the order.
 
     A histogram over falling probability finds the bin of the cut, so only the ids of that bin are sorted.
     """

@@ -201,15 +201,15 @@ class _Changes:
 
 
 def _spans(cells: NDArray[Any]) -> dict[int, slice]:
-    """Where the cells of each slot stand; those of one slot stand together."""
+    """Where the cells of each slot stand; the cells of one slot stand together."""
     slots, starts, counts = np.unique(cells[:, 0], return_index=True, return_counts=True)
     found = zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True)
     return {slot: slice(start, start + count) for slot, start, count in found}
 
 
 def best_of(table: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and ids, both [n, k], of the k largest of each row, exactly those of lower ids among equals; unordered. k
-    is at most the width. Waits for nothing."""
+    """Values and ids, both [n, k], of the k largest of each row, of equals exactly the lower ids; unordered. k is at
+    most the width. Waits for nothing."""
     # by value of the k-th largest, since topk's order of equals may change with the batch
     bound = table.topk(k, dim=-1).values[:, -1:]
     above, equal = table > bound, table == bound

@@ -4,7 +4,7 @@ Makes a `SamplePlan` of the rows' `SamplerSpec`s and positions: the jobs of the 
 needs, as numpy arrays that can be sent in one copy. Draws the noise. numpy only; knows nothing of torch, logits or the
 width of the vocabulary. Called by the executors before they launch a step; pure, no state.
 
-A job is one distribution over the vocabulary. Job i is that of row i, after all that its request asks for. A row that
+A job is one distribution over the vocabulary. Job i belongs to row i, after all that its request asks for. A row that
 wants raw log-probs of logits that its own job changes has a second job behind those, of the logits as given.
 """
 
@@ -39,10 +39,10 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         count: rows, N.
         jobs: distributions, J >= N.
-        arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of
-            the same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
-            `ints` and `floats` are those of the jobs (`fdasync_kernels.sampling.tile` has the columns), `edits`
-            and `penalties` of the penalised rows, `bias_cells`, `bias` and `stop_cells` of single logits, `top_jobs`,
+        arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of the
+            same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
+            `ints` and `floats` are numbers of the jobs (`fdasync_kernels.sampling.tile` has the columns), `edits` and
+            `penalties` of the penalised rows, `bias_cells`, `bias` and `stop_cells` of single logits, `top_jobs`,
             `top_counts` and `top_raw` (1: of the logits as given, whatever the job filters) of the alternatives.
         longest: known tokens of the longest row with a penalty; 0 where no row has one.
         edited, stopped, masked: how many rows have a penalty or a bias; are under a stop mask; under a grammar, whose
@@ -186,7 +186,7 @@ RAW_JOB = (0, -1, -1, -1, 1, 0, 0, -1)
 
 
 class _Jobs:
-    """The numbers of jobs while a plan is made; `changed` says whose distribution is not that of the logits."""
+    """The numbers of jobs while a plan is made; `changed` says whose distribution differs from the logits'."""
 
     def __init__(self) -> None:
         self.ints: list[list[int]] = []

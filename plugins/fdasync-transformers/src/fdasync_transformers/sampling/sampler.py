@@ -127,9 +127,9 @@ def compute_samples(
         plan: of the same rows.
         sent: `plan.arrays`, and the masks of grammars where the plan has rows under one, as tensors on the device of
             `logits`; read only.
-        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; those of row i are
-            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None.
-            Ids outside the vocabulary are passed over.
+        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; row i has
+            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None. Ids
+            outside the vocabulary are passed over.
 
     Returns:
         New tensors on the device of `logits`, the caller's, for `read_samples` (entries in the plan's order):
@@ -163,7 +163,7 @@ def compute_samples(
 def sample_on_device(
     logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """By the kernels."""
+    """Sample by the kernels."""
     # not above: machines without a GPU need no Triton
     from fdasync_kernels.sampling.largest import largest_of_rows
     from fdasync_kernels.sampling.sample import sample_rows

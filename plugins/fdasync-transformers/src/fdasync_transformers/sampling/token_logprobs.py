@@ -1,10 +1,10 @@
 """The log-prob of a token given a row of logits: one definition for samplers, scores of prompts and trainers.
 
 It is (logit - largest) / temperature - log(sum), in float64 and in this order, rounded to float32 at the end. The sum
-is of whole-number masses (`host_rows.py`, and on GPUs `fdasync_kernels.sampling`), so its bits depend on the row
-alone: not on other rows, not on filters, not on the kernel that made it. What stands here besides the sum are single
-operations of torch, each of which rounds once on every device. Knows no requests and no models. Called by `scoring.py`
-and by `fdasync_trainer/numerics/logprobs.py`; pure, no state.
+is of whole-number masses (`host_rows.py`, and on GPUs `fdasync_kernels.sampling`), so its bits depend on the row alone:
+not on other rows, not on filters, not on the kernel that made it. Everything here besides the sum is single operations
+of torch; each rounds once on every device. Knows no requests and no models. Called by `scoring.py` and by
+`fdasync_trainer/numerics/logprobs.py`; pure, no state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Normalisers(NamedTuple):
-    """Of n rows of logits; tensors on their device.
+    """The sums of n rows of logits; tensors on their device.
 
     Attributes:
         best: float32 [n], the largest logit.
@@ -39,7 +39,7 @@ class Normalisers(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that there are."""
+        """The tensors that are not None."""
         return (self.best, self.log_mass) if self.entropy is None else (self.best, self.log_mass, self.entropy)
 
 
@@ -69,7 +69,7 @@ def normalisers(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool
 
 
 def normalisers_on_device(logits: torch.Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Normalisers:
-    """By the kernels."""
+    """The sums of rows, by the kernels."""
     # not above: machines without a GPU need no Triton
     from fdasync_kernels.sampling.log_masses import log_masses
 

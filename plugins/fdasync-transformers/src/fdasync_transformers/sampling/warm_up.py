@@ -1,7 +1,7 @@
 """Launches the sampler's kernels once at start-up, so that no request waits while they are compiled.
 
 `USUAL` holds one `SamplerSpec` for each way in which requests usually sample. `warm_up` plans a step of one row for
-each and samples it from made-up logits, and scores them as those of a prompt. A kernel is compiled again for another
+each and samples it from made-up logits, and scores these as a prompt's logits. A kernel is compiled again for another
 dtype or width of the logits and for the few constants that a plan chooses (whether anything changes logits, whether
 there is a top-k or top-p); it is not for another number of rows. So one row of each is enough. Knows no models and no
 requests. Called by `DeviceExecutor.warm` on a GPU.
@@ -23,7 +23,7 @@ from fdasync_transformers.sampling.token_logprobs import normalisers_on_device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# one token of a prompt, and one that was sampled
+# one token of a prompt, and one sampled token
 _PROMPT_LEN, _POSITION = 1, 2
 # between two neighbours of the made-up logits, and the lowest of them
 _STEP, _LOWEST = 0.5, -1000.0
@@ -70,7 +70,7 @@ def warm_up(vocab_size: int, dtype: torch.dtype, tokens: torch.Tensor) -> None:
 
     Args:
         vocab_size: V of the logits that will be sampled.
-        dtype: of those logits: bfloat16, float16 or float32.
+        dtype: of the logits: bfloat16, float16 or float32.
         tokens: int32 [lanes, max_tokens], the table of known tokens that steps will pass, on the device where the
             kernels run; read only. Penalties are left out where `max_tokens` is less than 2.
 

@@ -171,7 +171,7 @@ def _stored_nbytes(checkpoint: loading.Checkpoint) -> int:
 
 
 def _weights_nbytes(model: PreTrainedModel) -> int:
-    """Of the tensors that take memory of their own: a tied tensor counts once."""
+    """Bytes of the tensors that take memory of their own: a tied tensor counts once."""
     tied = set(model.get_expanded_tied_weights_keys(all_submodels=True))
     return sum(tensor.nbytes for name, tensor in model.state_dict().items() if name not in tied)
 

@@ -86,7 +86,7 @@ def fuse(
     sums: Sums | None = None,
 ) -> Fused:
     """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
-    self-check runs those that will be served.
+    self-check runs the routers that will serve.
 
     Of a group (`sums`), each rank proves its own parts, without sums; what one rank keeps, all keep.
 

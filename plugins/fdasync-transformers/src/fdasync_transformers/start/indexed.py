@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def refuse_undone(kind: str, config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
-    """Raise ConfigError, naming the field, for what is not done yet for a model whose indexers pick positions."""
+    """Raise ConfigError, naming the field, for a feature that a model whose indexers pick positions cannot have yet."""
     for field, why in _undone(config, limits, device):
         raise ConfigError(field, f"is not for models with indexers so far, such as {kind}: {why}")
 

@@ -69,7 +69,7 @@ class Opened:
         step_model: has the model.
         names: of its checkpoints.
         experts: its MoE layers; None: it has none, or none that the runner can read where routing is off.
-        routers: those that are fused; None where none were tried.
+        routers: its fused routers; None where none were tried.
         max_context_tokens: of the model and the limits.
         block_tokens: asked for, or chosen.
         shares_blocks: every rank of the group holds whole KV blocks.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def refuse_undone(
     model: torch.nn.Module, kind: str, config: TransformersConfig, limits: RunnerLimits, device: torch.device
 ) -> None:
-    """Raise ConfigError, naming the field, for what is not done yet for a model with recurrent layers."""
+    """Raise ConfigError, naming the field, for a feature that a model with recurrent layers cannot have yet."""
     for field, why in _undone(model, config, limits, device):
         raise ConfigError(field, f"is not for models with recurrent layers so far, such as {kind}: {why}")
 

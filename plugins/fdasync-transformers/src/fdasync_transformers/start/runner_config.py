@@ -53,7 +53,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         quantised_weights: of a quantised checkpoint. "dequantised": weights become plain ones while they are read.
             "stored": the experts' weights stay on the GPU as they are, FP8 in blocks of 128 x 128 or MXFP4, and the
             fused experts read them so and compute in bfloat16. "stored_linears": and so do the linear layers of FP8
-            checkpoints, but for those that a rank would cut within a block: less memory, and steps of more than 16 rows
+            checkpoints, except layers that a rank would cut within a block: less memory, and steps of more than 16 rows
             take longer. Where that cannot be the start is refused.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
@@ -78,7 +78,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         sleep: weights and blocks lie where a GPU's memory can be released (`Engine.sleep`). CPUs need no such choice.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
-            for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
+            for slot beside the ids. "layer_norms": the norm of each decoder layer's output, float32.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"

@@ -98,8 +98,8 @@ def _check_cut(model: PreTrainedModel, name: str, form: Form, cut: Cut | None) -
 def _linears(
     model: PreTrainedModel, checkpoint: loading.Checkpoint, config: TransformersConfig, names: Names
 ) -> list[str]:
-    """Paths of the linear layers that are kept: those that the checkpoint stores so, or all that could be where weights
-    are drawn."""
+    """Paths of the linear layers that are kept as stored: the layers that the checkpoint stores so, or all possible
+    layers where weights are drawn."""
     stored: set[str] | None = None
     if config.weights != "random":
         keys = [key for key, held in checkpoint.tensors.items() if len(held.shape) == 2 and form_of(held) is FP8]

@@ -75,8 +75,8 @@ def make_tiny_checkpoint(
 ) -> Any:
     """Write a checkpoint with a byte-level tokenizer, and return the float32 model that it stands for.
 
-    The same arguments give the same tensor bytes with the same torch. Of a quantised entry the returned model has the
-    values that the stored ones stand for.
+    The same arguments give the same tensor bytes with the same torch. For a quantised entry the returned model has the
+    values that the stored values stand for.
 
     Args:
         folder: is made if it does not exist; files in it are replaced.

@@ -45,8 +45,8 @@ class TinyFamily(msgspec.Struct, frozen=True):
 
     Attributes:
         hits: what the values of the config hit, in a few words.
-        config: values of the library's config class, beside those of `BASE`; of a wrapper those of its text half.
-        refused: () if it is to be served; else words, of which the reason of its refusal must have one.
+        config: values of the library's config class, beside `BASE`; of a wrapper the values of its text half.
+        refused: () if it is to be served; else words, one of which the reason of its refusal must contain.
         model_type: the library's name; "" for the entry's own.
         family: the family that a variant is counted with; "" for the entry's own name.
         omit: names of `BASE` that the config class does not take.

@@ -1,4 +1,4 @@
-"""Makes tiny checkpoints with multi-token prediction (MTP) layers, named as those of the hub are.
+"""Makes tiny checkpoints with multi-token prediction (MTP) layers, named as the hub's are.
 
 The library writes no such layers, so they are added to a checkpoint of `checkpoints.py`. Knows nothing of engines.
 Called by tests.

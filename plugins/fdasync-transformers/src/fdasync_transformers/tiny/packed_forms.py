@@ -188,7 +188,7 @@ class Form(NamedTuple):
     Attributes:
         write: stores one matrix.
         settings: what config.json says of it.
-        only: a part of the names of the matrices that are stored so; "": all but those of routers.
+        only: a part of the names of the matrices that are stored so; "": all but routers' matrices.
     """
 
     write: Callable[[torch.Tensor], Written]

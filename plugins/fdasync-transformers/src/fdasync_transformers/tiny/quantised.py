@@ -80,7 +80,7 @@ def quantise(
 
 
 def fp8_of(tensor: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values of a matrix, and float32 scales of its blocks, of which the last ones may be cut off."""
+    """FP8 values of a matrix, and float32 scales of its blocks; the last blocks may be cut off."""
     rows, columns = tensor.shape
     values = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))

@@ -61,7 +61,7 @@ def whole_weights_id(names: Names, collectives: Collectives | None) -> str:
 
 
 def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensors: bool) -> WeightsFingerprint:
-    """The fingerprint of a model, or of the one that the ranks of a group hold parts of: then that of rank 0 counts.
+    """The fingerprint of a model, or of a model whose parts the ranks of a group hold: then rank 0's result counts.
 
     Args:
         names: of the model's checkpoints.
@@ -79,7 +79,7 @@ def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensor
 
 
 def _check_alike(state: Mapping[str, torch.Tensor | Kept], cuts: Mapping[str, Cut], collectives: Collectives) -> None:
-    """Raise WeightsBroken on all ranks unless those that hold the same tensor, or the same part, have the same bytes.
+    """Raise WeightsBroken on all ranks unless ranks that hold the same tensor, or the same part, have the same bytes.
 
     Ranks read their parts one by one: a folder may have changed meanwhile, and rank 0's copies alone are gathered.
     """

@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the language model, without what it says of quantisation."""
+        """The config of the language model, without its words on quantisation."""
         return self.architecture.config
 
     @property
@@ -101,7 +101,7 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
 
 def build(checkpoint: Checkpoint, dtype: str, mtp_layers: int = 0) -> PreTrainedModel:
     """The model on the meta device, in its final dtypes: it has shapes and takes no memory. `dtype` "auto" is the
-    checkpoint's own (of a quantised one that names none, bfloat16). With so many multi-token prediction layers.
+    checkpoint's own (bfloat16 if it is quantised and names none). With so many multi-token prediction layers.
 
     Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served,
     UnsupportedModel where the library's multi-token prediction layer does not fit the family.
@@ -201,13 +201,13 @@ def fill_random(names: Names, device: torch.device, make: Callable[[torch.Tensor
 
 
 def draw_weights(names: Names) -> None:
-    """Draw the weights of a model that has memory for them; the same as ever."""
+    """Draw the weights of a model that has memory for them; the same at every call."""
     model = names.model
     device = model.device
     random = torch.Generator(device).manual_seed(0)
     for name, tensor in logical_state(model).items():
         if isinstance(tensor, Kept):
-            # the values of plain weights, quantised: those that a model would have which keeps nothing
+            # the values that plain weights would have, quantised
             shape = tuple(names.shapes[name].shape)
             drawn = torch.empty(shape, dtype=tensor.dtype, device=device).normal_(0.0, 0.02, generator=random)
             target: Any = destination(Placement(name), tensor, names.cuts.get(name))

@@ -56,7 +56,7 @@ class Placed(NamedTuple):
     """The places of a folder's tensors.
 
     Attributes:
-        tensors: that the model uses, by name: stored ones, and those that are made of several stored ones.
+        tensors: that the model uses, by name: stored ones, and tensors made of several stored ones.
         placements: of these, in the order to read them.
         beside: how many stored tensors belong to parts beside the language model.
     """

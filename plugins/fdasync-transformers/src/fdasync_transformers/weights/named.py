@@ -79,13 +79,13 @@ def weights_fingerprint(
         state: the model's whole tensors by the names of its state dict, where the model holds only parts of them
             (FSDP); None: the model's own.
         stored: the form in which an engine with `quantised_weights="stored"` keeps the experts' weights, which it makes
-            of plain ones by the published recipe: they count as what they then stand for. "fp8_linears": of one with
-            "stored_linears", whose checkpoint has all linear layers in FP8 that could be, and which no ranks cut.
+            of plain ones by the published recipe: they count with the values they then stand for. "fp8_linears": of an
+            engine with "stored_linears", whose checkpoint has every possible linear layer in FP8, and no rank cuts.
 
     Raises BadInput for another kind of model and for a dtype that is not served; ConfigError for experts that cannot be
-    kept so; WeightsRejected naming the tensor: one
-    that is missing, too much, of another shape or sharded, and a computed buffer (the frequencies of rotary embeddings)
-    in another dtype than the server's, as `model.to(dtype)` leaves it: the trainer's forward pass reads other values.
+    kept so; WeightsRejected naming a tensor that is missing, too much, of another shape or sharded, or a computed
+    buffer (the frequencies of rotary embeddings) in another dtype than the server's, as `model.to(dtype)` leaves it:
+    the trainer's forward pass reads other values.
     """
     served = SERVED.get(str(dtype).removeprefix("torch."))
     if served is None:
@@ -123,7 +123,7 @@ def served_layout(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 
 
 def dtypes_of(layout: torch.nn.Module, *, computed: bool = False) -> dict[str, torch.dtype]:
-    """Of a layout's floating parameters and buffers by name; `computed`: of buffers that no checkpoint has, alone."""
+    """Dtypes of a layout's floating parameters and buffers by name; `computed`: only buffers that no checkpoint has."""
     tensors = layout.named_buffers() if computed else chain(layout.named_parameters(), layout.named_buffers())
     loaded = layout.state_dict() if computed else {}
     return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point() and name not in loaded}

@@ -119,8 +119,8 @@ class Names:
         return any(re.search(pattern, key) for pattern in patterns)
 
     def needed(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Of `shapes`, what a checkpoint of these names must fill: one without any MTP tensor leaves these layers as
-        they are, as checkpoints of trainers do."""
+        """The part of `shapes` that a checkpoint of these names must fill: a checkpoint without any MTP tensor leaves
+        these layers as they are, as trainers' checkpoints do."""
         if not self.has_mtp or self.mtp_among(keys):
             return self.shapes
         return {name: held for name, held in self.shapes.items() if not name.startswith(mtp_names.PREFIX)}

@@ -38,7 +38,7 @@ class OpenShards:
             file.__exit__(None, None, None)
 
     def names(self, path: Path) -> list[str]:
-        """Of the tensors of a file."""
+        """Names of the tensors of a file."""
         return self._read(path, lambda file: list(file.keys()))
 
     def tensor(self, path: Path, key: str) -> torch.Tensor:

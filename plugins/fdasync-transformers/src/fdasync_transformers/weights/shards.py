@@ -90,7 +90,7 @@ class Converted(NamedTuple):
     Attributes:
         rule: the library's `WeightConverter`.
         layer_name: the name that the rule goes by: of the first tensor that it makes.
-        name: of the tensor that is meant, of those that the rule makes.
+        name: of the tensor meant, among the tensors that the rule makes.
         sources: (pattern of the rule, tensor) in the library's order.
         model: a conversion may look at it; it may be on the meta device.
     """

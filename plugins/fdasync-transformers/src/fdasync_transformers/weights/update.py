@@ -174,7 +174,7 @@ class LiveWeights:
         return found
 
     def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
-        """Of the weights in use; each tensor's digest, too, where they are asked for."""
+        """The fingerprint of the weights in use; with each tensor's digest, where they are asked for."""
         return identity.whole_fingerprint(self._checkpoint_names, self._collectives, with_tensors)
 
     def read_id(self, path: str) -> str:
@@ -269,7 +269,7 @@ class LiveWeights:
         metas, addresses = tuple(tensors), self._addresses()
         # what an update that failed has left at its places is forgotten with them
         if placed is None or self.broken or placed.metas != metas or placed.addresses != addresses:
-            # thousands of names take longer than their bytes: those of the next update are the same
+            # thousands of names take longer than their bytes: the next update has the same names
             placed = self._placed = _Placed(metas, addresses, *self._place(tensors))
         if last and (left := self._left(placed.replaced)):
             raise WeightsRejected(left)
@@ -351,8 +351,8 @@ class LiveWeights:
             self.broken, self._dropped = frozenset(), False
 
     def end_parts(self) -> None:
-        """End an update in several parts, of which none was called the last. Raises WeightsBroken where they leave out
-        what an earlier update broke."""
+        """End an update in several parts; none was called the last. Raises WeightsBroken where they leave out what an
+        earlier update broke."""
         if left := self._left(self._covered):
             raise WeightsBroken(left)
         self.broken, self._dropped = frozenset(), False
@@ -383,7 +383,7 @@ class LiveWeights:
                 )
 
     def _converted_already(self, located: Located, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placement]:
-        """Places of tensors whose name a conversion has for its source and for its result: those of the result's shape.
+        """Places of tensors whose name is both a conversion's source and its result, if they have the result's shape.
 
         Raises WeightsRejected for the sources of conversions, which come one by one here, and for another shape.
         """
@@ -403,7 +403,7 @@ class LiveWeights:
     def _check_pair(
         self, pair: Pair, placement: Placement | None, state: Mapping[str, torch.Tensor | Kept]
     ) -> tuple[Incoming, Incoming]:
-        """Of values and of scales."""
+        """Check a pair; returns where its values and its scales come."""
         names = self._checkpoint_names
         places: tuple[Place | None, Place | None] = None, None
         if placement is not None:
@@ -455,8 +455,8 @@ class LiveWeights:
         return replaced
 
     def _left(self, replaced: frozenset[Placement]) -> str:
-        """What an update, which replaces these places too, leaves out of what an earlier one may have broken, for
-        people; ""."""
+        """Words for people about tensors that an earlier update may have broken, and that an update which replaces
+        these places, too, leaves out; "": it leaves none."""
         if not self._owed:
             return ""
         replaced |= self._covered
@@ -493,7 +493,7 @@ def _manifest_of(path: str) -> Manifest:
 
 
 def _first_names(state: Mapping[str, torch.Tensor | Kept]) -> dict[str, str]:
-    """For every tensor the first name of its memory, which tied tensors share."""
+    """The first name of every tensor's memory, which tied tensors share."""
     firsts: dict[tuple[int, tuple[int, ...]], str] = {}
     names = {}
     for name, tensor in state.items():

@@ -88,7 +88,7 @@ def _room(router: Router) -> Room:
 
 
 async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
-    """The sums of what the instances counted, from statuses that they sent after the last request."""
+    """Sums of the instances' counters, from statuses that they sent after the last request."""
     loop = asyncio.get_running_loop()
     since = loop.time()
     # a result may be faster than the status with its counts: the second status has them all

@@ -2,7 +2,7 @@
 
 With `--store` everything is served twice, the second time by a fresh engine on the same store: blocks that come back
 from the store are checked like the others. With `--pd` prefill and decode instances serve, in processes of their own.
-Uses public names only, and those of the transformers and trainer plugins. Called by `command.py`.
+Uses only public names, also of the transformers and trainer plugins. Called by `command.py`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that a workload must fit into: those of the smallest instance, as `Capacity` names them."""
+    """The sizes that a workload must fit into: the smallest instance's, as `Capacity` names them."""
 
     model: str
     vocab_size: int
@@ -83,7 +83,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of `SchedulerStats` over all engines; counters of prompts are summed over those that prefill."""
+    """Sums of `SchedulerStats` over all engines; counters of prompts are summed over engines that prefill."""
 
     steps: int
     preemptions: int

@@ -181,7 +181,7 @@ class Child:
     def end(self) -> None:
         """Ask the child to end at once."""
         if self.state not in ("ending", "ended"):
-            # two different signals: of two equal ones that are pending, the kernel delivers one
+            # two different signals: of two equal pending signals the kernel delivers one
             signals = (signal.SIGINT,) if self.state == "draining" else (signal.SIGTERM, signal.SIGINT)
             self.state = "ending"
             for number in signals:

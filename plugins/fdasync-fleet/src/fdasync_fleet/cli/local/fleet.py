@@ -112,7 +112,7 @@ def _place(config: EngineConfig, instance: int, instances: int, sharing: int) ->
         return {}
     place = {"instance": instance, "instances": instances}
     if sharing:
-        # the first GPU that a runner sees is its own; with "auto" it counts those that take all visible ones in turn
+        # the first GPU that a runner sees is its own; with "auto", instances take all visible GPUs in turn
         spread = config.runner_config.get("device", "auto") == "auto"
         place = {"instance": 0, "instances": sharing * config.tensor_parallel if spread else sharing}
     if config.runner_config.get("num_threads") is None:
@@ -204,7 +204,7 @@ class LocalFleet:
         """Raises ChildEnded for the first child that has ended."""
         for child in self.children:
             if child.exited.done():
-                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
+                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # a future that is done
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which keeps its own deadlines, and return its result. Raises ChildEnded when an instance ends

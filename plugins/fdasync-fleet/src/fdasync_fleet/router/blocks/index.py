@@ -2,10 +2,10 @@
 
 A set of instances is an int, a *bitset* with one bit for each instance's slot, and equal sets of one report are one
 object. So a block costs its identity and two references, and 16 bytes for each instance that has it. Following a prompt
-takes one look-up for each of its blocks, however many instances there are, and ends at the first that none has.
+takes one look-up for each of its blocks, however many instances there are, and ends at the first block that none has.
 
-Beside the blocks that instances reported it holds those that are *expected*: of prompts that were sent and whose news
-has not come. Without them the samples of one prompt that come together would be spread over all instances.
+Beside the blocks that instances reported it holds *expected* blocks: of prompts that were sent, before the instance
+reports their blocks. Without them the samples of one prompt that come together would be spread over all instances.
 
 Pure; knows no requests, no load and no limits. Called by `instances.py` and `choice.py`.
 """
@@ -170,7 +170,7 @@ class BlockIndex:
 
     def prefixes(self, keys: Sequence[bytes], among: int) -> list[tuple[int, int]]:
         """How many leading blocks of a prompt each instance of a bitset has, or is expected to have: (number, bitset of
-        those that have just so many), the smallest number first. The bitsets are disjoint; together they are `among`.
+        the instances with that number), the smallest first. The bitsets are disjoint; together they are `among`.
         """
         if not among:
             return []

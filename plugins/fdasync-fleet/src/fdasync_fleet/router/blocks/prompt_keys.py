@@ -1,4 +1,4 @@
-"""Hashes prompts to the identities of their full blocks, and remembers those of prefixes that come again.
+"""Hashes prompts to the identities of their full blocks, and remembers the identities of prefixes that come again.
 
 The samples of a group and the turns of a conversation share most of their prompts, and a look-up of 16 blocks is
 fifteen times as fast as hashing them. What is remembered is bounded: the prefix that was not used for the longest time
@@ -27,7 +27,7 @@ class PromptKeys:
     """See the module."""
 
     def __init__(self) -> None:
-        # the identities of a run of blocks, by that of the block before it and its tokens; oldest first
+        # the identities of a run of blocks, by the identity of the block before it and its tokens; oldest first
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
         # namespace and salt of the latest prompt, and the identity of an empty prefix under them
         self._root: tuple[bytes, str, bytes] | None = None

@@ -2,23 +2,23 @@
 22).
 
 All instances of a router must have one weights id. An instance with another one gets no requests. If this router has
-made an update, it brings the instance to that update's weights by the same command, or drops it by name; one that
-refuses while no other of its role serves is kept, and waits for the next update. If this router has made none, the
-instances that were up at the start set the weights id: of several, the one of the latest version. An instance of an
-earlier version then waits for the router that updates the others. Which version is earlier is told by its order, a
-number beside the label (`request.next_order`), and not by the label.
+made an update, it brings the instance to that update's weights by the same command, or drops it by name; an instance
+that refuses while no other of its role serves is kept, and waits for the next update. If this router has made none, the
+instances that were up at the start set the weights id: of several ids, the latest version's. An instance of an earlier
+version then waits for the router that updates the others. Which version is earlier is told by its order, a number
+beside the label (`request.next_order`), and not by the label.
 
 An update may be a delta to the weights before. The router remembers the updates from the last whole folder on, at most
 `MOST_DELTAS` of them deltas, and brings an instance to each that it lacks, in their order. Weights that a trainer's
-process group brought, and those beyond so many deltas, cannot be had again: an instance that comes up later waits for
+process group brought, and weights beyond so many deltas, cannot be had again: an instance that comes up later waits for
 the next update.
 
 An instance that sleeps has no memory for weights. It is not dropped: it is brought to the weights that it lacks once
-its memory is back (`woke`). One whose own weights a sleep dropped, and that could not load them again, is brought all
-of them. Where they cannot be had again it waits for the next update, which mends it.
+its memory is back (`woke`). An instance that dropped its weights in a sleep, and could not load them again, is brought
+all of them. Where they cannot be had again it waits for the next update, which mends it.
 
-Instances with the same weights may have different labels, as one that was started again from the updated folder does.
-Such an instance gets the label that this router gave last.
+Instances with the same weights may have different labels: an instance started again from the updated folder has
+another. Such an instance gets the label that this router gave last.
 
 Another router may update instances while they are up. This router then adopts their weights as soon as most of them
 have changed. It never goes back to an earlier version: a fleet that served version 5 must not go on with the
@@ -168,8 +168,8 @@ class WeightAgreement:
         instance.kept, instance.awaits_memory = True, awaits_memory
 
     def woke(self, instance: InstanceHandle, *, lacks_all: bool) -> None:
-        """It may have memory for weights again: bring it those that it lacks. `lacks_all`: a sleep dropped its weights,
-        and it did not load them again."""
+        """It may have memory for weights again: bring it the weights that it lacks. `lacks_all`: a sleep dropped its
+        weights, and it did not load them again."""
         if instance in self._tasks:
             return
         goes_on = instance.said in ("running", "paused") and instance.namespace == self._table.namespace
@@ -183,7 +183,7 @@ class WeightAgreement:
             self.judge(instance)
 
     def _compare_labels(self, instance: InstanceHandle) -> None:
-        """An instance has the right weights: adopt a later label of it, or give it the one that this router gave."""
+        """An instance has the right weights: adopt its label if that is later, or give it this router's."""
         table = self._table
         if instance.weight_order > table.weight_order:
             table.weight_version, table.weight_order = instance.weight_version, instance.weight_order
@@ -254,7 +254,7 @@ class WeightAgreement:
             self._updates = (*before, msgspec.structs.replace(latest, command=self.last))
 
     def lacking(self, namespace: bytes) -> tuple[_Update, ...] | None:
-        """The updates that bring an instance of these weights to those of the others; None: no update can."""
+        """The updates that bring an instance from these weights to the others' weights; None: no update can."""
         for number in reversed(range(len(self._updates))):
             if self._updates[number].base == namespace:
                 return self._updates[number:]
@@ -262,7 +262,7 @@ class WeightAgreement:
 
     @property
     def _whole(self) -> tuple[_Update, ...]:
-        """The updates that bring an instance of any weights to those of the others; (): no update can."""
+        """The updates that bring an instance from any weights to the others' weights; (): no update can."""
         return self._updates if self._updates and not self._updates[0].base else ()
 
     def drop(self, instance: InstanceHandle, problem: str) -> None:
@@ -323,7 +323,7 @@ class WeightAgreement:
     async def _bring(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
         until, session = self._loop.time() + self._limit_s, instance.sessions
         whole = self._whole
-        # one that has dropped its weights in a sleep takes no delta to them
+        # an instance that has dropped its weights in a sleep takes no delta to them
         ways = (updates, whole) if whole and len(whole) > len(updates) else (updates,)
         for way in ways:
             for update in way:

@@ -58,7 +58,7 @@ class PartUpdate:
             raise DeadlineExceeded("the next part of an update", limit_s) from None
 
     def end(self, error: FdasyncError | None) -> None:
-        """The task has ended: answer the calls that are left. One that was to abandon the update has nothing to do."""
+        """The task has ended: answer the calls that are left. A call to abandon the update has nothing to do."""
         self._ended = error or BadInput("end_weight_update", "no update is open", hint="it has ended")
         if not self.begun.done():
             fail(self.begun, error or EngineClosed("closed"))

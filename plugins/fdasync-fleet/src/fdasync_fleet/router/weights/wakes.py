@@ -1,4 +1,4 @@
-"""Wakes a router's instances, also those that are out of reach when the router is told to, as soon as they are reached.
+"""Wakes a router's instances; an instance out of reach is woken as soon as it is reached.
 
 The router remembers which parts of memory its callers want awake. An instance that did not get a wake, or failed to
 wake, owes it (`InstanceHandle.owes_wake`) and gets no requests. It is woken when there is a link to it, again and again
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _PARTS: frozenset[WakeTag] = frozenset(get_args(MemoryPart))
 _ALL: frozenset[WakeTag] = frozenset(get_args(WakeTag))
-#: why an instance gets no requests that did not wake with the others
+#: why an instance that did not wake with the others gets no requests
 OWES_WAKE = "it did not wake when this router's instances were woken, and gets no requests until it has"
 # errors of a wake whose memory came back, and whose dropped weights did not
 _NOT_LOADED = ("WeightsRejected", "WeightsBroken")
-# between two tries to wake one that is there
+# between two tries to wake an instance that is there
 _FIRST_AGAIN_S, _LAST_AGAIN_S = 0.5, 8.0
 
 
@@ -71,7 +71,7 @@ class Wakes:
     def falling_asleep(self, level: int, tags: Sequence[WakeTag]) -> Iterator[None]:
         """While all instances are told to sleep. `tags`: the parts that are meant; (): all."""
         before = self._woken
-        # what sleeps at level 0 would go on with any part that is woken
+        # an instance asleep at level 0 would go on with any part that is woken
         self._woken = before - (frozenset(tags) or _PARTS) - {"scheduling"} if level else frozenset()
         try:
             yield
@@ -82,7 +82,7 @@ class Wakes:
             raise
 
     async def wake(self, tags: Any) -> Doing:
-        """Wake all instances, or parts of their memory; returns what the one does then that is farthest from running.
+        """Wake all instances, or parts of their memory; returns what the instance farthest from running does then.
         Raises the first error, after all have replied. Cancelling stops the waiting."""
         named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
         self._woken |= frozenset(named) or _ALL
@@ -90,7 +90,7 @@ class Wakes:
             instance.owes_wake = instance.owes_wake or not instance.peer.is_up
         asked = self._table.up()
         commands = [self._missed() if one.owes_wake else Command(0, "wake", tags=named) for one in asked]
-        # each reply as it comes: one that is late would tell of a time before the instance was brought its weights
+        # take each reply at once: taken later, it would tell of a time before the instance was brought its weights
         results = await asyncio.gather(
             *[self._wake_one(one, command) for one, command in zip(asked, commands, strict=True)],
             return_exceptions=True,
@@ -125,7 +125,7 @@ class Wakes:
         return Command(0, "wake", tags=() if self._woken >= _PARTS else tuple(sorted(self._woken)))
 
     def _took(self, instance: InstanceHandle, outcome: Done | FdasyncError) -> FdasyncError | None:
-        """What came of a wake. Returns the error of one that failed."""
+        """Take the outcome of a wake; returns its error if it failed."""
         if not isinstance(outcome, Done):
             instance.owes_wake = True
             self._again(instance)

@@ -164,7 +164,7 @@ class SimNetwork:
             self.lost += 1
 
     def _target(self, pipe: SimPipe) -> SimWire | None:
-        """The wire at the other end now: a process that replaced another one gets the frames to that one."""
+        """The wire at the other end now: a process that replaced another gets the other's frames."""
         return self._listeners.get(pipe.address) if pipe.address else pipe.other.wire if pipe.other else None
 
     def _arrive(self, pipe: SimPipe, frames: list[bytes]) -> None:

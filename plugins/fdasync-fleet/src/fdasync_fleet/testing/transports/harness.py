@@ -56,7 +56,7 @@ class TransportHooks(LoopHooks):
     verb_s = 120.0
 
     def make(self) -> Transport:
-        """A transport, not opened; those of one test reach each other."""
+        """A transport, not opened; the transports of one test reach each other."""
         raise NotImplementedError
 
     def silence(self, transport: Transport) -> bool:

@@ -18,8 +18,8 @@ from fdasync_fleet.transfer.plugins import TransportSpec
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Make these transports and open them; the answer is the `Source` of each, in order; for an optional one that does
-    not open, why.
+    """Make these transports and open them; the answer is the `Source` of each, in order, or why an optional one does
+    not open.
 
     Attributes:
         specs: of the transports; other calls name one by its place.
@@ -76,7 +76,7 @@ ERRORS = ErrorTable(errors.BadInput, errors.InvariantBroken, errors.PluginError,
 
 
 def error_of(error: BaseException) -> errors.FdasyncError:
-    """The error that an answer carries; one that a transport should not raise becomes a RunnerError."""
+    """The error that an answer carries; an error that no transport should raise becomes a RunnerError."""
     if error in ERRORS:
         assert isinstance(error, errors.FdasyncError)
         return error

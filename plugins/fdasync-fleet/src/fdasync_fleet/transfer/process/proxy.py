@@ -81,7 +81,7 @@ class TransferProcess:
         self.transports = tuple([ProcessTransport(self, place, spec.name) for place, spec in enumerate(specs)])
         self._specs = tuple(specs)
         self._client: RpcClient | None = None
-        # of an optional one that did not open: why
+        # why an optional transport did not open
         self._sources: tuple[Source | str, ...] = ()
         # places of the transports that are open
         self._users: set[int] = set()
@@ -89,7 +89,7 @@ class TransferProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; -1 while there is none."""
+        """Process id; -1 while there is no process."""
         return -1 if self._client is None or self._client.gone.done() else self._client.process.pid
 
     async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:
@@ -120,8 +120,8 @@ class TransferProcess:
         return self._client
 
     async def open(self, regions: Sequence[SharedRegion], place: int) -> Source:
-        """Start the process, unless another transport did; the source of one. Raises PluginError for an optional one
-        that did not open, and as `_start`."""
+        """Start the process, unless another transport did; returns the source of one transport. Raises PluginError if
+        it is optional and did not open, and as `_start`."""
         self._users.add(place)
         if self._client is None:
             await self._start(regions)

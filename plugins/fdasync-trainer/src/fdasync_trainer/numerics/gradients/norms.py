@@ -30,7 +30,7 @@ _MOST_APART = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
 
 
 def norm_gradient(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Form | None:
-    """The form whose gradients are those of a norm for rows of `dtype`, or None. Waits for the device."""
+    """The form that has a norm's gradients for rows of `dtype`, or None. Waits for the device."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     if set(parameters) - {"weight"} or epsilon(module) is None:
         return None

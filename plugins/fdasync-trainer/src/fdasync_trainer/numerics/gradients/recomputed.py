@@ -1,4 +1,4 @@
-"""Values of the rollout's kernels whose gradients are those of the library's code, which the backward pass runs again.
+"""Values by the rollout's kernels, gradients by the library's code, which the backward pass runs again.
 
 The forward pass runs the kernels alone, past all modes, and keeps their inputs; the library's graph is built in the
 backward pass, of the inputs and parameters of the forward pass. Knows no kernels and no modules of the library. Called
@@ -33,7 +33,7 @@ def recomputed(
     inputs: Sequence[torch.Tensor],
     kept: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """`values` with the gradients of what `again` returns; themselves where no gradient is asked for.
+    """`values` with the gradients of `again`'s results; themselves where no gradient is asked for.
 
     Args:
         values: new tensors of floats, without a graph, that nothing else holds: they become the results.

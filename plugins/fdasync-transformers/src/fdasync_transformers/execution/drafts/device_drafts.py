@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """Of the decodes of a queued step, int32 [n] on the device.
+    """Where the decodes of a queued step are, int32 [n] on the device.
 
     Attributes:
         starts: position of the first row of each.
@@ -68,7 +68,7 @@ class DeviceDrafts:
     def place(
         self, step: StepRows, own: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], floats: Any
     ) -> Placed:
-        """Queue the rows of the decodes: which tokens of which lanes are forwarded, and the noise of their samples.
+        """Queue the rows of the decodes: which tokens of each lane are forwarded, and the noise of their samples.
 
         Args:
             own: `arrays`, on the device.

@@ -73,8 +73,8 @@ class DraftGraphs:
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
     def replay(self, depth: int, lanes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Queue the pass of a depth, after that of the depth before: its states and logits [D, V], valid until the next
-        replay of any graph in the same memory. None where there are more sequences than the largest size."""
+        """Queue the pass of a depth, after the pass of the depth before: its states and logits [D, V], valid until the
+        next replay of any graph in the same memory. None where there are more sequences than the largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):
@@ -91,7 +91,7 @@ class DraftGraphs:
         """A number of sequences whose graph computes other logits than the same pass launched operation by operation;
         0: none. Drafts behind the second token of lane 0, for start-up. Waits for the device.
 
-        All ranks of a group make all passes, and those that compute no logits find nothing."""
+        All ranks of a group make all passes; ranks that compute no logits find nothing."""
         tables = self._tables
         wrong = 0
         tables.lengths[0], tables.drafted[0] = 1, len(self._captured[self.sizes[0]])

@@ -1,4 +1,4 @@
-"""The passes of multi-token prediction (MTP) layers on a device: over a step's rows, and over those of drafts.
+"""The passes of multi-token prediction (MTP) layers on a device: over a step's rows, and over drafts' rows.
 
 In a step the layers go over the model's own rows, with the hidden state of the row before. So their KV of a position
 comes of the pass whose row of it stands, a graph of the step holds them too, and nothing of it depends on what is
@@ -65,7 +65,7 @@ class DeviceMtp:
         self.layers = len(self._specs)
 
     def new_states(self, lanes: int, device: torch.device) -> torch.Tensor:
-        """For `DeviceLanes.states`."""
+        """New memory for `DeviceLanes.states`."""
         model = self._passes.model
         return torch.zeros(lanes, self.layers, int(model.config.hidden_size), dtype=model.dtype, device=device)
 
@@ -136,7 +136,7 @@ class DeviceMtp:
         Args:
             states: of `over_step`.
             batch: the step; only its lanes, starts and first rows are read.
-            num_runs: of the first rows, those before their lane's length stand; all others stand.
+            num_runs: of the first rows, the rows before their lane's length stand; all others stand.
         """
         layout = self._passes.layout
         for depth, each in enumerate(states):

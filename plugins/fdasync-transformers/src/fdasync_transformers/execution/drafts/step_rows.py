@@ -39,7 +39,7 @@ _OWN = -1
 
 
 class StepRows(NamedTuple):
-    """A planned step of N sampling sequences, of which the first n decode.
+    """A planned step of N sampling sequences; the first n decode.
 
     Attributes:
         number: of the step, counted from 0.
@@ -218,7 +218,7 @@ class RowPlanner:
         """Take into account where the steps up to this one have left their sequences."""
         while self._ended and self._ended[0][0].number <= last:
             step, lengths = self._ended.popleft()
-            # not of those that left meanwhile
+            # not of sequences that left meanwhile
             here = step.takes & (self._uses[step.lanes] == step.uses)
             lanes = step.lanes[here]
             self._table.length[lanes] = lengths[here]

@@ -40,11 +40,11 @@ STATES = "states."
 
 
 class PlannedStates(NamedTuple):
-    """Of a step.
+    """The planned states of a step.
 
     Attributes:
         waiting: lane and place of sequences that start behind a snapshot, and have no tokens in the step.
-        sequences, decodes: that have tokens in it, and those of them that decode.
+        sequences, decodes: how many sequences have tokens in it, and how many of them decode.
     """
 
     waiting: dict[int, int]
@@ -97,7 +97,7 @@ class DeviceStates:
         return PlannedStates(waiting, len(spanned.lanes), spanned.decodes)
 
     def _told_later(self, takes: list[Take], drafted: StepRows, arrays: dict[str, NDArray[np.generic]]) -> list[Take]:
-        """Send those of sequences that decode apart, for `settle`; returns the others."""
+        """Send the snapshots of decoding sequences apart, for `settle`; returns the others."""
         number_of = {lane: number for number, lane in enumerate(drafted.lanes.tolist())}
         places = self._states.first_place
         later = [(number_of[one.lane], one.position, places + one.place) for one in takes if one.lane in number_of]

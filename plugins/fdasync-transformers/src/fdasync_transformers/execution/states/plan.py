@@ -35,7 +35,7 @@ class Spanned(NamedTuple):
 
     Attributes:
         lanes: of each.
-        starts: its leading tokens before the step; of one that decodes with drafts the least that there can be.
+        starts: its leading tokens before the step; if it decodes with drafts, the least possible number.
         counts: its tokens of the step, drafts included.
     """
 
@@ -46,7 +46,7 @@ class Spanned(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, drafted: StepRows | None = None) -> Spanned:
-        """`drafted`: how the batch, of which each row of a decode is a sequence, was planned."""
+        """`drafted`: how the batch was planned, if each row of a decode is a sequence in it."""
         if drafted is None:
             return cls(batch.lanes, batch.starts, batch.counts, batch.num_decodes)
         here, rows = drafted.widths > 0, batch.num_decodes
@@ -63,12 +63,12 @@ def plan_states(
 ) -> dict[str, NDArray[np.int32]]:
     """The arrays that are sent to the device for a step, by name.
 
-    Where lanes have several versions, those that decode are planned as if the first one were current; the device puts
-    that right (`fdasync_kernels.recurrence.drafts`).
+    Where lanes have several versions, decoding sequences are planned as if the first version were current; the device
+    corrects that (`fdasync_kernels.recurrence.drafts`).
 
     Args:
         begun: lanes whose sequences start in this step behind cached tokens: the place of the snapshot.
-        takes: the step's snapshots, but for those of sequences that decode where lanes have several versions.
+        takes: the step's snapshots; where lanes have several versions, without decoding sequences' snapshots.
 
     Raises:
         InvariantBroken: a snapshot of tokens that the step does not compute, or two in one place.

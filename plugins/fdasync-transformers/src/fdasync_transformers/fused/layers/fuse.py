@@ -103,7 +103,7 @@ def fuse_layers(
             by one, as a trainer runs them. Norms must have been fused by themselves (`fuse_operations`).
         sums: of the ranks of a group, which are apart meanwhile.
         agree: what the ranks make of a reason not to fuse a layer.
-        further: layers behind the model's own, numbered on, of which none is fed by another.
+        further: layers behind the model's own, numbered on; none is fed by another of them.
         live: says which rows of a step count, to layers whose attention half stays the library's own.
 
     Returns:
@@ -174,7 +174,7 @@ def _fuse_hybrid(model: PreTrainedModel, layers: Sequence[Any], live: LiveRows, 
 
 
 def _columns(model: Any, decoder: Any) -> int | str:
-    """Of the cosines that attention layers are handed."""
+    """The columns of the cosines that attention layers are handed."""
     position = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     cos, _ = decoder.rotary_emb(hidden_of(model, 1), position_ids=position)
     return int(cos.shape[-1])
@@ -195,7 +195,7 @@ def _proven(
 
 
 def _inexact(fused: FusedLayer, follower: Any) -> str:
-    """Why a layer's bits may not be those of its operations, whatever few rows show."""
+    """Why a layer's bits may differ from its operations' bits, whatever few rows show."""
     layer, form = fused.layer, fused.attention.form
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *([] if follower is None else [follower])]
     if form.norm:

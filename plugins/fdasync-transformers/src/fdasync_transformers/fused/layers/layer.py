@@ -51,7 +51,7 @@ class FusedLayer:
     Attributes:
         layer: the library's.
         attention, block: its halves.
-        norms: of the inputs of both; then that of the next layer's input, None where it is not fused.
+        norms: of the inputs of both; then the norm of the next layer's input, None where it is not fused.
         carry: of the model.
 
     Args:

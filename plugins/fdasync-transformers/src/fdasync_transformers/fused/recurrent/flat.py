@@ -96,8 +96,8 @@ class FlatSteps:
 
 
 def _forward_of(mixer: Mixer, layout: StateLayout, proofs: dict[type, str], agree: Agree) -> Computes:
-    """By few kernels where the mixer is known and they compute what the library's code does; one of a class is tried,
-    and `proofs` has how it differs."""
+    """A forward by few kernels, if the mixer is known and they compute what the library's code does; one mixer of a
+    class is tried, and `proofs` has how it differs."""
     parts, kind = layout.parts[mixer.name], type(mixer.module)
     flat, known = _FlatForward(mixer, parts), GatedDelta.make(mixer, parts)
     if known is None:
@@ -163,7 +163,7 @@ class _FlatForward:
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """In the place of the library's: [1, C, T] to the same."""
+        """Replaces the library's convolution: [1, C, T] to the same shape."""
         from fdasync_kernels.recurrence.conv import convolve
 
         if activation is not None and activation not in _SILU:
@@ -183,7 +183,7 @@ class _FlatForward:
 
 
 class _NoCache:
-    """In the place of the library's cache: a mixer finds no state, and leaves none: the kernels do.
+    """Stands in the place of the library's cache: a mixer finds no state in it and leaves none; the kernels do.
 
     Attributes:
         number: of the convolution's state that was named last.

@@ -45,7 +45,7 @@ class GatedDelta:
 
     @classmethod
     def make(cls, mixer: Mixer, parts: tuple[Part, ...]) -> GatedDelta | None:
-        """None: another class, or one that is built otherwise."""
+        """None: the module is of another class, or is built otherwise."""
         module: Any = mixer.module
         known = _KNOWN.get(type(module).__name__, ())
         if not known or not all(hasattr(module, name) for name in known):
@@ -124,7 +124,7 @@ def difference(ours: GatedDelta, library: Computes, layout: StateLayout) -> str:
         states = States(layout, 2, 0, device)
         for rows in states.rows:
             rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(8)))
-        # of this layer alone: what is not written is equal
+        # of this layer alone: states that are not written are equal
         own = [states.rows[part.spec][:, part.row] for part in ours._parts.values()]
         results.append((compute(spans, states, hidden, {})[0], *own))
     for got, wanted in zip(*results, strict=True):

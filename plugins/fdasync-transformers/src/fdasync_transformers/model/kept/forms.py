@@ -3,8 +3,8 @@
 FP8: E4M3 values, and a float32 scale for each block of 128 x 128 (DeepSeek-V3, Qwen3-FP8, MiniMax-M2). The recipe is
 theirs: a block's largest magnitude over 448 is its scale, each value over it is rounded to the nearest. MXFP4: values
 of four bits, and an exponent for each 32 (gpt-oss). Its weights were trained in that form, and no recipe of theirs is
-published; this one is the conversion of the OCP microscaling specification 1.0 (section 6.3): the exponent is that of
-the largest magnitude less 2, values are rounded to the nearest, ties to even, and saturate at 6.
+published; this one is the conversion of the OCP microscaling specification 1.0 (section 6.3): the exponent is the
+largest magnitude's less 2, values are rounded to the nearest, ties to even, and saturate at 6.
 
 Weights are rounded to bfloat16 first, as a server of plain weights rounds them: so a trainer's float32 and bfloat16
 give the same. Knows matrices; knows no models and no files. Used by this room and `weights/kept`.
@@ -49,15 +49,15 @@ class Form(ABC):
 
     @abstractmethod
     def shapes(self, logical: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of values and scales."""
+        """Shapes of values and scales."""
 
     @abstractmethod
     def logical(self, values: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what values of this shape stand for."""
+        """The logical shape of values of this shape."""
 
     @abstractmethod
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of values and scales."""
+        """Dtypes of values and scales."""
 
     @abstractmethod
     def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

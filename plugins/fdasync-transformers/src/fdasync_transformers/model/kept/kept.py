@@ -25,7 +25,7 @@ class Kept:
 
     Args:
         form: of the values.
-        parts: parameters of a module, of which these are two; read at each use, as modules may get others.
+        parts: parameters of a module, values and scales among them; read at each use, as modules may get others.
         name: of the values; scales have the form's end behind it.
     """
 
@@ -39,13 +39,13 @@ class Kept:
 
     @classmethod
     def empty(cls, form: Form, logical: Sequence[int], device: torch.device | str) -> Kept:
-        """With memory of its own, of no module."""
+        """Matrices with memory of their own, of no module."""
         values, scales = form.empty(logical, device)
         return cls(form, {"": values, form.scales_end: scales}, "")
 
     @classmethod
     def made_of(cls, plain: torch.Tensor, form: Form) -> Kept:
-        """Of plain matrices, by the form's recipe, on their device. Raises BadInput for weights that it cannot have."""
+        """Made of plain matrices by the form's recipe, on their device. Raises BadInput for weights it cannot have."""
         if plain.dim() == 2:
             values, scales = form.quantised(plain)
             return cls(form, {"": values, form.scales_end: scales}, "")
@@ -94,7 +94,7 @@ class Kept:
         return self.shape.numel()
 
     def data_ptr(self) -> int:
-        """Of the values."""
+        """Address of the values."""
         return self.values.data_ptr()
 
     def detach(self) -> Kept:
@@ -107,8 +107,8 @@ class Kept:
         return len(self.values)
 
     def __getitem__(self, index: int | torch.Tensor | slice) -> torch.Tensor:
-        """The matrix of an expert, or those of several, new; of one matrix its rows. A number that lies on a device is
-        waited for."""
+        """The matrix of an expert, or several experts' matrices, new; of one matrix its rows. A number that lies on a
+        device is waited for."""
         if self.dim() == 2:
             return self.form.dequantised(self.values.detach(), self.scales.detach())[index]
         if isinstance(index, slice):

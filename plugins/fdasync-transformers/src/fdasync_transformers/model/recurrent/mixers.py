@@ -1,8 +1,8 @@
 """Finds the modules of a model that keep recurrent state in the library's cache: *mixers*.
 
 A mixer reads its sequence's state from the cache that it is handed, and leaves the new state there. It takes hidden
-states [sequences, tokens, width] of sequences that are equally long. A module is known by the text of its methods, also
-of those that its forward calls. Needs no weights: models may be on the meta device. Knows no steps. Called by
+states [sequences, tokens, width] of sequences that are equally long. A module is known by the text of its methods, and
+of methods that its forward calls. Needs no weights: models may be on the meta device. Knows no steps. Called by
 `probe.py`, `steps.py` and `model/refusals.py`.
 """
 

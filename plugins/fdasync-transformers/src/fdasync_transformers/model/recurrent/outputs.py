@@ -22,8 +22,8 @@ def per_token(out: Any, sequences: int, tokens: int) -> tuple[torch.Tensor | Non
 
 
 def joined(outputs: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[torch.Tensor | None, ...]:
-    """Outputs [1, tokens, ...] of pieces as those of all tokens; None where one has none, as its shape was another's by
-    chance."""
+    """Outputs [1, tokens, ...] of pieces, joined to outputs of all tokens; None where a piece has none, since its shape
+    was another output's by chance."""
     columns = []
     for column in zip(*outputs, strict=True):
         tensors = [one for one in column if one is not None]

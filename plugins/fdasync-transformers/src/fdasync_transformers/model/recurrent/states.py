@@ -1,7 +1,7 @@
 """The memory of recurrent state: the live state of each lane, and places of snapshots, both of the same bytes.
 
-Where steps verify drafts a lane has several *versions* of its state: the one that a step begins from, and those behind
-each of its rows, since it is not known before how many rows stand.
+Where steps verify drafts a lane has several *versions* of its state: the version that a step begins from, and a version
+behind each of its rows, since it is not known before how many rows stand.
 
 A state is the parts of `StateLayout.specs`, one after the other, as `fdasync.cache.snapshots` lays out a snapshot: so a
 snapshot is one run of bytes, in a place here or on the host. Knows no modules and no steps. Made by `runner.py`, and by
@@ -59,7 +59,7 @@ class StateLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of a live state, and of a snapshot."""
+        """Bytes of a live state, and of a snapshot."""
         return snapshot_nbytes(self.specs)
 
 
@@ -104,7 +104,7 @@ class States:
         self.kept = tuple(rows[self.first_place :] for rows in self.rows)
 
     def row_of(self, lane: int, version: int = 0) -> int:
-        """Of `memory` and `rows`."""
+        """The lane's row in `memory` and `rows`."""
         return lane * self.versions + version
 
     def check_start(self, place: int, num_cached: int) -> None:

@@ -1,4 +1,4 @@
-"""Bounds the time step of Mamba 2's single-token form, where the library bounds that of the chunk form alone.
+"""Bounds the time step of Mamba 2's single-token form, where the library bounds only the chunk form's.
 
 The two forms would else be two functions: of nemotron_h, whose lower bound is above 0, a decoded token would leave
 another state than the same token of a prompt, or of a trainer's pass. A bounded forward is the library's code with
@@ -42,7 +42,7 @@ def bounded_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 @contextmanager
 def bounded_time_steps(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context every mixer of a model that is served by none has its bounded forward."""
+    """Within the context every mixer of a model that no server serves has its bounded forward."""
     bounded: list[Any] = []
     try:
         for module in model.modules():

@@ -93,7 +93,7 @@ def read_manifest(path: str) -> Manifest:
 def checked_metas(path: str, manifest: Manifest) -> list[TensorMeta]:
     """Read all tensors and compare their checksums; returns what they are, in the manifest's order.
 
-    Raises CheckpointError for a tensor that is missing, one that the manifest leaves out, and one with other bytes.
+    Raises CheckpointError for a tensor that is missing, that the manifest leaves out, or that has other bytes.
     """
     metas = []
     for name, tensor in tensors_of(path, manifest):

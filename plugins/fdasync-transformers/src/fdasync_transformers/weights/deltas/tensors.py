@@ -59,7 +59,7 @@ def _are_tied(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """The dtype as updates name it. Raises WeightsRejected for one that no runner takes."""
+    """The dtype as updates name it. Raises WeightsRejected if no runner takes it."""
     if tensor.dtype not in _NAMES:
         raise WeightsRejected(f"{name} has dtype {tensor.dtype}, which is none of {', '.join(DTYPES)}")
     return _NAMES[tensor.dtype]

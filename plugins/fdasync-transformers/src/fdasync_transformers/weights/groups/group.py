@@ -1,9 +1,9 @@
 """One rank of a trainer's process group: it meets the others, and broadcasts from rank 0.
 
-The keys of the store are those of the groups that SGLang's, slime's, Miles', AReaL's and OpenRLHF's trainers make
+The keys of the store are the same as in groups made by SGLang's, slime's, Miles', AReaL's and OpenRLHF's trainers
 (`torch.distributed`'s own helper behind a prefix of the group's name). The group is an object of its own, in no list of
-torch's: a process may have several, of any names. gloo's port asks nobody who they are, so it is open on the loopback
-interface, or on one that was named. Knows bytes; knows no tensors of models. Used by both sides, `receiving.py` and
+torch's: a process may have several, of any names. gloo's port authenticates nobody, so it is open on the loopback
+interface, or on a named interface. Knows bytes; knows no tensors of models. Used by both sides, `receiving.py` and
 `sending.py`.
 """
 
@@ -36,7 +36,7 @@ _DEPTH = {"cpu": 8, "cuda": 4}
 _CONNECT_S = 30.0
 # before what gloo says: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:536]"
 _PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
-# what gloo says behind its limit: of the broadcast that it ended, and of those behind it
+# what gloo says after its limit: of the broadcast that it ended, and of later broadcasts
 _TIMED_OUT = ("Timed out waiting", "Application timeout")
 _LEAST_S = 0.01
 # between two looks at a broadcast
@@ -53,7 +53,7 @@ def new_store(address: str, port: int, world_size: int, timeout_s: float, *, is_
         world_size,
         is_trainer,
         timeout=timedelta(seconds=timeout_s),
-        # a server that waits for its clients counts each that connects as this one does
+        # a server that waits for its clients counts each client that connects as this one does
         wait_for_workers=not is_trainer,
     )
 
@@ -77,7 +77,7 @@ class JoinedGroup:
     """A rank of a group.
 
     Args:
-        group: of which this is the rank `group.rank`.
+        group: the group; this is its rank `group.rank`.
         interface: to listen on; "": the loopback one.
         store: the trainer's own; None: connect to it.
         limit_s: longest that the ranks may take to meet; None: `group.timeout_s`.
@@ -191,7 +191,7 @@ class JoinedGroup:
         with suppress(RuntimeError):
             backend.abort()
         for broadcast in under_way:
-            # one that was cut off has failed; gloo's own limit ends one that was not
+            # a broadcast that was cut off has failed; gloo's own limit ends any other
             with suppress(RuntimeError):
                 broadcast.work.wait()
             broadcast.work = None

@@ -1,4 +1,4 @@
-"""The groups that a runner is a rank of, by name, and why those before are no more.
+"""The groups that a runner is a rank of, by name, and why earlier groups are gone.
 
 Knows no tensors. Called by `runner.py`.
 """

@@ -106,7 +106,7 @@ class TensorReceiver:
     """The tensors of one call of `Runner.receive_tensors`.
 
     Args:
-        group: of which rank 0 sends.
+        group: its rank 0 sends.
         plan: of these tensors.
         checksum: as in `GroupTensors`.
     """

@@ -1,4 +1,4 @@
-"""A rank's waits for the keys of its group, all of which end at one time, or when nobody wants them any more.
+"""A rank's waits for the keys of its group; all waits end at one time, or when nobody wants them any more.
 
 gloo gives every key a time of its own, and every connection five times its limit. Knows no tensors and no groups.
 Called by `group.py`.

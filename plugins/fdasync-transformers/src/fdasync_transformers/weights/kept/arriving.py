@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(tensors: Sequence[TensorMeta]) -> dict[str, Pair]:
-    """By the names of both parts, the pair that they are. Raises WeightsRejected for a part that comes alone, and for
+    """The pair that two parts are, by the names of both. Raises WeightsRejected for a part that comes alone, and for
     parts that do not fit each other."""
     named = {tensor.name: tensor for tensor in tensors}
     found: dict[str, Pair] = {}

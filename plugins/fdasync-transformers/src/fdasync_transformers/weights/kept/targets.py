@@ -66,7 +66,7 @@ class InRows(ABC):
             raise InvariantBroken(f"element {first} came, and not {self._row * inner + self._filled}")
         while len(source):
             left = self.shape[0] - self._row
-            # whole steps, of which many are put at once: each put costs a device some launches
+            # whole steps, many in one put: each put costs a device some launches
             most = max(1, _PUT_ELEMENTS // (self.step * inner)) * self.step
             ready = min(len(source) // inner, left, most)
             count = ready if ready == left else ready // self.step * self.step
@@ -141,7 +141,7 @@ class Blocks(InRows):
 
 
 class Exponents(InRows):
-    """The place of MXFP4 exponents. Raises BadInput for one that no weight has."""
+    """The place of MXFP4 exponents. Raises BadInput for an exponent that no weight has."""
 
     def __init__(self, scales: Target) -> None:
         super().__init__(scales.shape, 1)

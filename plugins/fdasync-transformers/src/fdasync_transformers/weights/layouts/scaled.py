@@ -156,7 +156,7 @@ def fitting_block(
     blocks: tuple[Block, ...],
     dtypes: frozenset[str],
 ) -> tuple[int, int]:
-    """The block, of those that the checkpoint may have, whose grid over a matrix the scales are.
+    """The block, among the checkpoint's possible blocks, whose grid over a matrix has the shape of the scales.
 
     Raises CheckpointError if none is, or if it cannot be told which.
     """

@@ -70,7 +70,7 @@ class Gptq(Layout):
     `g_idx` has the group of each column; without it columns are in the order of their groups.
 
     Attributes:
-        bits: of the config; those of a tensor with `g_idx` follow from its shape.
+        bits: of the config; a tensor with `g_idx` has as many as follow from its shape.
         group: columns that share a scale; None: all.
         less_one: whether zero points are stored less 1, as the format's first version does.
     """
