@@ -88,7 +88,7 @@ def test_tables_of_the_contract_name_paths_that_there_are():
 def test_fields_have_the_words_of_their_docstrings():
     components = description(USE, CONTROL)["components"]["schemas"]
     pause = components["PauseBody"]
-    assert pause["description"] == "Of `/pause_generation`."
+    assert pause["description"] == "Body of `/pause_generation`."
     assert pause["properties"]["mode"]["description"] == "what becomes of requests that run."
     rollout = components["RolloutBody"]["properties"]
     assert rollout["token_ids"]["description"] == rollout["text"]["description"] == "the prompt; one of the two."

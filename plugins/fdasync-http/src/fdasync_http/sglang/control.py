@@ -39,7 +39,7 @@ class SGLangBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `/pause_generation`.
+    """Body of `/pause_generation`.
 
     Attributes:
         mode: what becomes of requests that run.
