@@ -71,7 +71,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture
 def forked_children(monkeypatch: pytest.MonkeyPatch, blocking_calls: BlockBuster) -> None:
-    """Processes that engines and instances of the test start are forks of it; see `tests/support/forks.py`."""
+    """Processes that engines and instances of the test start are forks of it; see `tests/support/forks.py`. Where Ray
+    has run, its threads are left, and forks crash: there they are processes of their own, as they are for a user."""
+    if "ray._raylet" in sys.modules:
+        return
     from tests.support.forks import fork_children
 
     fork_children(monkeypatch, blocking_calls.deactivate)
