@@ -38,11 +38,14 @@ class Kernel(Generic[P, R]):
     Attributes:
         fits: whether it computes a call, by shapes, strides, dtypes and options; asked on any chip, never waits, and
             False for whatever the operation refuses.
-        run: computes a call that fits. The operation's docstring says what it reads, writes and raises.
+        run: computes a call that fits. The operation's docstring says what it reads, writes and raises, and which bits
+            depend on what: calls that do not fit go to the operation's own code.
+        interpreted: Triton's interpreter runs it too, so that tests without the chip play it.
     """
 
     fits: Callable[Concatenate[torch.Tensor, P], bool]
     run: Callable[Concatenate[torch.Tensor, P], R]
+    interpreted: bool = True
 
 
 class Operation(Generic[P, R]):

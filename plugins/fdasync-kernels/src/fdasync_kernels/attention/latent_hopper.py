@@ -207,4 +207,4 @@ def _attend(
         join_latents(workspace, lanes, positions, out, splits, LAUNCH.positions)
 
 
-KERNELS = {"attend_latents": Kernel(_fits, _attend)}
+KERNELS = {"attend_latents": Kernel(_fits, _attend, interpreted=False)}

@@ -328,4 +328,4 @@ def _attend(
     )  # fmt: skip
 
 
-KERNELS = {"attend_prefill": Kernel(_fits, _attend)}
+KERNELS = {"attend_prefill": Kernel(_fits, _attend, interpreted=False)}
