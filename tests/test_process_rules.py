@@ -18,7 +18,7 @@ import pytest
 
 from fdasync import Engine, SamplingParams
 from fdasync.testing import check_sample, oracle_of, synthetic_config
-from tests.support.imports import HOME, MODULES, imports_of, within
+from tests.support.imports import ALL_MODULES, HOME, MODULES, imports_of, within
 
 PLUGIN_HOME = HOME.parent / "plugins/fdasync-transformers/src/fdasync_transformers"
 
@@ -49,7 +49,7 @@ def test_tests_mirror_the_package_in_small_files():
     beside = {tests / name for name in ("support", "system", "nightly", "benchmarks", "mutants")}
     folders = {path.parent for path in tests.rglob("*.py")} - {tests}
     folders = {folder for folder in folders if not beside.intersection([folder, *folder.parents])}
-    assert len(folders) > 20
+    assert len(folders) > 15
     assert [str(one) for one in sorted(folders) if not (HOME / one.relative_to(tests)).is_dir()] == []
     files = [*tests.rglob("*.py"), *(HOME.parent / "plugins").glob("*/tests/**/*.py")]
     assert [f"{path}: {count}" for path in files if (count := len(path.read_text().splitlines())) > 500] == []
@@ -91,9 +91,10 @@ def test_torch_is_imported_in_gpu_rooms_and_runners_only():
             assert not {name.split(".")[0] for name in imports_of(path.read_text())} & heavy, module
 
 
+@pytest.mark.heavy("it parses every module")
 def test_structs_of_many_fields_are_made_by_name():
     """A swapped pair of numbers would be a silent lie."""
-    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    trees = {module: ast.parse(path.read_text()) for module, path in ALL_MODULES.items()}
     bases = {
         node.name: {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
         for tree in trees.values()

@@ -54,11 +54,12 @@ def test_a_request_crosses_no_more_files(tmp_path: Path) -> None:
     assert {name: count for name, count in crossed.items() if count > BUDGET.trip[name]} == {}, WAY_OUT
 
 
-def test_no_benchmark_imports_itself_by_way_of_others() -> None:
-    paths = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "benchmarks").rglob("*.py")}
+@pytest.mark.parametrize("folder", ["benchmarks", "tests/nightly"])
+def test_no_benchmark_imports_itself_by_way_of_others(folder: str) -> None:
+    paths = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / folder).rglob("*.py")}
     names = {".".join(name.parts): path for name, path in paths.items() if name.name != "__init__"}
     graph = {}
     for name, path in names.items():
-        found = imports_of(path.read_text(), types=True)
+        found = imports_of(path.read_text(), types=True, known=names)
         graph[name] = {one for one in names if one in found} - {name}
     TopologicalSorter(graph).prepare()

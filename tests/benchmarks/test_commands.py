@@ -23,7 +23,7 @@ def test_pages_and_makefile_name_commands_that_are_there() -> None:
     named = {
         (package, name)
         for page in pages
-        for package, name in re.findall(r"-m (benchmarks|tests\.nightly) ([a-z]\w+)", page.read_text())
+        for package, name in re.findall(r"-m (benchmarks|tests\.nightly)\s+([a-z]\w+)", page.read_text())
     }
     assert len(named) > 20
     assert {(package, name) for package, name in named if name not in PACKAGES[package]} == set()

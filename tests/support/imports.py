@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fdasync
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 HOME = Path(fdasync.__file__).parent
 
@@ -28,8 +32,9 @@ def within(name: str, rooms: tuple[str, ...]) -> bool:
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-def imports_of(source: str, *, types: bool = False) -> dict[str, int]:
-    """Modules that a module's source imports, at any depth, and the line; `types`: those for type checkers, too."""
+def imports_of(source: str, *, types: bool = False, known: Container[str] = ALL_MODULES) -> dict[str, int]:
+    """Modules that a module's source imports, at any depth, and the line; `types`: those for type checkers, too.
+    `known`: names of modules, to tell `from room import module` from a name in a room."""
     found: dict[str, int] = {}
 
     def visit(node: ast.AST) -> None:
@@ -44,7 +49,7 @@ def imports_of(source: str, *, types: bool = False) -> dict[str, int]:
             base = node.module or ""
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                found[inner if inner in ALL_MODULES else base] = node.lineno
+                found[inner if inner in known else base] = node.lineno
         for child in ast.iter_child_nodes(node):
             # no expression holds an import
             if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):

@@ -36,8 +36,7 @@ class Kernel(Generic[P, R]):
     """A kernel of one family of chips.
 
     Attributes:
-        fits: whether it computes a call, by shapes, strides, dtypes and options; asked on any chip, never waits, and
-            False for whatever the operation refuses.
+        fits: whether it computes a call, by shapes, strides, dtypes and options; asked on any chip, and never waits.
         run: computes a call that fits. The operation's docstring says what it reads, writes and raises, and which bits
             depend on what: calls that do not fit go to the operation's own code.
         interpreted: Triton's interpreter runs it too, so that tests without the chip play it.
