@@ -14,6 +14,7 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdasync import Engine, EngineConfig
 from fdasync.engine.tokenizer import ChatTokenizer, IncrementalDecoder, chat_of
 from fdasync.errors import BadInput, ChatUnsupported, CheckpointError, TokenizerFailed
 from fdasync.testing import LetterTokenizer
@@ -236,3 +237,9 @@ def test_an_answer_is_read_as_the_checkpoint_declares(chat_folder: Path) -> None
     for chat in chats(chat_folder):
         with pytest.raises(TokenizerFailed, match=r"the answer cannot be read: .*fields"):
             chat.parse_response([97], [98])
+
+
+async def test_an_engine_names_the_folder_without_a_tokenizer() -> None:
+    config = EngineConfig(runner="synthetic", process="inline", tokenizer="transformers", model="no/such/folder")
+    with pytest.raises(CheckpointError, match="no/such/folder"):
+        await Engine(config).start()
