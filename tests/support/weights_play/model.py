@@ -83,6 +83,9 @@ class WeightsModel:
         return self.broken
 
     def relabel(self, version: int) -> str:
+        # the open update's weights will have this label, as a part of it said
+        if self.open is not None and version == self._label:
+            return ""
         if self.broken:
             return self.broken
         if self.open is not None:
