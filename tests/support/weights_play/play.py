@@ -160,7 +160,9 @@ class Play:
                 self.model.joined = GROUP.name in self.inner.groups
             return
         # of the second one the model knows what it does behind the first, or that it is refused meanwhile
-        other = self._draw(("folder", "tensors", "sleep", "wake", "join", "leave", "begin"))
+        others = ("folder", "tensors", "sleep", "wake", "join", "leave", "begin")
+        # of two wakes that meet, a failure that is meant for one may hit the other
+        other = self._draw(tuple(kind for kind in others if kind != "wake" or not name.startswith("wake")))
         met, kept = not task.done(), deepcopy(vars(self.model))
         before = other[2]()
         vars(self.model).update(kept)
