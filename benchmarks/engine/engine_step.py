@@ -13,7 +13,6 @@ that has run for a while. Those of the results' own arrays are in the figure of 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import statistics
@@ -22,7 +21,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.arguments import at_least_one, parser_of
+from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.events.catalog import StepDone
@@ -141,27 +141,27 @@ async def runner_alone(running: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--steps", type=int, default=500, help="steady steps to count in each run (default 500)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each case; medians are reported (default 3)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--steps", type=at_least_one, default=500, help="steady steps to count in each run (default 500)"
+    )
+    parser.add_argument(
+        "--runs", type=at_least_one, default=3, help="runs of each case; medians are reported (default 3)"
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
     report = Report("Engine CPU per decode step, microseconds")
     report.conditions |= {"steps": args.steps, "prompt_tokens": PROMPT_TOKENS, "rows": "48 layers x top-8 uint8"}
-    calibration = []
     for running, streams in itertools.product((32, 128, 256), (False, True)):
         name = f"step_us_{'stream' if streams else 'final'}_{running}"
         if args.only not in name:
             continue
         values, own = [], []
         for _ in range(args.runs):
-            calibration.append(calibrate_us())
             own.append(uvloop.run(runner_alone(running, args.steps)))
             values.append(uvloop.run(measure(running, args.steps, streams=streams)))
         # the median of several: one noisy measurement of the runner must not end up in the engine's figure
         runner_us = statistics.median(own)
         report.conditions[f"{name}_runner_us"] = round(runner_us, 2)
         report.add(name, [value - runner_us for value in values], aim=AIMS.get(name))
-    report.add("calibration_us", calibration)
-    report.finish(args.json)
+    report.finish(args.json_path)

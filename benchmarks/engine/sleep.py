@@ -15,7 +15,6 @@ before the first sleep, or the run is void; they go one at a time, so that their
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -28,11 +27,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
 from benchmarks.lib.published_shapes import SHAPES
 from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     Played = tuple[tuple[int, ...], bytes]
@@ -161,14 +162,13 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of one engine (default 1)")
-    parser.add_argument("--kv-gib", type=float, default=40.0, help="KV on a GPU, in GiB (default 40)")
-    parser.add_argument("--json", help="write figures and conditions there")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="default 3")
+    parser.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of one engine (default 1)")
+    parser.add_argument("--kv-gib", type=above_zero, default=40.0, help="KV on a GPU, in GiB (default 40)")
     args = parser.parse_args()
     report = Report("Sleep and wake")
     report.conditions |= {"device": args.device, "ranks": args.ranks}
     uvloop.run(measure(args, report))
-    report.finish(args.json)
+    report.finish(args.json_path)

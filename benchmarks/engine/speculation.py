@@ -18,20 +18,19 @@ is void.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import uvloop
 
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.arguments import at_least_one, parser_of
+from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.drafting import Speculation
 
@@ -123,18 +122,15 @@ def _same(one: Sample, other: Sample) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=64, help="groups of 16 samples (default 64)")
-    parser.add_argument("--pairs", type=int, default=3, help="rollouts of each arm (default 3)")
-    parser.add_argument("--steps", type=int, help="training steps of the model (default: the example's)")
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    parser = parser_of(__doc__)
+    parser.add_argument("--questions", type=at_least_one, default=64, help="groups of 16 samples (default 64)")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="rollouts of each arm (default 3)")
+    parser.add_argument("--steps", type=at_least_one, help="training steps of the model (default: the example's)")
     options = parser.parse_args()
     from examples.small_moe import STEPS, pretrain, problems
 
     report = Report("speculation: groups of 16 samples on a CPU")
     report.conditions |= {
-        "calibration_us": calibrate_us(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
         "questions": options.questions,
         "max_tokens": MAX_DRAFTS,
         "max_running": RUNNING,

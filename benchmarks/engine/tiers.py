@@ -15,7 +15,6 @@ TTFT is the engine's own (`Result.ttft_s`); the figures of the last three are ov
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -27,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.arguments import at_least_one, parser_of
+from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing.harness.processes import stop_process
@@ -129,14 +129,12 @@ async def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="requests of each arm (default 15)")
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=at_least_one, default=15, help="requests of each arm (default 15)")
     options = parser.parse_args()
     from fdasync_transformers import make_random_checkpoint
 
     report = Report("tiers: TTFT of a 2,000-token prompt")
-    report.conditions["calibration_us"] = calibrate_us()
     with tempfile.TemporaryDirectory(prefix="fdasync-tiers-") as name:
         folder = Path(name)
         model = make_random_checkpoint(folder / "model", "qwen3_moe", size="deep")

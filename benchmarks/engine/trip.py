@@ -9,7 +9,6 @@ in them. `tests/test_size.py` holds them against a limit.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 import fdasync
+from benchmarks.lib.arguments import parser_of
 from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 
@@ -75,8 +75,7 @@ async def trip(*, store: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = parser_of(__doc__)
     parser.add_argument("--list", action="store_true", help="name the files in the order of entry")
     args = parser.parse_args()
     report = Report("One request's trip through the package")
@@ -86,4 +85,4 @@ def main() -> None:
         if args.list:
             print("\n  ".join(["with a store" if store else "without a store", *files]))
     report.conditions |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "block_tokens": BLOCK_TOKENS}
-    report.finish(args.json)
+    report.finish(args.json_path)

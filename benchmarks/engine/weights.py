@@ -11,7 +11,6 @@ broadcast. Tensors have the names of a checkpoint, so experts come one by one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,11 +27,13 @@ import torch
 import uvloop
 
 from benchmarks.engine import weights_side
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.published_shapes import SHAPES
 from benchmarks.lib.report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from fdasync import GroupTensors
@@ -149,11 +150,10 @@ async def measure(chosen: argparse.Namespace, folder: Path, report: Report) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--pairs", type=int, default=9, help="raw broadcasts and updates, in turn (default 9)")
-    parser.add_argument("--stalls", type=int, default=5, help="updates under requests (default 5)")
-    parser.add_argument("--json", help="write figures and conditions there")
+    parser.add_argument("--pairs", type=at_least_one, default=9, help="raw broadcasts and updates, in turn (default 9)")
+    parser.add_argument("--stalls", type=at_least_one, default=5, help="updates under requests (default 5)")
     chosen = parser.parse_args()
     report = Report("weights over a process group")
     with tempfile.TemporaryDirectory() as made:
@@ -164,4 +164,4 @@ def main() -> None:
     report.conditions["devices"] = (
         [torch.cuda.get_device_name(number) for number in (0, 1)] if on_gpu else [f"{os.cpu_count()} CPUs"]
     )
-    report.finish(chosen.json)
+    report.finish(chosen.json_path)

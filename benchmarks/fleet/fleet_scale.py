@@ -26,7 +26,6 @@ The oldest generation of the garbage collector goes over the whole simulation, w
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -37,8 +36,9 @@ from benchmarks.fleet.scale_meter import Meter, MeteredLoop
 from benchmarks.fleet.scale_replay import replay
 from benchmarks.fleet.scale_work import Work
 from benchmarks.fleet.scale_world import Plan, World
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.child import Child
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from fdasync.testing.sim.loop import run_sim
 
 if TYPE_CHECKING:
@@ -98,14 +98,16 @@ def full_at(us: float, work: Work) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=512, help="of the fleet (default 512)")
-    parser.add_argument("--requests", type=int, default=100_000, help="of the calm run, about (default 100,000)")
-    parser.add_argument("--repeat", type=int, default=1, help="calm runs, of which the median counts (default 1)")
-    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
+    parser = parser_of(__doc__)
+    parser.add_argument("--instances", type=at_least_one, default=512, help="of the fleet (default 512)")
+    parser.add_argument(
+        "--requests", type=at_least_one, default=100_000, help="of the calm run, about (default 100,000)"
+    )
+    parser.add_argument(
+        "--repeat", type=at_least_one, default=1, help="calm runs, of which the median counts (default 1)"
+    )
     options = parser.parse_args()
     report = Report(f"One router, {options.instances} instances")
-    report.conditions["calibration_us"] = round(calibrate_us(), 1)
 
     calm = Plan(instances=options.instances, work=Work(requests=options.requests), recorded=True)
     us_all, alone_all = [], []

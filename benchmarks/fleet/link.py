@@ -10,7 +10,6 @@ The other process is `benchmarks/fleet/link_end.py`; both run on uvloop. `pd_hea
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -24,8 +23,9 @@ from fdasync_fleet.link.zmq_wire import ZmqWire
 from fdasync_fleet.messages import BlocksTaken, LeaseDrop, LeaseRequest, Shape, Wanted
 
 from benchmarks.fleet.link_end import BLOCK_TOKENS, LINKS, MOST_LEASES, PROMPT_TOKENS, End
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.child import Child
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from fdasync.cache.identity import block_keys, root_key
 from fdasync.errors import PeerBusy
 from fdasync.request import SamplingParams
@@ -119,19 +119,19 @@ async def measure_leases(address: str, shape: Shape, in_flight: int, count: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--messages", type=int, default=300_000, help="small messages in each run (default 300000)")
-    parser.add_argument("--runs", type=int, default=5, help="runs; medians are reported (default 5)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--messages", type=at_least_one, default=300_000, help="small messages in each run (default 300000)"
+    )
+    parser.add_argument("--runs", type=at_least_one, default=5, help="runs; medians are reported (default 5)")
     args = parser.parse_args()
     report = Report("Links between two processes over a Unix socket")
     report.conditions |= {"messages": args.messages, "prompt_tokens": PROMPT_TOKENS}
-    rates, calibration = [], []
+    rates = []
     spent: dict[int, list[list[float]]] = {in_flight: [] for in_flight in LEASES}
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/link"
         for _ in range(args.runs):
-            calibration.append(calibrate_us())
             with Child("benchmarks.fleet.link_end", address, "messages") as other:
                 other.line()
                 rates.append(uvloop.run(measure_messages(address, args.messages)))
@@ -145,5 +145,4 @@ def main() -> None:
         for part in (50, 99):
             name = f"lease_p{part}_ms_{in_flight}"
             report.add(name, [run[len(run) * part // 100] for run in runs], aim=AIMS.get(name))
-    report.add("calibration_us", calibration)
-    report.finish(args.json)
+    report.finish(args.json_path)

@@ -10,7 +10,6 @@ As a module this is the receiver: `python -m benchmarks.fleet.network JSON`, wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from functools import partial
@@ -20,9 +19,10 @@ import uvloop
 
 from benchmarks.fleet.transport_bench import Bench
 from benchmarks.fleet.transport_sender import transport_of
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.child import Child
 from benchmarks.lib.rates import add_ratio
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from tests.system.network.hosts import NETWORKS, Host, join, why_not
 
 A, B = "10.9.0.1", "10.9.0.2"
@@ -47,16 +47,16 @@ async def receive(blocks: int, nbytes: int, pairs: int, before: list[str]) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=16, help="blocks of a hand-over (default 16)")
-    parser.add_argument("--block-nbytes", type=int, default=1 << 18, help="KV of a block (default 256 KiB)")
-    parser.add_argument("--pairs", type=int, default=100, help="interleaved pairs of each figure (default 100)")
-    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
+    parser = parser_of(__doc__)
+    parser.add_argument("--blocks", type=at_least_one, default=16, help="blocks of a hand-over (default 16)")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 18, help="KV of a block (default 256 KiB)")
+    parser.add_argument(
+        "--pairs", type=at_least_one, default=100, help="interleaved pairs of each figure (default 100)"
+    )
     options = parser.parse_args()
     if reason := why_not():
         parser.error(reason)
     report = Report("Hand-overs between two hosts")
-    report.conditions["calibration_us"] = round(calibrate_us(), 1)
     for name in ("near", "region", "far"):
         report.conditions[name] = dict(zip(("delay_s", "loss", "rate_mbit"), NETWORKS[name], strict=True))
         found = play(name, options.blocks, options.block_nbytes, options.pairs)

@@ -17,7 +17,6 @@ of threads that compete for the interpreter, for each step.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -37,6 +36,7 @@ from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTranspo
 
 import fdasync.scheduler.core as core
 from benchmarks.fleet.pd_process import in_order
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.report import Report
 from fdasync.engine.config import EngineConfig
 from fdasync.request import SamplingParams
@@ -158,9 +158,8 @@ def our_costs() -> Costs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="of the workload (default 1000)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--requests", type=at_least_one, default=REQUESTS, help="of the workload (default 1000)")
     args = parser.parse_args()
     report = Report("The published workload, over the bound")
     costs = our_costs()
@@ -175,7 +174,7 @@ def main() -> None:
         if abs(off) > 0.02 and args.requests == REQUESTS:
             report.conditions["void"] = f"{name} is {off:+.1%} off what was published: its costs must be fitted again"
     report.add("over_bound", [arm(args.requests, costs) / bound_s], aim=AIM)
-    report.finish(args.json)
+    report.finish(args.json_path)
     if "void" in report.conditions:
         print(f"void: {report.conditions['void']}", file=sys.stderr)
         sys.exit(1)

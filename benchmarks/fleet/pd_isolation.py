@@ -15,7 +15,6 @@ the comparison is valid only if `threads5_goodput_silent` is under 0.8.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -31,6 +30,7 @@ from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router
 
 from benchmarks.fleet.pd_process import Spec
+from benchmarks.lib.arguments import above_zero, parser_of
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Report
 from fdasync.errors import FdasyncError
@@ -172,9 +172,8 @@ def measure(arm: str, seconds: float, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run, after its warm-up (default 60)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="of each run, after its warm-up (default 60)")
     args = parser.parse_args()
     report = Report("What one bad decode instance costs the others")
     report.conditions |= {"seconds": args.seconds, "prompt_tokens": PROMPT_TOKENS, "arrivals_per_s": 0.7 * CAPACITY}
@@ -183,7 +182,7 @@ def main() -> None:
     silent = report.figures["threads5_goodput_silent"]
     if silent >= 0.8:
         report.conditions["void"] = f"threads5_goodput_silent is {silent:g}: this load does not tell the arms apart"
-    report.finish(args.json)
+    report.finish(args.json_path)
     if "void" in report.conditions:
         print(f"void: {report.conditions['void']}", file=sys.stderr)
         sys.exit(1)

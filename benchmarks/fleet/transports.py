@@ -19,7 +19,6 @@ that has only loopback.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -32,8 +31,9 @@ from fdasync_fleet.transfer.process.proxy import TransferProcess
 
 from benchmarks.fleet.transport_bench import WARM_ROUNDS, Bench
 from benchmarks.fleet.transport_sender import ROWS_NBYTES, transport_of
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.rates import add_ratio
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from benchmarks.lib.timed_loop import TimedLoop
 
 if TYPE_CHECKING:
@@ -115,15 +115,13 @@ PARTS: dict[str, Callable[[Report, Bench, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
-    parser.add_argument("--block-nbytes", type=int, default=1 << 20, help="KV of a block (default 1 MiB)")
-    parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move (default 256)")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 20, help="KV of a block (default 1 MiB)")
+    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
     parser.add_argument("--only", choices=list(PARTS), help="this part only; default: all but mooncake")
-    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("Transports against the raw path")
-    report.conditions["calibration_us"] = round(calibrate_us(), 1)
     report.conditions["blocks"] = f"{options.blocks} of {options.block_nbytes} bytes, rows of {ROWS_NBYTES}"
     names = ["tcp", "tls"]
     with contextlib.ExitStack() as stack:

@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from benchmarks.gpu.kinds import kinds
-from benchmarks.gpu.options import begin, names_of, parser_of
+from benchmarks.gpu.options import begin, parser_of
+from benchmarks.lib.arguments import names_of
 
 if TYPE_CHECKING:
     import argparse

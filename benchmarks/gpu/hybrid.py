@@ -33,8 +33,9 @@ import numpy as np
 import uvloop
 
 from benchmarks.gpu.models import HYBRID_MODEL
-from benchmarks.gpu.options import begin, names_of, parser_of, sizes_of
+from benchmarks.gpu.options import begin, parser_of, sizes_of
 from benchmarks.gpu.scale import AIMS, Scale, large, tiny, write_folder
+from benchmarks.lib.arguments import names_of
 from fdasync import Engine, EngineConfig, SamplingParams
 
 if TYPE_CHECKING:

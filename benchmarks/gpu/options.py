@@ -6,40 +6,28 @@ Triton's interpreter. Used by all commands of `benchmarks/gpu`.
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib import arguments
 from benchmarks.lib.parts import Parts
 from benchmarks.lib.report import Report, describe_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    import argparse
+    from collections.abc import Mapping
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every command has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
+    """A parser with the options that every command of this room has."""
+    parser = arguments.parser_of(doc)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
     return parser
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
     """Numbers of running sequences, "64,1", as they rise."""
-    return tuple(sorted({int(size) for size in text.split(",")}))
-
-
-def names_of(known: Collection[str]) -> Callable[[str], set[str]]:
-    """How an option takes some of these names, "a,b"."""
-
-    def names(text: str) -> set[str]:
-        given = set(text.split(","))
-        if given - set(known):
-            raise argparse.ArgumentTypeError(f"{text!r} is not of {', '.join(known)}")
-        return given
-
-    return names
+    return tuple(sorted({arguments.at_least_one(size) for size in text.split(",")}))
 
 
 def begin(
@@ -55,4 +43,4 @@ def begin(
     report = Report(title, None if args.tiny else aims)
     describe_device(report, "cpu" if args.tiny else "cuda", gpus)
     report.conditions |= facts
-    return Parts(report, args.json)
+    return Parts(report, args.json_path)

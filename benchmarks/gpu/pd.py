@@ -36,8 +36,9 @@ import uvloop
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks.gpu.models import DEFAULT_MODEL
-from benchmarks.gpu.options import begin, names_of, parser_of
+from benchmarks.gpu.options import begin, parser_of
 from benchmarks.gpu.scale import Scale, large, tiny, write_folder
+from benchmarks.lib.arguments import names_of
 from fdasync import EngineConfig, RouterConfig, SamplingParams, connect
 
 if TYPE_CHECKING:

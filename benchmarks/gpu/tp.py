@@ -38,8 +38,9 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from benchmarks.gpu.models import DEFAULT_MODEL, MODELS
-from benchmarks.gpu.options import begin, names_of, parser_of, sizes_of
+from benchmarks.gpu.options import begin, parser_of, sizes_of
 from benchmarks.gpu.scale import Scale, tiny, write_folder
+from benchmarks.lib.arguments import names_of
 from fdasync import Engine
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ raw-socket clients in a third, which count events and parse no JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
@@ -23,8 +22,9 @@ import uvloop
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
 from benchmarks.http.arms import COUNTING, PROMPT_TOKENS, TOKENS, VOCAB_SIZE, Counted, Load
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
 from benchmarks.lib.child import Child
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from fdasync.testing import synthetic_config
 
 if TYPE_CHECKING:
@@ -91,15 +91,16 @@ async def measure(load: Load, runs: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each arm; medians are reported (default 3)")
-    parser.add_argument("--streams", type=int, default=256, help="of each arm (default 256)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="that are counted in each run (default 8)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--runs", type=at_least_one, default=3, help="runs of each arm; medians are reported (default 3)"
+    )
+    parser.add_argument("--streams", type=at_least_one, default=256, help="of each arm (default 256)")
+    parser.add_argument("--seconds", type=above_zero, default=8.0, help="that are counted in each run (default 8)")
     args = parser.parse_args()
     report = Report("The HTTP front")
-    report.conditions |= {"calibration_us": calibrate_us(), "streams": args.streams, "step_s": STEP_S}
+    report.conditions |= {"streams": args.streams, "step_s": STEP_S}
     load = Load(streams=args.streams, warm_s=3.0, count_s=args.seconds)
     for name, values in uvloop.run(measure(load, args.runs)).items():
         report.add(name, values, aim=AIMS.get(name))
-    report.finish(args.json)
+    report.finish(args.json_path)

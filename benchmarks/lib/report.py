@@ -1,4 +1,8 @@
-"""What every benchmark shares: `--json`, a table, and one object {"figures": ..., "conditions": ...}."""
+"""What every benchmark shares: a table, and one JSON object {"figures": ..., "conditions": ...}.
+
+The conditions say of each run the machine, the versions of what it used, and how fast a fixed loop was when the run
+began and when it ended (`calibration_us`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import platform
 import statistics
 import sys
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +44,8 @@ class Report:
             "python": platform.python_version(),
             "cpus": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
+            "versions": versions(),
+            "calibration_us": [calibrate_us()],
         }
 
     def add(self, name: str, values: Sequence[float], *, aim: float | None = None) -> float:
@@ -52,6 +60,7 @@ class Report:
 
     def finish(self, json_path: str | None) -> None:
         """Print the table; write the object."""
+        self.conditions["calibration_us"].append(calibrate_us())
         table = Table(title=self.title)
         for column in ("figure", "median", "min", "max", "runs", "aim"):
             table.add_column(column, justify="left" if column == "figure" else "right")
@@ -70,15 +79,12 @@ class Report:
 
 
 def describe_device(report: Report, device: str, count: int = 1) -> None:
-    """The device's name and versions into the conditions; "cpu" is a rehearsal, whose figures are void.
+    """The device's name into the conditions; "cpu" is a rehearsal, whose figures are void.
 
     Raises SystemExit where there are fewer than `count` CUDA GPUs.
     """
     import torch
-    import transformers
-    import triton
 
-    report.conditions |= {one.__name__: one.__version__ for one in (torch, triton, transformers)}
     if device == "cpu":
         report.conditions |= {"gpu": "none", "void": "a rehearsal on a CPU: no figure says anything of a GPU"}
         return
@@ -93,6 +99,15 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def versions() -> dict[str, str]:
+    """Of what the figures depend on, where it is installed."""
+    found = {}
+    for name in ("numpy", "torch", "triton", "transformers", "msgspec", "uvloop", "pyzmq"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def calibrate_us() -> float:
     """CPU microseconds of a fixed pure-Python loop: how fast this machine is right now."""
     best = []
@@ -104,4 +119,4 @@ def calibrate_us() -> float:
             total += number & 7
             box[number & 255] = total
         best.append((time.process_time() - started) * 1e6)
-    return statistics.median(best)
+    return round(statistics.median(best), 1)

@@ -17,7 +17,6 @@ Arms take turns; the figure of a ratio is the ratio of the medians of MB/s.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -30,8 +29,9 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.rates import add_ratio
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.report import Report
 from benchmarks.lib.timed_loop import Ticker, TimedLoop
 from benchmarks.stores.page_cache import drop, settle
 from benchmarks.stores.raw_file import RawFiles
@@ -170,15 +170,14 @@ async def measure_loop(report: Report, folder: Path, blocks: Blocks, rounds: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
-    parser.add_argument("--block-nbytes", type=int, default=3 << 19, help="KV of a block (default 1.5 MiB)")
-    parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move (default 256)")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=3 << 19, help="KV of a block (default 1.5 MiB)")
+    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
     parser.add_argument("--folder", type=Path, help="where the files go (default: a temporary one)")
-    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("The file store against the raw path")
-    report.conditions |= {"calibration_us": round(calibrate_us(), 1), "pairs": options.pairs}
+    report.conditions |= {"pairs": options.pairs}
     report.conditions["file"] = (
         f"{options.blocks} blocks of {options.block_nbytes} bytes and rows of 48 layers x top-8 x 16 tokens, "
         f"{FileConfig(path='').threads} threads in both arms, sync none"

@@ -28,10 +28,8 @@ Published for Qwen3-30B-A3B (arXiv 2510.11370):
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +39,7 @@ import uvloop
 from fdasync_trainer.rows.mismatch import mismatch
 from fdasync_transformers.weights.quiet import no_progress_bars
 
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.report import Report
 from benchmarks.trainer.replay_model import SHAPES, STEPS, corpus, trained
 from benchmarks.trainer.replay_sides import Pass, Sampled, Trainer, asks, rollout
@@ -106,13 +105,14 @@ def prove(report: Report, sequences: Sequence[Sampled], passes: dict[str, Pass])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=20_000, help="sampled tokens, at least (default 20000)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps of the model (default {STEPS})")
+    parser = parser_of(__doc__)
+    parser.add_argument("--tokens", type=at_least_one, default=20_000, help="sampled tokens, at least (default 20000)")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=STEPS, help=f"training steps of the model (default {STEPS})"
+    )
     parser.add_argument("--numerics", choices=("default", "fixed"), default="default", help="of both sides")
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help='"large" needs a GPU to be trained')
     parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     fixed = options.numerics == "fixed"
     # an engine's worker does the same with its own: more slow it down
@@ -155,6 +155,5 @@ def main() -> None:
         "sequences": len(sequences),
         "numerics": options.numerics,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {one: version(one) for one in ("torch", "transformers", "numpy")},
     }
     report.finish(options.json_path)

@@ -11,16 +11,15 @@ are drawn.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import nullcontext
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fdasync_trainer import fixed_numerics
 from fdasync_trainer.numerics.logprobs import logprobs_of_logits
 
+from benchmarks.lib.arguments import at_least_one, parser_of
 from benchmarks.lib.report import Report
 from benchmarks.trainer.replay_model import SHAPES
 
@@ -85,13 +84,12 @@ def sides(shape: dict[str, Any], rows: int, width: int, device: torch.device) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help="24 layers of 64 experts: large")
     parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda"')
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a batch (default 16)")
-    parser.add_argument("--width", type=int, default=512, help="tokens of each (default 512)")
-    parser.add_argument("--pairs", type=int, default=5, help="steps of each side (default 5)")
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    parser.add_argument("--rows", type=at_least_one, default=16, help="sequences of a batch (default 16)")
+    parser.add_argument("--width", type=at_least_one, default=512, help="tokens of each (default 512)")
+    parser.add_argument("--pairs", type=at_least_one, default=5, help="steps of each side (default 5)")
     options = parser.parse_args()
     device = torch.device(options.device)
     report = Report("trainer_step: a trainer's step with fixed numerics, and the library's own")
@@ -99,7 +97,6 @@ def main() -> None:
         "shape": SHAPES[options.size],
         "batch": [options.rows, options.width],
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     both = sides(SHAPES[options.size], options.rows, options.width, device)
     for backward in (False, True):

@@ -7,19 +7,21 @@ that is missing or no number, fails the run. On a GPU steps run from graphs. Kno
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
+from benchmarks.lib.arguments import at_least_one, names_of, parser_of
 from benchmarks.lib.report import Report
+
+if TYPE_CHECKING:
+    import argparse
 
 #: dense and sparse, with windows, chunks, sinks, latents, shared experts, groups, sigmoids and identity experts
 FAMILIES = (
@@ -55,18 +57,19 @@ def verified(family: str, folder: Path, options: argparse.Namespace) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas (default: all twelve)")
-    parser.add_argument("--tokens", type=int, default=20_000, help="sampled tokens of each, at least (default 20000)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--families", type=names_of(FAMILIES), default=set(FAMILIES), help="(default: all twelve)")
+    parser.add_argument(
+        "--tokens", type=at_least_one, default=20_000, help="sampled tokens of each, at least (default 20000)"
+    )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     report = Report("same_bits: log-probs of a rollout, and of a trainer with fixed numerics")
     tokens = differing = 0
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fdasync-same-bits-") as name:
-        for family in options.families.split(","):
+        for family in [name for name in FAMILIES if name in options.families]:
             began = time.perf_counter()
             found = verified(family, Path(name) / family, options)
             tokens += found["tokens"]
@@ -80,7 +83,6 @@ def main() -> None:
     report.conditions |= {
         "dtype": options.dtype,
         "device": options.device,
-        "versions": {one: version(one) for one in ("torch", "transformers")},
     }
     report.finish(options.json_path)
     if wrong:

@@ -15,7 +15,6 @@ a rule was broken, and names it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import shutil
@@ -30,6 +29,7 @@ import uvloop
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router
 
+from benchmarks.lib.arguments import above_zero, parser_of
 from benchmarks.lib.report import Report
 from fdasync.request import SamplingParams
 from fdasync.testing.harness.leaks import Resources
@@ -44,6 +44,7 @@ from tests.nightly.chaos.proxy import Proxy
 from tests.system.network.hosts import NETWORKS, why_not
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 PREFILL, DECODE = 2, 3
@@ -224,20 +225,19 @@ def run(args: argparse.Namespace, seed: int, transport: str, hosts: Hosts | None
         )
     report.add("seconds", [time.monotonic() - began])
     game.report(report)
-    report.finish(args.json)
+    report.finish(args.json_path)
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser = parser_of(__doc__)
+    parser.add_argument("--minutes", type=above_zero, default=5.0)
     parser.add_argument("--faults", type=int, default=1, help="as many at least, however long it takes (default 1)")
     parser.add_argument("--seed", type=int, help="default: drawn")
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults (default: all)")
     parser.add_argument(
         "--instances", nargs=2, type=int, metavar=("P", "D"), default=[PREFILL, DECODE],

@@ -18,16 +18,15 @@ entries that were not played stay. The exit status is 0 where nothing is wrong, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from fdasync_transformers.tiny.families import FAMILIES, family_of
 
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
 from benchmarks.lib.report import Report
 from tests.nightly.families.run import play_all
 from tests.nightly.families.table import write_table
@@ -64,11 +63,10 @@ def is_right(figures: dict[str, float]) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--families", help="comma-separated entries of the catalogue (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one entry (default 180)")
-    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    parser.add_argument("--jobs", type=at_least_one, default=2, help="processes at a time (default 2)")
+    parser.add_argument("--limit", type=above_zero, default=180.0, help="seconds for one entry (default 180)")
     parser.add_argument("--table", type=Path, help="write the rows of these entries into the table of this page")
     options = parser.parse_args(arguments)
     names = tuple(options.families.split(",")) if options.families else PLAYED
@@ -86,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     for name, figure in figures_of(outcomes).items():
         report.add(name, [figure], aim=_AIMS.get(name))
     report.conditions |= {
-        "versions": {one: version(one) for one in ("torch", "transformers")},
         "load": round(os.getloadavg()[0], 1),
         "seconds": round(time.perf_counter() - began, 1),
         "families": {

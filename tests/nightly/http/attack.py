@@ -13,7 +13,6 @@ What memory an attack may take, and how it may be answered, is in `plugins/fdasy
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 
-from benchmarks.lib.report import Report, calibrate_us
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
+from benchmarks.lib.report import Report
 from fdasync import SamplingParams, connect
 from fdasync.testing import synthetic_config
 from tests.nightly.http.attacker import ATTACKS
@@ -136,13 +136,14 @@ async def beside(name: str, server: Front, router: Router, pairs: int, seconds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--pairs", type=int, default=3, help="windows without and with each attack (default 3)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a window (default 6)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--pairs", type=at_least_one, default=3, help="windows without and with each attack (default 3)"
+    )
+    parser.add_argument("--seconds", type=above_zero, default=6.0, help="of a window (default 6)")
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="this attack; may be repeated")
     args = parser.parse_args()
     report = Report("Attacks on the HTTP front")
-    report.conditions |= {"calibration_us": calibrate_us(), "streams": 2 * STREAMS, "step_s": STEP_S}
+    report.conditions |= {"streams": 2 * STREAMS, "step_s": STEP_S}
     uvloop.run(play(report, args.only or list(ATTACKS), args.pairs, args.seconds))
-    report.finish(args.json)
+    report.finish(args.json_path)

@@ -13,16 +13,18 @@ Exit code 1: an answer that the description does not have, no answer within the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.arguments import at_least_one, parser_of
+from benchmarks.lib.report import Report
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from tests.nightly.http.process import Memory, children_of, front, memory_of
 
@@ -112,23 +114,32 @@ def run(python: str, count: int, seed: int) -> dict[str, Any]:
     return {"use": use, "control": control}
 
 
+def has_schemathesis(python: str) -> bool:
+    with suppress(OSError):
+        return not subprocess.run([python, "-c", "import schemathesis"], capture_output=True, check=False).returncode
+    return False
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has Schemathesis")
-    parser.add_argument("--cases", type=int, default=10_000, help="in all, about (default 10000)")
+    parser.add_argument("--cases", type=at_least_one, default=10_000, help="in all, about (default 10000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write everything here")
     args = parser.parse_args()
+    if not has_schemathesis(args.python):
+        parser.error(f"{args.python} has no Schemathesis: install it into an environment, and name its Python")
+    report = Report("Generated requests against the HTTP front")
     told = run(args.python, args.cases, args.seed)
+    report.conditions |= told | {"seed": args.seed}
     for group, one in told.items():
-        print(f"{group}: {one['cases']} cases over {one['operations']} operations, slowest {one['slowest_s']:.2f} s")
-        if one["beside"]:
-            print(f"  {one['beside']} requests generated beside them")
+        for name in ("cases", "operations", "slowest_s", "beside"):
+            report.add(f"{group}_{name}", [one[name]])
         for name in ("front", "instance"):
             before, after = (one[name][when]["private"] / _MIB for when in ("before", "after"))
-            print(f"  {name}: {before:.1f} MiB of private memory before, {after:.1f} MiB after")
+            report.add(f"{group}_{name}_grew_mib", [after - before], aim=GROWTH_NBYTES / _MIB)
+        report.add(f"{group}_failures", [sum(one["failures"].values())], aim=0)
+    report.finish(args.json_path)
+    for group, one in told.items():
         for words, number in one["failures"].items():
-            print(f"  FAILED {number} times: {words}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
+            print(f"{group}: FAILED {number} times: {words}", file=sys.stderr)
     sys.exit(1 if any(one["failures"] for one in told.values()) else 0)

@@ -28,7 +28,6 @@ with every width small, in Triton's interpreter. Needs a CUDA GPU with 100 GB fo
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import tempfile
@@ -39,6 +38,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
+from benchmarks.lib.arguments import above_zero, parser_of
 from benchmarks.lib.parts import Parts
 from benchmarks.lib.published_shapes import SHAPES
 from benchmarks.lib.report import Report, describe_device, short
@@ -149,13 +149,12 @@ def slug(name: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 where all shapes were served and nothing is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="", help=f"comma-separated, of {', '.join(SHAPES)} (default: all)")
-    parser.add_argument("--memory-gb", type=float, default=25.0, help="of weights, a shape (default: 25)")
+    parser.add_argument("--memory-gb", type=above_zero, default=25.0, help="of weights, a shape (default: 25)")
     parser.add_argument("--quantised", action="store_true", help="weights from quantised shards")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU, every width small")
     parser.add_argument("--kernels", default="auto", choices=["auto", "triton", "torch"], help="of a rehearsal")
-    parser.add_argument("--json", dest="json_path", help="write the figures here, after every shape")
     options = parser.parse_args(arguments)
     names = [name for name in options.shapes.split(",") if name] or list(QUANTISED if options.quantised else SHAPES)
     unknown = sorted(set(names) - set(SHAPES))
