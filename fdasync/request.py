@@ -556,7 +556,7 @@ def next_order(order: int, version: str) -> int:
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """How a runner samples for one sequence; a part of `SeqStart`.
+    """How a runner samples for one sequence; a part of `SeqStart`. By default greedily, and asking for nothing else.
 
     Attributes:
         prompt_len: tokens before the first sampled one; penalties count output from here.
@@ -577,20 +577,20 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     """
 
     prompt_len: int
-    seed: int
-    index: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    min_tokens: int
-    stop_ids: tuple[int, ...]
-    raw: bool
-    processed: bool
-    top: int
+    seed: int = 0
+    index: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    raw: bool = False
+    processed: bool = False
+    top: int = 0
     bias_ids: bytes = b""
     bias_values: bytes = b""
     grammar: bytes = b""

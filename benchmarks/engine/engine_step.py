@@ -120,7 +120,7 @@ async def runner_alone(running: int, steps: int) -> float:
     runner = SyntheticRunner(config, limits)
     capacity = await runner.open()
     await runner.bind(capacity.num_blocks, None)
-    spec = SamplerSpec(1, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+    spec = SamplerSpec(prompt_len=1)
     per = -(-(steps + WARM_STEPS + 2) // BLOCK_TOKENS)
     starts = tuple(
         SeqStart(key, (key).to_bytes(4, "little"), 0, tuple(range(key * per, (key + 1) * per)), (), (), spec)

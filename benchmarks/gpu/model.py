@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.scale import Scale
     from fdasync.runner.base import StepOutput
 
-GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+GREEDY = SamplerSpec(prompt_len=0)
 #: as a trainer's rollouts: temperature 1, raw log-probs of what was sampled
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, raw=True)
 TOP_P = msgspec.structs.replace(SAMPLED, top_p=0.95)

@@ -59,12 +59,7 @@ def machine_settings(max_examples: int, steps: int) -> settings:
 
 
 def make_sampler(prompt_len: int = 1, **changes: Any) -> SamplerSpec:
-    values: dict[str, Any] = {
-        "prompt_len": prompt_len, "seed": 0, "index": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "stop_ids": (),
-        "raw": False, "processed": False, "top": 0,
-    }  # fmt: skip
-    return SamplerSpec(**{**values, **changes})
+    return SamplerSpec(prompt_len=prompt_len, **changes)
 
 
 def make_request(key: int, tokens: Iterable[int], max_tokens: int, block_tokens: int, **fields: Any) -> RequestPrepared:

@@ -27,23 +27,7 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
 
-GREEDY = SamplerSpec(
-    prompt_len=0,
-    seed=0,
-    index=0,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    min_tokens=0,
-    stop_ids=(),
-    raw=False,
-    processed=False,
-    top=0,
-)
+GREEDY = SamplerSpec(prompt_len=0)
 
 
 def noisy(seed: int, index: int = 0) -> SamplerSpec:

@@ -22,30 +22,12 @@ from fdasync.request import SamplerSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OFF: dict[str, Any] = {
-    "prompt_len": 3,
-    "seed": 1,
-    "index": 0,
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "stop_ids": (),
-    "raw": False,
-    "processed": False,
-    "top": 0,
-}
-
 
 def spec(*, bias: Mapping[int, float] | None = None, **changes: Any) -> SamplerSpec:
     if bias:
         changes["bias_ids"] = array("i", bias).tobytes()
         changes["bias_values"] = array("f", bias.values()).tobytes()
-    return SamplerSpec(**(OFF | changes))
+    return SamplerSpec(**({"prompt_len": 3, "seed": 1} | changes))
 
 
 def one(logits: Any, own: SamplerSpec, position: int = 5, history: Any = (0, 1, 2, 0, 1)) -> SampleOutput:

@@ -27,24 +27,7 @@ GREEDY = {"temperature": 0.0}
 
 
 def sampler_spec(prompt_len: int, **overrides: Any) -> SamplerSpec:
-    values = {
-        "prompt_len": prompt_len,
-        "seed": 1,
-        "index": 0,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "min_tokens": 0,
-        "stop_ids": (),
-        "raw": False,
-        "processed": False,
-        "top": 0,
-    }
-    return SamplerSpec(**{**values, **overrides})
+    return SamplerSpec(prompt_len=prompt_len, **({"seed": 1} | overrides))
 
 
 @dataclass

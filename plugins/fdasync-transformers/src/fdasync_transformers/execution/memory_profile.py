@@ -41,23 +41,7 @@ _SNAPSHOT_SHARE, _LEAST_SNAPSHOTS = 0.5, 16
 # enough to measure the cost of a token, and few enough for a quick start
 _SPEED_TOKENS = 256
 
-_GREEDY = SamplerSpec(
-    prompt_len=0,
-    seed=0,
-    index=0,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    min_tokens=0,
-    stop_ids=(),
-    raw=False,
-    processed=False,
-    top=0,
-)
+_GREEDY = SamplerSpec(prompt_len=0)
 
 
 def choose_num_blocks(

@@ -31,12 +31,7 @@ _STEP, _LOWEST = 0.5, -1000.0
 
 def _spec(**asked: Any) -> SamplerSpec:
     """A draw at temperature 1 that asks for nothing else than `asked`."""
-    nothing: dict[str, Any] = {
-        "prompt_len": _PROMPT_LEN, "seed": 0, "index": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "stop_ids": (),
-        "raw": False, "processed": False, "top": 0,
-    }  # fmt: skip
-    return SamplerSpec(**(nothing | asked))
+    return SamplerSpec(prompt_len=_PROMPT_LEN, **({"temperature": 1.0} | asked))
 
 
 _PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}

@@ -46,23 +46,7 @@ _TOLERANCE = {
 # least share of (position, layer) whose set of experts is the same
 _AGREEMENT = {torch.float64: 0.99, torch.float32: 0.99, torch.bfloat16: 0.85, torch.float16: 0.85}
 
-_GREEDY = SamplerSpec(
-    prompt_len=0,
-    seed=0,
-    index=0,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    min_tokens=0,
-    stop_ids=(),
-    raw=False,
-    processed=False,
-    top=0,
-)
+_GREEDY = SamplerSpec(prompt_len=0)
 
 
 @dataclass(frozen=True)
