@@ -80,7 +80,7 @@ def test_what_is_refused_follows_from_the_requirements() -> None:
     assert {"fdasync_fleet", "fdasync_kernels", "zmq", "triton", "transformers"} <= set(refused("fdasync"))
     assert {"fdasync_fleet", "zmq", "fdasync_transformers"} <= set(refused("fdasync-kernels"))
     assert "triton" not in refused("fdasync-kernels")
-    assert set(refused("fdasync-ray")) >= {"fdasync_http", "torch", "transformers"}
+    assert set(refused("fdasync-ray")) >= {"torch", "transformers"}
     assert entry_points(group="fdasync.stores"), "without a package that is installed nothing would be shown"
 
 
