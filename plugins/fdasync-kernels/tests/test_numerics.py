@@ -30,12 +30,14 @@ BF16 = torch.bfloat16
 SMALL = Shape(heads=4, kv_heads=2)
 WIDE = Shape(heads=8, kv_heads=2, key_dim=128, value_dim=128, dtype=BF16)
 SHORT = WIDE._replace(reach=("window", 20), sinks=True)
+# keys of a sequence that several parts of a kernel's grid share
+LONG = 700
 SMALL_LATENTS = latent_layers.Shape()
 WIDE_LATENTS = latent_layers.Shape(heads=40, rank=512, dims=64, dtype=BF16)
 
 
-def attend_prefill(run: Run, device: torch.device, shape: Shape = SMALL) -> None:
-    starts, counts = [0, 40, 3], [20, 1, 9]
+def attend_prefill(run: Run, device: torch.device, shape: Shape = SMALL, before: int = 40) -> None:
+    starts, counts = [0, before, 3], [20, 1, 9]
     case, sinks = make_layer(shape, [sum(both) for both in zip(starts, counts, strict=True)], device, block_tokens=16)
     query = make_query(shape, sum(counts), device) / shape.key_dim**0.25
     out, row = attention_layers.prefill(shape, case, sinks, query, starts, counts, attend=run), 0
@@ -45,8 +47,8 @@ def attend_prefill(run: Run, device: torch.device, shape: Shape = SMALL) -> None
         row += count
 
 
-def attend_decode(run: Run, device: torch.device, shape: Shape = SMALL) -> None:
-    lengths = [1, 17, 50]
+def attend_decode(run: Run, device: torch.device, shape: Shape = SMALL, longest: int = 50) -> None:
+    lengths = [1, 17, longest]
     case, sinks = make_layer(shape, lengths, device, block_tokens=16)
     query = make_query(shape, len(lengths), device) / shape.key_dim**0.25
     out = attention_layers.decode(
@@ -56,8 +58,10 @@ def attend_decode(run: Run, device: torch.device, shape: Shape = SMALL) -> None:
     assert_close(out, attention_layers.expected(shape, case, sinks, query, whose), shape.dtype)
 
 
-def attend_latents(run: Run, device: torch.device, shape: latent_layers.Shape = SMALL_LATENTS) -> None:
-    lengths = [1, 17, 50]
+def attend_latents(
+    run: Run, device: torch.device, shape: latent_layers.Shape = SMALL_LATENTS, longest: int = 50
+) -> None:
+    lengths = [1, 17, longest]
     case = latent_layers.make_latents(shape, lengths, device, block_tokens=16)
     query = latent_layers.make_query(shape, len(lengths), device)
     out = latent_layers.decode(shape, case, query, case.lanes, latent_layers.last(lengths, device), attend=run)
@@ -104,13 +108,19 @@ CASES: dict[str, list[Callable[[Run, torch.device], None]]] = {
         attend_prefill,
         lambda run, device: attend_prefill(run, device, WIDE),
         lambda run, device: attend_prefill(run, device, SHORT),
+        lambda run, device: attend_prefill(run, device, WIDE, LONG),
     ],
     "attend_decode": [
         attend_decode,
         lambda run, device: attend_decode(run, device, WIDE),
         lambda run, device: attend_decode(run, device, SHORT),
+        lambda run, device: attend_decode(run, device, WIDE, LONG),
     ],
-    "attend_latents": [attend_latents, lambda run, device: attend_latents(run, device, WIDE_LATENTS)],
+    "attend_latents": [
+        attend_latents,
+        lambda run, device: attend_latents(run, device, WIDE_LATENTS),
+        lambda run, device: attend_latents(run, device, SMALL_LATENTS, LONG),
+    ],
     "experts": [experts, lambda run, device: experts(run, device, 40, BF16)],
     "linear": [linear, lambda run, device: linear(run, device, BF16), linear_into],
     "router_logits": [router_logits, lambda run, device: router_logits(run, device, BF16)],
