@@ -55,8 +55,8 @@ from fdasync.errors import (
     WorkerStuck,
     WrongLoop,
 )
-from fdasync.ipc.rpc import Failed
-from fdasync.runner.worker.messages import ERRORS, error_of
+from fdasync.ipc.errors import Failed
+from fdasync.runner.worker.main import RunnerService
 
 EXAMPLES = [
     (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),
@@ -161,6 +161,13 @@ def test_types_that_callers_know():
 
 
 # -- the wire
+
+
+ERRORS = RunnerService.errors
+
+
+def error_of(error: BaseException) -> FdasyncError:
+    return RunnerService().error_of(None, error)
 
 
 WHOLE = [

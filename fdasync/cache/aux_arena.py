@@ -17,18 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdasync.cache.aux import ROUTING
-from fdasync.cache.picks import PickTable
+from fdasync.cache.aux import ROUTING, AuxSpec
+from fdasync.cache.picks import PickShape, PickTable
 from fdasync.errors import InvariantBroken
 from fdasync.ipc.shared_memory import Part, SharedRegion, page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from fdasync.cache.aux import AuxSpec
-    from fdasync.cache.picks import PickShape
 
 
 def arena_nbytes(num_slots: int, block_tokens: int, specs: Sequence[AuxSpec], picks: PickShape | None = None) -> int:
@@ -49,6 +46,9 @@ class AuxArena:
         written_nbytes: bytes of the rows that `scatter` wrote through this object.
         picks: counts of the experts in rows that were written by `scatter`; None: nothing counts.
     """
+
+    # how it crosses to another process (`ipc/remote.py`)
+    plan_type = tuple[int, int, tuple[AuxSpec, ...], PickShape | None]
 
     def __init__(
         self,
@@ -87,12 +87,19 @@ class AuxArena:
         return cls(region, num_slots, block_tokens, specs, picks)
 
     @classmethod
-    def attach(
-        cls, fd: int, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec], picks: PickShape | None = None
-    ) -> AuxArena:
-        """The arena behind a descriptor, which belongs to the result. Raises InvariantBroken if it is too small."""
-        region = SharedRegion(fd, arena_nbytes(num_slots, block_tokens, specs, picks))
-        return cls(region, num_slots, block_tokens, specs, picks)
+    def attach(cls, plan: tuple[int, int, tuple[AuxSpec, ...], PickShape | None], fds: Iterator[int]) -> AuxArena:
+        """The arena of another process; its descriptor belongs to the result. Raises InvariantBroken if it is too
+        small, OSError."""
+        return cls(SharedRegion(next(fds), arena_nbytes(*plan)), *plan)
+
+    @property
+    def plan(self) -> tuple[int, int, tuple[AuxSpec, ...], PickShape | None]:
+        picks = None if self.picks is None else self.picks.shape
+        return self.num_slots, self.block_tokens, self.specs, picks
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self.region.fds
 
     def scatter(
         self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]

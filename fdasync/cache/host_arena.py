@@ -19,6 +19,8 @@ import numpy as np
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 
@@ -53,6 +55,9 @@ class HostArena:
         kv: uint8 [num_blocks, block_nbytes], the KV of each block over the shared bytes (rows are strided).
     """
 
+    # how it crosses to another process (`ipc/remote.py`)
+    plan_type = tuple[int, int]
+
     def __init__(self, region: SharedRegion, num_blocks: int, block_nbytes: int) -> None:
         self.region = region
         self.num_blocks = num_blocks
@@ -70,9 +75,18 @@ class HostArena:
         return cls(region, num_blocks, block_nbytes)
 
     @classmethod
-    def attach(cls, fd: int, num_blocks: int, block_nbytes: int) -> HostArena:
-        """The arena behind a descriptor, which belongs to the result. Raises InvariantBroken if it is too small."""
-        return cls(SharedRegion(fd, host_nbytes(num_blocks, block_nbytes)), num_blocks, block_nbytes)
+    def attach(cls, plan: tuple[int, int], fds: Iterator[int]) -> HostArena:
+        """The arena of another process; its descriptor belongs to the result. Raises InvariantBroken if it is too
+        small, OSError."""
+        return cls(SharedRegion(next(fds), host_nbytes(*plan)), *plan)
+
+    @property
+    def plan(self) -> tuple[int, int]:
+        return self.num_blocks, self.block_nbytes
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self.region.fds
 
     def header(self, block: int, region: int) -> Part:
         """Where the header of a stored object goes; `region` is this region's number in `Store.open`."""

@@ -10,11 +10,11 @@ import asyncio
 from array import array
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fdasync.errors import DeadlineExceeded, EngineClosed, TokenizerFailed, WorkerStuck
 from fdasync.ipc.deadlines import Within
-from fdasync.ipc.rpc import ErrorTable, RpcClient
+from fdasync.ipc.errors import ErrorTable
+from fdasync.ipc.remote import remote
+from fdasync.ipc.rpc import RpcClient
 from fdasync.ipc.service import Service, serve
 from fdasync.registry.registry import TOKENIZERS, Registry
 
@@ -22,23 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.engine.tokenizer import Tokenizer
-
-_ERRORS = ErrorTable(TokenizerFailed)
-_NOTHING = msgspec.msgpack.Decoder(None)
-_BYTES = msgspec.msgpack.Decoder(bytes)
-
-
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Use this tokenizer for the texts that follow: its entry-point name, and the model folder for its factory."""
-
-    name: str
-    model: str
-
-
-class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
-    """Tokenise this text; the answer is its token ids, int32 little-endian."""
-
-    text: str
+    from fdasync.errors import FdasyncError
 
 
 def token_ids(tokenizer: Tokenizer, text: str) -> array[int]:
@@ -78,10 +62,11 @@ class TokenizerProcess:
             raise EngineClosed("closed")
         child = self._child
         if child is None or child.ending is not None:
-            child = self._child = RpcClient(asyncio.get_running_loop(), "tokenizer", __name__, _ERRORS)
+            child = RpcClient(asyncio.get_running_loop(), "tokenizer", __name__, TokenizerService.errors)
+            self._child = child
             # the answer to each text repeats a failure to load
-            child.send(Load(self._name, self._model), _NOTHING)
-        answer = child.send(Encode(text), _BYTES, fits=lambda tokens: len(tokens) % 4 == 0)
+            child.tell(TokenizerService.load, self._name, self._model)
+        answer = child.call(TokenizerService.encode, text)
         try:
             async with Within(deadline_s):
                 tokens = await asyncio.shield(answer)
@@ -98,31 +83,41 @@ class TokenizerProcess:
             await self._child.kill(EngineClosed("closed"))
 
 
-class _TokenizerService(Service):
+class TokenizerService(Service):
     """One tokenizer in the child. It tokenises one text after the other, and blocks the child's loop meanwhile."""
 
-    messages = Load | Encode
-    errors = _ERRORS
+    errors = ErrorTable(TokenizerFailed)
 
     def __init__(self) -> None:
         self._name = ""
         self._problem = ""
         self._tokenizer: Tokenizer | None = None
 
-    async def perform(self, message: Load | Encode, fds: list[int]) -> bytes | None:  # noqa: ARG002 - the contract's
-        if isinstance(message, Encode):
-            if self._tokenizer is None:
-                raise TokenizerFailed(self._name, self._problem)
-            return token_ids(self._tokenizer, message.text).tobytes()
-        self._name = message.name
+    @remote()
+    def load(self, name: str, model: str) -> None:
+        """Use this tokenizer for the texts that follow: its entry-point name, and the model folder for its factory."""
+        self._name = name
         try:
-            self._tokenizer = Registry().load_function(TOKENIZERS, message.name)(message.model)
+            self._tokenizer = Registry().load_function(TOKENIZERS, name)(model)
         except Exception as error:
-            self._problem = f"it cannot be loaded for {message.model}: {type(error).__name__}: {error}"
-        return None
+            self._problem = f"it cannot be loaded for {model}: {type(error).__name__}: {error}"
 
-    def error_of(self, message: Load | Encode, error: BaseException) -> TokenizerFailed:  # noqa: ARG002 - the contract's
-        problem = error.problem if isinstance(error, TokenizerFailed) else f"{type(error).__name__}: {error}"
+    @remote(fits=lambda tokens, _: len(tokens) % 4 == 0)
+    async def encode(self, text: str) -> bytes:
+        """The token ids of a text, int32 little-endian. Raises TokenizerFailed."""
+        if self._tokenizer is None:
+            raise TokenizerFailed(self._name, self._problem)
+        return token_ids(self._tokenizer, text).tobytes()
+
+    def error_of(self, message: Any, error: BaseException) -> FdasyncError:
+        """See `Service`. The error names the tokenizer as the engine does, and not its class."""
+        return (
+            self.otherwise(message, error.problem)
+            if isinstance(error, TokenizerFailed)
+            else super().error_of(message, error)
+        )
+
+    def otherwise(self, message: Any, problem: str) -> TokenizerFailed:  # noqa: ARG002 - the contract's
         return TokenizerFailed(self._name, problem)
 
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
@@ -131,4 +126,4 @@ class _TokenizerService(Service):
 
 def main() -> None:
     """The child."""
-    serve(_TokenizerService())
+    serve(TokenizerService())

@@ -63,9 +63,10 @@ class Channel:
         return sum(len(part) for part, _ in self._unsent)
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
-        """Queue a frame. The kernel duplicates the fds when it sends them: keep them open until then.
+        """Queue a frame. The fds stay the caller's, who may close them at once: copies wait for the kernel.
 
-        After `close`, or when the peer is gone, frames are dropped. Raises ProtocolError for a frame above the limits.
+        After `close`, or when the peer is gone, frames are dropped. Raises ProtocolError for a frame above the limits,
+        OSError where there is no descriptor left for a copy.
         """
         if self._closed:
             return
@@ -73,7 +74,7 @@ class Channel:
             limit = f"{MAX_FRAME_NBYTES} bytes or {_MAX_FDS} fds"
             raise ProtocolError(f"a frame of {len(payload)} bytes with {len(fds)} fds is above the limit of {limit}")
         frame = _HEADER.pack(len(payload), len(fds)) + payload
-        self._unsent.append((memoryview(frame), list(fds)))
+        self._unsent.append((memoryview(frame), _copies(fds)))
         if len(self._unsent) == 1 and not self._write_some():
             self._loop.add_writer(self._sock.fileno(), self._write)
 
@@ -85,10 +86,8 @@ class Channel:
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        self._unsent.clear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        self._drop_unsent()
+        _close(self._fds)
 
     def _write(self) -> None:
         if self._write_some():
@@ -104,13 +103,19 @@ class Channel:
                 return False
             except OSError:
                 # the reader sees the end of the stream and reports it
-                self._unsent.clear()
+                self._drop_unsent()
                 return True
+            _close(fds)
             if sent < len(part):
                 self._unsent[0] = (part[sent:], [])
             else:
                 self._unsent.popleft()
         return True
+
+    def _drop_unsent(self) -> None:
+        for _, fds in self._unsent:
+            _close(fds)
+        self._unsent.clear()
 
     def drain(self) -> None:
         """Deliver all frames that the peer wrote before it ended."""
@@ -183,3 +188,18 @@ class Channel:
         if not self._closed:
             self.close()
             self._on_end(error)
+
+
+def _copies(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        copies.extend(os.dup(fd) for fd in fds)
+    except OSError:
+        _close(copies)
+        raise
+    return copies
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

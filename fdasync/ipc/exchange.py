@@ -20,7 +20,7 @@ from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.ipc.shared_memory import SharedRegion, page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     Buffer = bytes | bytearray | memoryview
 
@@ -71,6 +71,10 @@ class Meeting:
             self.close()
             raise
 
+    def seat(self, rank: int, deadline_s: float) -> Seat:
+        """A rank's place, for its process; `deadline_s` as `Exchange` has it. Raises as `fds`."""
+        return Seat((rank, self.ranks, deadline_s, self.slot_nbytes), self.fds(rank))
+
     def fds(self, rank: int) -> list[int]:
         """What `Exchange` takes for this rank. The descriptors stay this object's; send them to the process.
 
@@ -110,6 +114,27 @@ class Meeting:
             os.close(fd)
         self._signals = {}
         self._region.close()
+
+
+class Seat:
+    """A rank's place in a meeting, as it crosses to the rank's process (`ipc/remote.py`)."""
+
+    # rank, ranks, deadline_s, slot_nbytes
+    plan_type = tuple[int, int, float, int]
+
+    def __init__(self, plan: tuple[int, int, float, int], fds: Sequence[int]) -> None:
+        self.plan = plan
+        self.fds = fds
+
+    @classmethod
+    def attach(cls, plan: tuple[int, int, float, int], fds: Iterator[int]) -> Seat:
+        """A place that came; its descriptors belong to the exchange that `take` makes."""
+        return cls(plan, [next(fds) for _ in range(2 * plan[1] - 1)])
+
+    def take(self) -> Exchange:
+        """The rank's end. Raises as `Exchange`."""
+        rank, ranks, deadline_s, slot_nbytes = self.plan
+        return Exchange(rank, ranks, self.fds, deadline_s=deadline_s, slot_nbytes=slot_nbytes)
 
 
 class Exchange:

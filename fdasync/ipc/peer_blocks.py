@@ -14,17 +14,16 @@ calls it.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from fdasync.errors import RunnerError
 from fdasync.ipc.block_sums import WORD_NBYTES, added
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Sequence
+from fdasync.ipc.remote import Fd, remote
 
 #: stands for the checksum of a block that two processes have with different bytes
 DIFFERENT = -1
@@ -111,7 +110,8 @@ class PeerBlocks(ABC):
         """Descriptors of the pools. Raises RunnerError."""
 
     @abstractmethod
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None:
+    @remote(beside=True)
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None:
         """Map another instance's pools, under a name that is not open. The descriptors stay the caller's, open until
         this has returned.
 
@@ -120,10 +120,12 @@ class PeerBlocks(ABC):
         """
 
     @abstractmethod
+    @remote(beside=True)
     async def close_source(self, source: bytes) -> None:
         """Unmap an instance's pools once no copy out of them is in flight; idempotent."""
 
     @abstractmethod
+    @remote(beside=True)
     def pull(self, pull: BlockPull) -> asyncio.Future[list[int]]:
         """Copy blocks; the future has the checksum of each block as it is here now, or `DIFFERENT`.
 
@@ -133,6 +135,7 @@ class PeerBlocks(ABC):
         """
 
     @abstractmethod
+    @remote(beside=True)
     def sums(self, blocks: Sequence[int]) -> asyncio.Future[list[int]]:
         """The checksum of each block of this instance; as `pull`. The caller gives the blocks no writer meanwhile."""
 

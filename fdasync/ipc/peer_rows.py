@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from fdasync.ipc.peer_blocks import BlockPull, PoolExport
     from fdasync.ipc.peer_pool import PeerPool
+    from fdasync.ipc.remote import Fd
 
 _IDLE_S = 60.0
 
@@ -89,7 +90,7 @@ class PeerRows(PeerBlocks):
     async def export(self) -> Exported:
         return Exported((self._own,), (self._pool.export(),))
 
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None:
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None:
         if source in self._sources:
             raise InvariantBroken("another instance's pools are open under this name")
         opened = _Source()

@@ -1,28 +1,29 @@
 """Numbered calls to a child process: the messages on the channel, and the parent's side of it.
 
-The parent sends messages of its room, each under a number; the child performs them (`ipc/service.py`) and answers each
-number once: with a value, with an error by class and fields, or with the word that it stopped. A wait for an answer may
-end before the work: the call stays known until it is answered. The end of the child fails every call that is left, and
-only after the child was reaped: from then on it writes to no shared memory. This module knows no message of any room.
-The proxies of the store's process and of the worker, and the tokenizer's process, call it.
+The parent calls methods of a contract (`ipc/remote.py`), each under a number; the child performs them
+(`ipc/service.py`) and answers each number once: with a value, with an error by class and fields, or with the word that
+it stopped. A wait for an answer may end before the work: the call stays known until it is answered. The end of the
+child fails every call that is left, and only after the child was reaped: from then on it writes to no shared memory.
+This module knows no contract. The parents of all child processes call it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import os
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import msgspec
 
-from fdasync.errors import FdasyncError, ProtocolError
+from fdasync.errors import ProtocolError
 from fdasync.ipc.child import ChildProcess
+from fdasync.ipc.errors import ErrorTable, Failed
+from fdasync.ipc.remote import Method, method_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -58,20 +59,6 @@ class Answer(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag="answ
     value: T
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """To the parent: the call raised.
-
-    Attributes:
-        number: of the call.
-        kind: name of the error's class.
-        fields: its constructor's arguments.
-    """
-
-    number: int
-    kind: str
-    fields: dict[str, str | int | None]
-
-
 class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
     """To the parent: the call ended because it was cancelled.
 
@@ -80,37 +67,6 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
     """
 
     number: int
-
-
-class ErrorTable:
-    """The classes of errors that may cross a channel; no other class is made from a peer's message.
-
-    Args:
-        kinds: each keeps the arguments of its constructor as attributes of the same names.
-    """
-
-    def __init__(self, *kinds: type[FdasyncError]) -> None:
-        self._fields = {kind: frozenset(inspect.signature(kind).parameters) for kind in kinds}
-
-    def __contains__(self, error: BaseException) -> bool:
-        return type(error) in self._fields
-
-    def pack(self, number: int, error: FdasyncError) -> Failed:
-        """An error of the table, for the wire. A limit may be of any type, so it crosses in words."""
-        values = {name: getattr(error, name) for name in self._fields[type(error)]}
-        fields = {
-            name: value if value is None or (isinstance(value, int) and name != "limit") else str(value)
-            for name, value in values.items()
-        }
-        return Failed(number, type(error).__name__, fields)
-
-    def unpack(self, failed: Failed) -> FdasyncError:
-        """The error of a message. Raises ProtocolError for a class that is not in the table, or for wrong fields."""
-        for kind, fields in self._fields.items():
-            if kind.__name__ == failed.kind and failed.fields.keys() == fields:
-                with contextlib.suppress(TypeError, ValueError):
-                    return kind(**failed.fields)
-        raise ProtocolError(f"a child process failed in a way that has no name here: {failed.kind}")
 
 
 class RpcClient:
@@ -143,10 +99,8 @@ class RpcClient:
         self._name = name
         self._errors = errors
         self._number = 0
-        # by number: the future, how its value is decoded, and whether the value fits the call
-        self._calls: dict[
-            int, tuple[asyncio.Future[Any], msgspec.msgpack.Decoder[Any], Callable[[Any], bool] | None]
-        ] = {}
+        # by number: the future, what was called, and with what
+        self._calls: dict[int, tuple[asyncio.Future[Any], Method[Any], msgspec.Struct]] = {}
         self._cancelled: set[int] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Answer[msgspec.Raw] | Failed | Stopped)
@@ -159,42 +113,45 @@ class RpcClient:
         """How many calls have no answer, those included that no caller waits for any more."""
         return len(self._calls)
 
-    def send(
-        self,
-        message: msgspec.Struct,
-        kind: msgspec.msgpack.Decoder[T],
-        *,
-        fds: Sequence[int] = (),
-        fits: Callable[[T], bool] | None = None,
+    def call(
+        self, function: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
-        """Call; the future ends with the answer. Cancelling the future stops the waiting only.
+        """Call a marked method; the future ends with its answer. Cancelling the future stops the waiting only.
 
-        Args:
-            kind: decodes the answer's value.
-            fds: ride along; keep them open until the answer has come.
-            fits: whether a value can be the answer to this call. If it is False or raises ProtocolError the child broke
-                the protocol, and is killed.
-
-        Raises TypeError, ValueError or OverflowError for a message that cannot be encoded, ProtocolError for a message
-        that is too large. A child that is ending is sent nothing: the future fails when the child is gone.
+        An answer that cannot be decoded, or does not fit the call, breaks the protocol: the child is killed. Raises
+        TypeError, ValueError or OverflowError for arguments that cannot be encoded, ProtocolError for a message that is
+        too large. A child that is ending is sent nothing: the future fails when the child is gone.
         """
+        return self.send(method_of(function), args, kwargs)
+
+    def tell(
+        self, function: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[None]:
+        """As `call`, of a method that returns nothing at once."""
+        return self.send(method_of(function), args, kwargs)
+
+    def send(self, method: Method[T], args: Sequence[Any], kwargs: dict[str, Any]) -> asyncio.Future[T]:
+        """As `call`."""
         answer: asyncio.Future[T] = self._loop.create_future()
         if self.gone.done():
             _fail(answer, self.gone.result())  # it is done
             return answer
+        message, fds = method.pack(args, kwargs)
         number = self._number + 1
         if self.ending is None:
             self.process.channel.send(self._encoder.encode(Call(number, message)), fds)
         # a call to a child that is ending fails with all others: never before the owner has learned of the end
         self._number = number
-        self._calls[number] = answer, kind, fits
+        self._calls[number] = answer, method, message
         return answer
 
-    async def ask(
-        self, message: msgspec.Struct, kind: msgspec.msgpack.Decoder[T], fits: Callable[[T], bool] | None = None
-    ) -> T:
+    async def ask(self, function: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call and wait for the answer, even when cancelled; then the child is asked, once, to stop the call."""
-        answer = self.send(message, kind, fits=fits)
+        return await self.ask_for(method_of(function), args, kwargs)
+
+    async def ask_for(self, method: Method[T], args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+        """As `ask`."""
+        answer = self.send(method, args, kwargs)
         number = self._number
         cancelled: asyncio.CancelledError | None = None
         while not answer.done():
@@ -239,12 +196,12 @@ class RpcClient:
             call = self._calls.get(number)
             if call is None:
                 raise ProtocolError(f"the {self._name} process answered call {number}, which was not made")
-            answer, kind, fits = call
-            value = kind.decode(message.value) if isinstance(message, Answer) else message
+            answer, method, asked = call
+            value = method.answer.decode(message.value) if isinstance(message, Answer) else message
         except (msgspec.MsgspecError, ValueError) as error:
             raise ProtocolError(f"the {self._name} process sent what cannot be decoded: {error}") from None
         if isinstance(message, Answer):
-            fit = fits is None or fits(value)
+            fit = method.fits(value, asked)
             if fit and not answer.done():
                 answer.set_result(value)
         elif isinstance(message, Failed):

@@ -1,53 +1,67 @@
 """The child's side of `ipc/rpc.py`: a service that performs its parent's calls until the parent closes or dies.
 
-It knows no message and no process but its own. The programs of the store's process, the worker and the tokenizer's
-process call it.
+It knows no contract and no process but its own. The programs of all child processes call it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import msgspec
 
-from fdasync.errors import ProtocolError
+from fdasync.errors import FdasyncError, ProtocolError
 from fdasync.ipc.channel import Channel
 from fdasync.ipc.child import die_with_parent, leave, start_quietly
-from fdasync.ipc.rpc import Answer, Call, Cancel, Close, ErrorTable, Failed, Stopped
+from fdasync.ipc.remote import marked
+from fdasync.ipc.rpc import Answer, Call, Cancel, Close, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Sequence
 
-    from fdasync.errors import FdasyncError
+    from fdasync.ipc.errors import ErrorTable, Failed
+    from fdasync.ipc.remote import Method
 
 
 class Service(ABC):
-    """The work of one kind of child.
+    """The work of one kind of child: its own marked methods (`ipc/remote.py`), and those of other objects.
+
+    Calls begin in the order sent and run at the same time. A method that is no coroutine function has run before a
+    later call begins.
 
     Attributes:
-        messages: the type, or union of types, that the parent may send.
+        serves: contracts that other objects of the service keep.
         errors: the errors that answers may carry.
     """
 
-    messages: ClassVar[Any]
+    serves: ClassVar[tuple[type, ...]] = ()
     errors: ClassVar[ErrorTable]
 
-    @abstractmethod
-    def perform(self, message: Any, fds: list[int]) -> Awaitable[object]:
-        """Begin a call, in the order sent; calls run at the same time. The awaitable ends with the answer's value.
+    def target(self, method: Method[Any]) -> object:  # noqa: ARG002 - for services that have other objects, too
+        """The object that has this method."""
+        return self
 
-        Fds that are taken out of the list belong to the service; those left in it are closed when the call has ended.
-        """
+    def perform(self, method: Method[Any], message: Any, fds: list[int]) -> object:
+        """Begin a call; returns its value, or an awaitable of it."""
+        return method.call(self.target(method), message, fds)
 
-    @abstractmethod
     def error_of(self, message: Any, error: BaseException) -> FdasyncError:
-        """The error of `errors` that answers a failed call. A call that cancelled itself has failed, too."""
+        """The error that answers a failed call. A call that cancelled itself has failed, too."""
+        if error in self.errors:
+            assert isinstance(error, FdasyncError)
+            return error
+        return self.otherwise(message, f"{type(error).__name__}: {error}")
+
+    @abstractmethod
+    def otherwise(self, message: Any, problem: str) -> FdasyncError:
+        """The error of the table that stands for one that is not in it."""
 
     @abstractmethod
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
@@ -65,9 +79,10 @@ class _Server:
         self._service = service
         self._ended: asyncio.Future[None] = loop.create_future()
         self._error: Exception | None = None
-        self._decoder: msgspec.msgpack.Decoder[Call[Any]] = msgspec.msgpack.Decoder(
-            Call[service.messages | Cancel | Close]  # type: ignore[name-defined]
-        )
+        methods = marked(*service.serves, type(service)).values()
+        self._methods = {message: method for method in methods for message in method.messages}
+        known: Any = reduce(or_, [*self._methods, Cancel, Close])
+        self._decoder: msgspec.msgpack.Decoder[Call[Any]] = msgspec.msgpack.Decoder(Call[known])
         self._encoder = msgspec.msgpack.Encoder()
         self._running: dict[int, asyncio.Future[Any]] = {}
         self._cancelled: set[int] = set()
@@ -98,13 +113,20 @@ class _Server:
         elif number in self._running:
             raise ProtocolError(f"call {number} came twice")
         else:
-            try:
-                work = asyncio.ensure_future(self._service.perform(message, fds))
-            except Exception as error:
-                work = self._loop.create_future()
-                work.set_exception(error)
+            work = self._begin(message, fds)
             self._running[number] = work
             work.add_done_callback(partial(self._answer, number, message, fds))
+
+    def _begin(self, message: Any, fds: list[int]) -> asyncio.Future[Any]:
+        ended: asyncio.Future[Any] = self._loop.create_future()
+        try:
+            begun = self._service.perform(self._methods[type(message)], message, fds)
+            if inspect.isawaitable(begun):
+                return asyncio.ensure_future(begun)
+            ended.set_result(begun)
+        except Exception as error:
+            ended.set_exception(error)
+        return ended
 
     def _end(self, error: Exception | None) -> None:
         self._error = self._error or error

@@ -21,6 +21,8 @@ import numpy as np
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 PAGE_NBYTES = 4096
@@ -64,6 +66,9 @@ class SharedRegion:
         map: the mapping itself, for numpy and torch to build views on.
     """
 
+    # how it crosses to another process (`ipc/remote.py`): by its size, and its descriptor
+    plan_type = int
+
     def __init__(self, fd: int, nbytes: int, *, keeps_fd: bool = True) -> None:
         """Attach to `fd`, which this object owns from now on, and closes where it raises.
 
@@ -97,6 +102,19 @@ class SharedRegion:
             os.close(fd)
             raise
         return cls(fd, nbytes, keeps_fd=keeps_fd)
+
+    @property
+    def plan(self) -> int:
+        return self.nbytes
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return (self.fd,)
+
+    @classmethod
+    def attach(cls, plan: int, fds: Iterator[int]) -> SharedRegion:
+        """The memory of another process. Raises as the constructor."""
+        return cls(next(fds), plan)
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
         """A writable view of some of its bytes; the mapping lives while views do."""

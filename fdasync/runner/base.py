@@ -7,12 +7,16 @@ number; it knows nothing of requests, text, prefix caching or deadlines. Called 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
 from fdasync.errors import (
     BadInput,
@@ -23,21 +27,18 @@ from fdasync.errors import (
     WeightsBroken,
     WeightsRejected,
 )
-from fdasync.request import Numerics
+from fdasync.events.actions import RunStep, SwapIn, SwapOut
+from fdasync.ipc.remote import NO_FD, Fd, remote
+from fdasync.request import Grammar, GroupTensors, MemoryPart, Numerics, WeightsFingerprint, WeightsGroup
 from fdasync.request import TensorMeta as TensorMeta
 from fdasync.result import TopLogprobs
 from fdasync.runner.chosen import ChosenRows, ChosenShape
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from fdasync.cache.aux_arena import AuxArena
-    from fdasync.cache.host_arena import HostArena
-    from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.report import ModelReport
 
 
@@ -294,6 +295,7 @@ class Runner(ABC):
         """
 
     @abstractmethod
+    @remote()
     async def bind(
         self,
         num_blocks: int,
@@ -309,6 +311,7 @@ class Runner(ABC):
         """
 
     @abstractmethod
+    @remote()
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """Start a step; return at once. Steps complete in the order of launch.
 
@@ -317,6 +320,7 @@ class Runner(ABC):
         caller gives no block or slot of the step to another writer.
         """
 
+    @remote()
     async def lend(self, key: int, rows: ChosenRows) -> None:
         """Lend the memory for the positions that indexers choose for the tokens of sequence `key`; called once, before
         the step that starts it first, where its `SamplerSpec.chosen_from` is not -1.
@@ -329,12 +333,14 @@ class Runner(ABC):
         """
         raise InvariantBroken(f"positions of sequence {key} from {rows.start} on, of a runner that tells none")
 
+    @remote()
     def take_back(self, key: int) -> None:
         """What was lent for a sequence has no use any more: no later step computes it; steps in flight may still write.
         Called once for each `lend` that began and raised no error but CancelledError."""
         raise InvariantBroken(f"positions of sequence {key}, which were never lent")
 
     @abstractmethod
+    @remote()
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """Start copying the KV of whole blocks between device and host; return at once.
 
@@ -351,6 +357,7 @@ class Runner(ABC):
         """
         return None
 
+    @remote(beside=True, ranks="first")
     async def check_grammar(self, grammar: Grammar) -> None:
         """Check a grammar before a sequence asks for it; steps may be in flight.
 
@@ -360,6 +367,7 @@ class Runner(ABC):
 
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
 
+    @remote(words="loading a folder", changes=True)
     async def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder's, of the same architecture; returns their weights id.
 
@@ -367,6 +375,7 @@ class Runner(ABC):
         """
         raise WeightsRejected(f"this runner cannot load {path!r}: it takes no new weights")
 
+    @remote(words="reading a folder")
     async def read_weights_id(self, path: str) -> str:
         """The weights id that `load_folder` of this folder would return. Reads the whole folder, changes nothing.
 
@@ -374,29 +383,35 @@ class Runner(ABC):
         """
         raise WeightsRejected(f"this runner cannot compare {path!r} with the weights in use")
 
+    @remote(words="reading a folder", ranks="first")
     async def delta_base(self, path: str) -> str:  # noqa: ARG002 - the contract's
         """The weights id that the weights in use must have when `load_folder` applies this folder of changed tensors to
         them; "" for a whole checkpoint, as this default says of all folders. Changes nothing. Raises WeightsRejected.
         """
         return ""
 
-    async def forget_weights(self) -> None:  # noqa: B027 - a runner whose updates are always whole has nothing to do
+    @remote(words="forgetting weights")  # noqa: B027 - a runner whose updates are always whole has nothing to do
+    async def forget_weights(self) -> None:
         """Nobody wants the present weights, though an update has ended: refuse the next update unless it brings all of
         them (a whole folder, or every tensor). No step comes before one has."""
 
+    @remote(words="checking tensors", changes=True)
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         """Check names, shapes and dtypes of the tensors to come; changes nothing yet. Raises WeightsRejected."""
         raise WeightsRejected(f"this runner takes no new weights ({len(tensors)} tensors were given)")
 
+    @remote(words="writing tensors", changes=True)
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Write the next bytes of tensor `number` of `begin_tensors`. Tensors come whole and in order, in pieces of
         whole elements. `data` is the caller's again on return. Raises WeightsBroken."""
         raise InvariantBroken(f"write_tensor({number}, {offset_nbytes}) of {len(data)} bytes without begin_tensors")
 
+    @remote(words="ending an update", changes=True)
     async def end_tensors(self) -> None:
         """End the update: every byte was written. Other tensors keep their values. Raises WeightsBroken."""
         raise InvariantBroken("end_tensors without begin_tensors")
 
+    @remote(words="hashing weights")
     async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
         """Read and hash the weights in use, which an update has ended; changes nothing.
 
@@ -408,11 +423,13 @@ class Runner(ABC):
         what = "the digests of its tensors" if with_tensors else "the fingerprint of its weights"
         raise WeightsBroken(f"this runner cannot tell {what}")
 
-    async def reach_group(self, group: WeightsGroup) -> None:  # noqa: B027 - one that joins none waits for nobody
+    @remote(beside=True, ranks="first")  # noqa: B027 - one that joins none waits for nobody
+    async def reach_group(self, group: WeightsGroup) -> None:
         """Wait until the store of a group answers, while steps go on. Changes nothing. The caller bounds it; cancelling
         it ends it. Raises WeightsRejected if something else than a store answers."""
 
-    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
+    @remote(words="joining a group")
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: Fd = NO_FD) -> None:
         """Become a rank of a trainer's process group; returns once the ranks have met, or are ready to.
 
         Args:
@@ -429,9 +446,11 @@ class Runner(ABC):
         del interface, limit_s, stop
         raise WeightsRejected(f"this runner joins no process group ({group.name!r})")
 
-    async def leave_group(self, name: str) -> None:  # noqa: B027 - a runner that joins none leaves none
+    @remote(words="leaving a group")  # noqa: B027 - a runner that joins none leaves none
+    async def leave_group(self, name: str) -> None:
         """Leave a group, if there is one of that name. Its other ranks see the end of the connection."""
 
+    @remote(words="receiving tensors", changes=True)
     async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
         """Check tensors as `begin_tensors` does, and receive them from rank 0 of a group in place.
 
@@ -446,6 +465,7 @@ class Runner(ABC):
         del limit_s, first, last
         raise WeightsRejected(f"this runner joins no process group ({source.group!r})")
 
+    @remote(words="ending an update", changes=True)
     async def end_received(self) -> None:
         """End an update whose tensors have all come, the last ones by `receive_tensors` without `last`. Raises
         WeightsBroken where it does not replace all that an earlier update broke."""
@@ -453,6 +473,7 @@ class Runner(ABC):
 
     # -- sleep: no step and no copy is in flight, none is launched before all is there again -------------
 
+    @remote(words="releasing memory")
     async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
         """Give these parts of the device's memory back to the device.
 
@@ -464,6 +485,7 @@ class Runner(ABC):
         """
         raise InvariantBroken(f"a release of {', '.join(parts)} (keep_weights={keep_weights}) that was not offered")
 
+    @remote(words="taking memory back")
     async def regain_memory(self, part: MemoryPart) -> None:
         """Take the memory of a released part back. Weights that were kept are as before; dropped ones and blocks have
         any content. "cuda_graph" comes last.

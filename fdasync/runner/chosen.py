@@ -20,6 +20,8 @@ from fdasync.errors import InvariantBroken
 from fdasync.ipc.shared_memory import PAGE_NBYTES, SharedRegion
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from fdasync.runner.input_batch import Batch, InputBatch
@@ -52,6 +54,9 @@ class ChosenRows:
         rows: int32 [most, layers, top_k] over the shared bytes; the first `count` have a meaning.
     """
 
+    # how it crosses to another process (`ipc/remote.py`)
+    plan_type = tuple[ChosenShape, int, int]
+
     def __init__(self, region: SharedRegion, shape: ChosenShape, start: int, most: int) -> None:
         self.region = region
         self.shape = shape
@@ -68,12 +73,24 @@ class ChosenRows:
         return cls(region, shape, start, most)
 
     @classmethod
-    def attach(cls, fd: int, shape: ChosenShape, start: int, most: int) -> ChosenRows:
-        """The rows behind a descriptor, which is closed once they are mapped. Raises InvariantBroken, OSError."""
-        region = SharedRegion(fd, PAGE_NBYTES + most * shape.token_nbytes, keeps_fd=False)
+    def attach(cls, plan: tuple[ChosenShape, int, int], fds: Iterator[int]) -> ChosenRows:
+        """The rows of another process; their descriptor is closed when they are mapped.
+
+        Raises InvariantBroken, OSError.
+        """
+        shape, start, most = plan
+        region = SharedRegion(next(fds), PAGE_NBYTES + most * shape.token_nbytes, keeps_fd=False)
         rows = cls(region, shape, start, most)
         rows.close_fd()
         return rows
+
+    @property
+    def plan(self) -> tuple[ChosenShape, int, int]:
+        return self.shape, self.start, self.most
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self.region.fds
 
     @property
     def most(self) -> int:

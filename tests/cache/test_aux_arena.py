@@ -98,7 +98,7 @@ def test_copies_are_copies(arena):
 
 
 def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
-    peer = AuxArena.attach(os.dup(arena.region.fd), arena.num_slots, arena.block_tokens, arena.specs)
+    peer = AuxArena.attach(arena.plan, iter([os.dup(arena.region.fd)]))
     want = write(peer, 3, 9, 0, 8)
     got = blank(8)
     arena.copy_rows((3,), (9,), 0, 8, got, 0)
@@ -125,7 +125,7 @@ def test_the_seals_cannot_be_changed(arena):
 
 def test_a_file_that_is_too_small_is_refused():
     with no_leaks(), pytest.raises(InvariantBroken, match="are needed"):
-        AuxArena.attach(os.memfd_create("small"), 4, 8, SPECS)
+        AuxArena.attach((4, 8, SPECS, None), iter([os.memfd_create("small")]))
 
 
 def test_close_gives_the_fd_back_and_may_be_called_again():

@@ -91,7 +91,7 @@ def test_ids_beyond_the_experts_break_no_step() -> None:
 
 def test_one_side_of_an_arena_counts_what_the_other_reads() -> None:
     arena = AuxArena.create(4, 8, SPECS, SHAPE)
-    peer = AuxArena.attach(os.dup(arena.region.fd), 4, 8, SPECS, SHAPE)
+    peer = AuxArena.attach(arena.plan, iter([os.dup(arena.region.fd)]))
     rows = np.random.default_rng(2).integers(0, 16, (9, 3, 2)).astype(np.uint8)
     peer.scatter(np.arange(9), np.full(9, 1), {"routing": rows})
     assert arena.picks is not None

@@ -19,8 +19,6 @@ from fdasync.errors import BadInput, BuffersOut, EngineFailed
 from fdasync.request import GenerateRequest
 from fdasync.runner.chosen import ChosenRows
 from fdasync.runner.synthetic.runner import SyntheticRunner
-from fdasync.runner.worker import proxy
-from fdasync.runner.worker.messages import Lend
 from fdasync.testing import (
     check_idle,
     check_sample,
@@ -313,7 +311,9 @@ async def test_memory_that_the_machine_does_not_have_ends_one_request(monkeypatc
 async def test_rows_that_a_runner_does_not_take_end_one_request(process, monkeypatch):
     if process == "worker":
         # the region is smaller than the worker is told
-        monkeypatch.setattr(proxy, "Lend", lambda key, shape, start, most: Lend(key, shape, start, most + (start > 0)))
+        monkeypatch.setattr(
+            ChosenRows, "plan", property(lambda rows: (rows.shape, rows.start, rows.most + (rows.start > 0)))
+        )
     else:
         honest = SyntheticRunner.lend
 

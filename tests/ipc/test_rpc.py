@@ -14,7 +14,9 @@ import pytest
 
 from fdasync.errors import ProtocolError, RunnerError, WorkerDied, WorkerStuck
 from fdasync.ipc.channel import Channel
-from fdasync.ipc.rpc import Call, ErrorTable, Failed, RpcClient
+from fdasync.ipc.errors import ErrorTable, Failed
+from fdasync.ipc.remote import Fd, method_of, remote
+from fdasync.ipc.rpc import Call, RpcClient
 from fdasync.ipc.service import Service, _Server
 from fdasync.ipc.shared_memory import PAGE_NBYTES, SharedRegion
 from fdasync.testing.harness.leaks import children
@@ -23,16 +25,35 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 ERRORS = ErrorTable(RunnerError)
-WORDS = msgspec.msgpack.Decoder(str)
-COUNT = msgspec.msgpack.Decoder(int)
 
 
-class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
-    what: str
+class Host:
+    """What the child does, as its parent knows it."""
+
+    @remote()
+    async def do(self, what: str) -> str: ...
+
+    @remote()
+    async def read(self, fd: Fd, left: Fd) -> str: ...
+
+    @remote()
+    async def files(self) -> int: ...
+
+    @remote()
+    async def undo(self) -> None:
+        """The child knows no such method."""
 
 
-class Undo(msgspec.Struct, frozen=True, array_like=True, tag="undo"):
-    """The child knows no such message."""
+class Wrong:
+    """What the child does, with other answers."""
+
+    @remote()
+    async def files(self) -> str: ...
+
+
+class Less:
+    @remote(fits=lambda count: count < 0)
+    async def files(self) -> int: ...
 
 
 _CHILD = """
@@ -40,32 +61,33 @@ _CHILD = """
     import msgspec
     from fdasync.errors import RunnerError
     from fdasync.ipc.channel import MAX_FRAME_NBYTES
-    from fdasync.ipc.rpc import ErrorTable
+    from fdasync.ipc.errors import ErrorTable
+    from fdasync.ipc.remote import Fd, remote
     from fdasync.ipc.service import Service, serve
 
-    class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
-        what: str
-
     class Host(Service):
-        messages = Do
         errors = ErrorTable(RunnerError)
 
         def __init__(self):
             self.first = None
 
-        def perform(self, message, fds):
-            if message.what == "refuse":
+        def perform(self, method, message, fds):
+            if getattr(message, "what", "") == "refuse":
                 raise ValueError("not this")
-            return self.work(message.what, fds)
+            return super().perform(method, message, fds)
 
-        async def work(self, what, fds):
+        @remote()
+        async def files(self) -> int:
+            return len(os.listdir("/proc/self/fd"))
+
+        @remote()
+        async def read(self, fd: Fd, left: Fd) -> str:
+            with open(os.dup(fd), "rb") as file:
+                return file.read().decode()
+
+        @remote()
+        async def do(self, what: str) -> str:
             match what:
-                case "files": return len(os.listdir("/proc/self/fd"))
-                case "read":
-                    # the second is left to the server
-                    fd = fds.pop(0)
-                    with open(fd, "rb") as file:
-                        return file.read().decode()
                 case "object": return object()
                 case "huge": return bytes(MAX_FRAME_NBYTES)
                 case "hang": time.sleep(600)
@@ -78,8 +100,8 @@ _CHILD = """
                 case "give up": asyncio.current_task().cancel(); await asyncio.sleep(0)
             return what
 
-        def error_of(self, message, error):
-            return RunnerError(f"{message.what}: {type(error).__name__}: {error}", 7)
+        def otherwise(self, message, problem):
+            return RunnerError(f"{message.what}: {problem}", 7)
 
         async def aclose(self, calls):
             for call in calls:
@@ -112,7 +134,7 @@ async def client(host) -> AsyncIterator[RpcClient]:
 @pytest.mark.both_loops
 async def test_calls_run_at_the_same_time_and_are_answered_in_any_order(client):
     ended: list[str] = []
-    calls = [client.send(Do(what), WORDS) for what in ("first", "second", "third")]
+    calls = [client.call(Host.do, what) for what in ("first", "second", "third")]
     for call in calls:
         call.add_done_callback(lambda done: ended.append(done.result()))
     assert await asyncio.gather(*calls) == ["first", "second", "third"]
@@ -121,28 +143,28 @@ async def test_calls_run_at_the_same_time_and_are_answered_in_any_order(client):
 
 
 async def test_a_call_that_its_caller_left_stays_known_until_it_is_answered(client):
-    left = client.send(Do("first"), WORDS)
+    left = client.call(Host.do, "first")
     await asyncio.sleep(0)
     left.cancel()
-    assert await client.ask(Do("other"), WORDS) == "other"
+    assert await client.ask(Host.do, "other") == "other"
     assert client.unanswered == 1
-    await client.ask(Do("second"), WORDS)
+    await client.ask(Host.do, "second")
     # the first was answered before this one
-    assert await client.ask(Do("other"), WORDS) == "other"
+    assert await client.ask(Host.do, "other") == "other"
     assert client.unanswered == 0
 
 
 @pytest.mark.both_loops
 async def test_a_call_that_is_asked_to_stop_ends_when_it_has_stopped(client):
-    task = asyncio.ensure_future(client.ask(Do("wait"), WORDS))
-    assert await client.ask(Do("other"), WORDS) == "other"
+    task = asyncio.ensure_future(client.ask(Host.do, "wait"))
+    assert await client.ask(Host.do, "other") == "other"
     for _ in range(3):
         task.cancel()
         await asyncio.sleep(0)
     await asyncio.wait([task])
     assert task.cancelled()
     assert client.unanswered == 0
-    assert await client.ask(Do("other"), WORDS) == "other"
+    assert await client.ask(Host.do, "other") == "other"
 
 
 @pytest.mark.ci(after=2)
@@ -157,15 +179,15 @@ async def test_a_call_that_is_asked_to_stop_ends_when_it_has_stopped(client):
 )
 async def test_a_call_that_fails_is_an_error_of_its_own(client, what, problem):
     with pytest.raises(RunnerError, match=problem) as caught:
-        await client.ask(Do(what), WORDS)
+        await client.ask(Host.do, what)
     assert caught.value.step_id == 7
-    assert await client.ask(Do("other"), WORDS) == "other"
+    assert await client.ask(Host.do, "other") == "other"
 
 
 async def test_an_error_of_a_call_waits_for_no_garbage_collector(client):
     async def fails() -> None:
         with pytest.raises(RunnerError):
-            await client.ask(Do("refuse"), WORDS)
+            await client.ask(Host.do, "refuse")
 
     await fails()
     gc.collect()
@@ -180,42 +202,44 @@ async def test_an_error_of_a_call_waits_for_no_garbage_collector(client):
 
 
 async def test_fds_that_a_service_does_not_take_are_closed(client):
-    before = await client.ask(Do("files"), COUNT)
+    before = await client.ask(Host.files)
     region = SharedRegion.create("words", PAGE_NBYTES)
     region.view(0, 4)[:] = b"wall"
-    assert (await client.send(Do("read"), WORDS, fds=[region.fd, region.fd])).startswith("wall")
+    asked = client.call(Host.read, Fd(region.fd), Fd(region.fd))
+    # what is sent is a copy
     region.close()
-    assert await client.ask(Do("files"), COUNT) == before
+    assert (await asked).startswith("wall")
+    assert await client.ask(Host.files) == before
 
 
 async def test_a_value_of_another_type_or_that_does_not_fit_ends_the_child(client):
     with pytest.raises(ProtocolError, match="the test process sent what cannot be decoded"):
-        await client.ask(Do("files"), WORDS)
+        await client.ask(Wrong.files)
     await client.gone
 
 
 async def test_a_value_that_does_not_fit_its_call_ends_the_child(client):
     with pytest.raises(ProtocolError, match="answered a call with an odd int"):
-        await client.ask(Do("files"), COUNT, lambda count: count < 0)
+        await client.ask(Less.files)
     assert isinstance(await client.gone, ProtocolError)
 
 
 async def test_a_message_that_the_child_does_not_know_ends_the_child(client):
     with pytest.raises(WorkerDied):
-        await client.send(Undo(), WORDS)
+        await client.call(Host.undo)
 
 
 class Waits(Service):
     """Its calls end when it is closed."""
 
-    messages = Do
+    serves = (Host,)
     errors = ERRORS
 
-    def perform(self, message, fds):
+    def perform(self, method, message, fds):
         return asyncio.get_running_loop().create_future()
 
-    def error_of(self, message, error):
-        return RunnerError(str(error))
+    def otherwise(self, message, problem):
+        return RunnerError(problem)
 
     async def aclose(self, calls):
         for call in calls:
@@ -230,7 +254,7 @@ async def test_a_number_that_two_calls_have_at_a_time_ends_the_service():
     parent = Channel(loop, ours, lambda *_: None, lambda *_: None)
     serving = asyncio.ensure_future(server.serve())
     for number in (1, 2, 1):
-        parent.send(msgspec.msgpack.encode(Call(number, Do("wait"))))
+        parent.send(msgspec.msgpack.encode(Call(number, method_of(Host.do).pack(("wait",), {})[0])))
     with pytest.raises(ProtocolError, match="call 1 came twice"):
         await asyncio.wait_for(serving, 300)
     parent.close()
@@ -238,35 +262,35 @@ async def test_a_number_that_two_calls_have_at_a_time_ends_the_service():
 
 async def test_what_cannot_be_sent_is_no_call(client):
     with pytest.raises(TypeError):
-        client.send(msgspec.convert({}, msgspec.defstruct("Odd", [("x", object, object())])), WORDS)
+        client.call(Host.do, object())
     assert client.unanswered == 0
-    assert await client.ask(Do("other"), WORDS) == "other"
+    assert await client.ask(Host.do, "other") == "other"
 
 
 @pytest.mark.both_loops
 async def test_a_death_answers_every_call_after_the_owner_was_told(client):
     told: list[str] = []
     client.gone.add_done_callback(lambda gone: told.append(f"gone: {type(gone.result()).__name__}"))
-    calls = [client.send(Do(what), WORDS) for what in ("wait", "exit", "wait")]
+    calls = [client.call(Host.do, what) for what in ("wait", "exit", "wait")]
     for call in calls:
         call.add_done_callback(lambda done: told.append(type(done.exception()).__name__))
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert [(type(end), end.exit_status) for end in ends] == [(WorkerDied, 3)] * 3
     assert told == ["gone: WorkerDied", *["WorkerDied"] * 3]
     with pytest.raises(WorkerDied):
-        await client.send(Do("other"), WORDS)
+        await client.call(Host.do, "other")
 
 
 async def test_calls_of_a_killed_child_end_when_it_was_reaped(client):
     pid = client.process.pid
     reaped: list[bool] = []
-    stuck = client.send(Do("hang"), WORDS)
+    stuck = client.call(Host.do, "hang")
     stuck.add_done_callback(lambda _: reaped.append(children() == []))
     why = WorkerStuck("test", pid, "a call", 0.5)
     killing = asyncio.ensure_future(client.kill(why))
     await asyncio.sleep(0)
     # it is ending: nothing is sent to it any more
-    late = client.send(Do("other"), WORDS)
+    late = client.call(Host.do, "other")
     assert not late.done()
     await killing
     assert [call.exception() for call in (stuck, late)] == [why, why]
@@ -278,8 +302,8 @@ async def test_calls_of_a_killed_child_end_when_it_was_reaped(client):
 
 
 async def test_closing_lets_the_child_end_by_itself(client):
-    waiting = client.send(Do("wait"), WORDS)
-    assert await client.ask(Do("other"), WORDS) == "other"
+    waiting = client.call(Host.do, "wait")
+    assert await client.ask(Host.do, "other") == "other"
     closed = RunnerError("closed")
     await client.close(closed, 20.0)
     assert client.process.exited.result() == 0

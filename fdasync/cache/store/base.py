@@ -41,14 +41,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
+from fdasync.ipc.remote import one_each, remote, some_of
 from fdasync.ipc.shared_memory import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from fdasync.ipc.shared_memory import SharedRegion
 
@@ -244,6 +246,7 @@ class Store(ABC):
         """
 
     @abstractmethod
+    @remote(fits=some_of)
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         """How many leading keys exist: the index of the first missing key, never a count of the existing ones.
 
@@ -251,17 +254,21 @@ class Store(ABC):
         """
 
     @abstractmethod
+    @remote(fits=one_each)
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
         """Fill the parts of each item; one outcome for each, in order. Raises StoreUnavailable, StoreRejected."""
 
     @abstractmethod
+    @remote(fits=one_each)
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         """Keep each item; one outcome for each, in order. Raises StoreUnavailable, StoreRejected."""
 
     @abstractmethod
+    @remote(fits=some_of)
     async def delete(self, keys: Sequence[str]) -> int:
         """Drop objects; how many existed. A missing one is no error. Raises StoreUnavailable, StoreRejected."""
 
+    @remote()
     async def usage(self) -> StoreUsage:
         """What it holds. Raises StoreUnavailable."""
         return StoreUsage()

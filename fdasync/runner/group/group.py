@@ -27,6 +27,7 @@ from fdasync.errors import (
 )
 from fdasync.events.actions import SwapOut
 from fdasync.ipc.deadlines import DeadlineTimer
+from fdasync.ipc.remote import NO_FD, Fd, forwarding
 from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
 from fdasync.runner.group.calls import Call
 from fdasync.runner.group.capacity import agreed
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
-    from fdasync.runner.base import TensorMeta
+    from fdasync.ipc.remote import Method
+    from fdasync.request import MemoryPart, WeightsGroup
 
 T = TypeVar("T")
 
@@ -49,6 +50,7 @@ T = TypeVar("T")
 _GRACE_S = 1.0
 
 
+@forwarding(Runner)
 class GroupRunner(Runner):
     """See the module.
 
@@ -89,10 +91,6 @@ class GroupRunner(Runner):
         arenas = [arena, *[None] * (len(self._ranks) - 1)]
         calls = [runner.bind(num_blocks, own, host, snapshots) for runner, own in zip(self._ranks, arenas, strict=True)]
         await self._ask("binding", calls)
-
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """See `Runner`. Rank 0 samples, so rank 0 is asked."""
-        await self._ranks[0].check_grammar(grammar)
 
     def peer_blocks(self) -> PeerBlocks | None:
         shown = [peers for runner in self._ranks if (peers := runner.peer_blocks()) is not None]
@@ -173,38 +171,21 @@ class GroupRunner(Runner):
 
     # -- new weights ------------------------------------------------------------------------------------
 
-    async def load_folder(self, path: str) -> str:
-        return (await self._change("loading a folder", [runner.load_folder(path) for runner in self._ranks]))[0]
+    # positions that indexers choose are told by runners of one process alone
+    lend = Runner.lend
+    take_back = Runner.take_back
 
-    async def read_weights_id(self, path: str) -> str:
-        return (await self._ask("reading a folder", [runner.read_weights_id(path) for runner in self._ranks]))[0]
+    async def forward(self, method: Method[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the ranks do, for all methods of the contract that are not written here: rank 0's answer. A call that
+        steps do not wait for, and a folder that is the same for all, is rank 0's alone."""
+        ranks = self._ranks if method.options.ranks == "all" else self._ranks[:1]
+        calls = [getattr(runner, method.name)(*args, **kwargs) for runner in ranks]
+        if method.options.beside:
+            return await calls[0]
+        ask = self._change if method.options.changes else self._ask
+        return (await ask(method.options.words, calls))[0]
 
-    async def delta_base(self, path: str) -> str:
-        """See `Runner`: rank 0 reads the folder, which is the same for all."""
-        return (await self._ask("reading a folder", [self._ranks[0].delta_base(path)]))[0]
-
-    async def forget_weights(self) -> None:
-        await self._ask("forgetting weights", [runner.forget_weights() for runner in self._ranks])
-
-    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
-        calls = [runner.fingerprint_weights(with_tensors) for runner in self._ranks]
-        return (await self._ask("hashing weights", calls))[0]
-
-    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        await self._change("checking tensors", [runner.begin_tensors(tensors) for runner in self._ranks])
-
-    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
-        calls = [runner.write_tensor(number, offset_nbytes, data) for runner in self._ranks]
-        await self._change("writing tensors", calls)
-
-    async def end_tensors(self) -> None:
-        await self._change("ending an update", [runner.end_tensors() for runner in self._ranks])
-
-    async def reach_group(self, group: WeightsGroup) -> None:
-        """See `Runner`: rank 0 waits for the store, which is the same for all."""
-        await self._ranks[0].reach_group(group)
-
-    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: int = -1) -> None:
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: Fd = NO_FD) -> None:
         """See `Runner`: every rank joins, one behind the other, so that each receives the tensors and takes its share.
         Cancelling has all of them give it up, and waits for that."""
         ranks = [msgspec.structs.replace(group, rank=group.rank + rank) for rank in range(len(self._ranks))]
@@ -227,16 +208,6 @@ class GroupRunner(Runner):
             await self.leave_group(group.name)
             self._raise_first(errors)
 
-    async def leave_group(self, name: str) -> None:
-        await self._ask("leaving a group", [runner.leave_group(name) for runner in self._ranks])
-
-    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
-        calls = [runner.receive_tensors(source, limit_s, first=first, last=last) for runner in self._ranks]
-        await self._change("receiving tensors", calls)
-
-    async def end_received(self) -> None:
-        await self._change("ending an update", [runner.end_received() for runner in self._ranks])
-
     async def _change(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
         """Ask all ranks for a change of weights. A refusal stands only where all ranks refuse; else it breaks them."""
         tasks = await self._all(what, calls, bearable=WeightsRejected)
@@ -250,10 +221,6 @@ class GroupRunner(Runner):
         raise self._named(WeightsBroken(f"{refusal.problem}; other ranks have taken them"), rank) from refusal
 
     # -- sleep ------------------------------------------------------------------------------------------
-
-    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
-        calls = [runner.release_memory(parts, keep_weights=keep_weights) for runner in self._ranks]
-        await self._ask("releasing memory", calls)
 
     async def regain_memory(self, part: MemoryPart) -> None:
         """See `Runner`. If only some ranks get the part back, these release it again."""

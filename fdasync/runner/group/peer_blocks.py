@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.ipc.peer_blocks import BlockPull
+    from fdasync.ipc.remote import Fd
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class GroupPeerBlocks(PeerBlocks):
         self._pools = tuple(pools)
         return Exported(self._pools, tuple(fds))
 
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None:
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None:
         try:
             for rank, peers in enumerate(self._ranks):
                 await self._of(rank, peers.open(source, pools, fds))

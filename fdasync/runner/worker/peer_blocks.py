@@ -1,4 +1,4 @@
-"""Blocks from device to device, by a worker process: the calls of `PeerBlocks` as messages.
+"""Blocks from device to device, by a worker process.
 
 Descriptors of the pools do not fit into an answer, so the worker sends them through a socket that comes with the
 request. Knows no blocks. `proxy.py` makes the engine's side; `main.py` calls `show`.
@@ -9,41 +9,39 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.errors import RunnerError
 from fdasync.ipc.peer_blocks import BlockPull, Exported, PeerBlocks, PoolExport
-from fdasync.runner.worker.messages import CloseSource, OpenSource, ShowPool, SumBlocks
+from fdasync.ipc.remote import Fd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+T = TypeVar("T")
 #: most processes of an instance, as many as descriptors fit into a message
 MAX_POOLS = 16
-_POOLS = msgspec.msgpack.Decoder(tuple[PoolExport, ...])
-_SUMS = msgspec.msgpack.Decoder(list[int])
-_NOTHING = msgspec.msgpack.Decoder(None)
 
 
 class WorkerPeerBlocks(PeerBlocks):
     """See the module.
 
     Args:
-        send: sends a message with fds to the worker, and decodes the answer; fds stay open until it has come.
+        send: calls a method of the worker; the future ends with its answer.
+        show_pool: calls the one that sends the descriptors of its pools through a socket.
     """
 
-    def __init__(self, send: Callable[[Any, msgspec.msgpack.Decoder[Any], Sequence[int]], asyncio.Future[Any]]) -> None:
+    def __init__(
+        self, send: Callable[..., asyncio.Future[Any]], show_pool: Callable[[Fd], asyncio.Future[Sequence[PoolExport]]]
+    ) -> None:
         self._send = send
+        self._show_pool = show_pool
 
     async def export(self) -> Exported:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setblocking(False)
-            # cancelled or not, the fd stays open until the answer has come
-            answer = self._send(ShowPool(), _POOLS, (theirs.fileno(),))
-            pools: tuple[PoolExport, ...] = await _whole(answer)
+            pools = await _whole(self._show_pool(Fd(theirs.fileno())))
             if not pools:
                 raise RunnerError("its blocks cannot be read by other processes")
             try:
@@ -55,23 +53,24 @@ class WorkerPeerBlocks(PeerBlocks):
             for fd in fds:
                 os.close(fd)
             raise RunnerError(f"{len(fds)} descriptors came for {len(pools)} pools")
-        return Exported(pools, tuple(fds))
+        return Exported(tuple(pools), tuple(fds))
 
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None:
-        await _whole(self._send(OpenSource(source, tuple(pools)), _NOTHING, fds))
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None:
+        await _whole(self._send(PeerBlocks.open, source, pools, fds))
 
     async def close_source(self, source: bytes) -> None:
-        await _whole(self._send(CloseSource(source), _NOTHING, ()))
+        await _whole(self._send(PeerBlocks.close_source, source))
 
     def pull(self, pull: BlockPull) -> asyncio.Future[list[int]]:
-        return self._send(pull, _SUMS, ())
+        return self._send(PeerBlocks.pull, pull)
 
     def sums(self, blocks: Sequence[int]) -> asyncio.Future[list[int]]:
-        return self._send(SumBlocks(tuple(blocks)), _SUMS, ())
+        return self._send(PeerBlocks.sums, blocks)
 
 
-async def _whole(answer: asyncio.Future[Any]) -> Any:
-    """Wait for the answer even when cancelled: descriptors are in use until then. The death of the worker ends it."""
+async def _whole(answer: asyncio.Future[T]) -> T:
+    """Wait for the answer even when cancelled, so that the caller knows what is mapped. The death of the worker ends
+    it."""
     cancelled: asyncio.CancelledError | None = None
     while not answer.done():
         try:

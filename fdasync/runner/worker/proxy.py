@@ -1,7 +1,7 @@
 """A runner in a process of its own: the engine's side, a proxy. `worker/main.py` is the child's side.
 
 The engine's loop goes on while a runner imports torch, loads for minutes, blocks in a forward pass or crashes. Memory
-is shared by fd; only the messages of `worker/messages.py` and new weights (`weight_transfer.py`) are copied. The death
+is shared by fd; only messages and new weights (`weight_transfer.py`) are copied. The death
 of the worker fails all work in flight; a worker that is stuck is killed and reaped. Knows no model. Made by
 `engine/runtime.py`, and by `group/workers.py` for each rank of a group.
 """
@@ -10,69 +10,43 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from fdasync.errors import ConfigError, FdasyncError, RunnerError, WorkerStuck
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.remote import NO_FD, Fd, forwarding, method_of
 from fdasync.ipc.rpc import RpcClient
-from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.worker.messages import (
-    ERRORS,
-    Bind,
-    CheckGrammar,
-    DeltaBase,
-    EndReceived,
-    FingerprintWeights,
-    ForgetWeights,
-    Join,
-    JoinGroup,
-    LeaveGroup,
-    Lend,
-    LoadFolder,
-    Open,
-    ReachGroup,
-    ReadWeightsId,
-    ReceiveTensors,
-    Regain,
-    Release,
-    Request,
-    TakeBack,
-)
+from fdasync.runner.worker.main import RunnerService
 from fdasync.runner.worker.peer_blocks import WorkerPeerBlocks
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from fdasync.cache.aux import AuxSpec
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
     from fdasync.ipc.peer_blocks import PeerBlocks
-    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsGroup
+    from fdasync.ipc.remote import Method
+    from fdasync.request import GroupTensors, WeightsGroup
     from fdasync.runner.chosen import ChosenRows
 
 _CHILD = "fdasync.runner.worker.main"
-_CAPACITY = msgspec.msgpack.Decoder(Capacity)
-_NOTHING = msgspec.msgpack.Decoder(None)
-_WEIGHTS_ID = msgspec.msgpack.Decoder(str)
-_FINGERPRINT = msgspec.msgpack.Decoder(WeightsFingerprint)
-_STEP = msgspec.msgpack.Decoder(StepOutput)
-_COPY = msgspec.msgpack.Decoder(CopyOutput)
-
 # a worker that is told to stop joining a group looks up in a moment, or when it has tried to connect to a lost rank
 _STOPS_S = 40.0
 
 # of every worker's environment: a program that uses NVLink multicast can put the GPUs of a whole host out of service
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@forwarding(Runner)
 class WorkerRunner(Runner):
     """Proxy of a runner in a child process.
 
@@ -104,7 +78,7 @@ class WorkerRunner(Runner):
         self._child: RpcClient | None = None
         self._transfer = TensorTransfer([self.ask_now], chunk_nbytes)
         self._meeting: tuple[Meeting, float] | None = None
-        # of the last `ReceiveTensors` that was answered
+        # of the last `receive_tensors` that was answered
         self._described: tuple[TensorMeta, ...] = ()
         self._told: set[asyncio.Future[None]] = set()
         self.environment: Mapping[str, str] = {}
@@ -140,14 +114,13 @@ class WorkerRunner(Runner):
 
     async def open(self) -> Capacity:
         self._child = RpcClient(
-            asyncio.get_running_loop(), self.name, _CHILD, ERRORS, {**self.environment, **_NO_MULTICAST}
+            asyncio.get_running_loop(), self.name, _CHILD, RunnerService.errors, {**self.environment, **_NO_MULTICAST}
         )
         self._child.gone.add_done_callback(self._on_gone)
         if self._meeting is not None:
             meeting, deadline_s = self._meeting
-            join = Join(self.limits.rank, meeting.ranks, deadline_s, meeting.slot_nbytes)
-            await self._ask(join, _NOTHING, meeting.fds(self.limits.rank))
-        return await self._ask(Open(self._name, self.config, self.limits), _CAPACITY)
+            await self._ask(RunnerService.join_ranks, meeting.seat(self.limits.rank, deadline_s))
+        return await self._ask(RunnerService.load, self._name, self.config, self.limits)
 
     async def bind(
         self,
@@ -156,45 +129,19 @@ class WorkerRunner(Runner):
         host: HostArena | None = None,
         snapshots: HostArena | None = None,
     ) -> None:
-        fds = []
-        num_slots, block_tokens = 0, 0
-        specs: tuple[AuxSpec, ...] = ()
-        picks = None
-        if arena is not None:
-            num_slots, block_tokens, specs = arena.num_slots, arena.block_tokens, arena.specs
-            picks = None if arena.picks is None else arena.picks.shape
-            fds.append(arena.region.fd)
-        num_host_blocks, block_nbytes = 0, 0
-        if host is not None:
-            num_host_blocks, block_nbytes = host.num_blocks, host.block_nbytes
-            fds.append(host.region.fd)
-        num_host_snapshots, snapshot_nbytes = 0, 0
-        if snapshots is not None:
-            num_host_snapshots, snapshot_nbytes = snapshots.num_blocks, snapshots.block_nbytes
-            fds.append(snapshots.region.fd)
-        message = Bind(
-            num_blocks=num_blocks,
-            num_slots=num_slots,
-            block_tokens=block_tokens,
-            specs=specs,
-            num_host_blocks=num_host_blocks,
-            block_nbytes=block_nbytes,
-            picks=picks,
-            num_host_snapshots=num_host_snapshots,
-            snapshot_nbytes=snapshot_nbytes,
-        )
-        await self._ask(message, _NOTHING, fds)
+        await self._ask(Runner.bind, num_blocks, arena, host, snapshots)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         assert self._child is not None
-        return self._child.send(step, _STEP)
+        return self._child.call(Runner.launch, step)
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        assert self._child is not None
+        return self._child.call(Runner.copy, copy)
 
     async def lend(self, key: int, rows: ChosenRows) -> None:
         """See `Runner`. The worker maps the rows; steps go on meanwhile."""
-        # the call may be cancelled, and the caller close its own, before the message is on its way
-        fd = os.dup(rows.region.fd)
-        told = self._tell(Lend(key, rows.shape, rows.start, rows.most), (fd,))
-        told.add_done_callback(lambda _: os.close(fd))
+        told = self._tell(method_of(Runner.lend), key, rows)
         try:
             await asyncio.shield(told)
         finally:
@@ -202,44 +149,22 @@ class WorkerRunner(Runner):
             del told
 
     def take_back(self, key: int) -> None:
-        self._tell(TakeBack(key))
+        self._tell(method_of(Runner.take_back), key)
 
-    def _tell(self, message: Lend | TakeBack, fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send a message that `aclose` waits for, too, without taking the worker for busy."""
-        told = self._send(message, _NOTHING, fds)
+    def _tell(self, method: Method[Any], *args: Any) -> asyncio.Future[None]:
+        """Send a call that `aclose` waits for, too, without taking the worker for busy."""
+        told = self._send(method, args, {})
         self._told.add(told)
         told.add_done_callback(self._told.discard)
         # a call that was cancelled leaves an error that no caller asks for; so do rows that were not lent then
         told.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return told
 
-    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
-        assert self._child is not None
-        return self._child.send(copy, _COPY)
-
     def peer_blocks(self) -> PeerBlocks | None:
         """See `Runner`. `PeerBlocks.export` tells whether the worker's runner shows its blocks."""
-        return WorkerPeerBlocks(self._send) if self.limits.shows_blocks else None
-
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """See `Runner`. Cancelling has the worker stop: checks that clients left must not queue up before others."""
-        await self._ask_beside(CheckGrammar(grammar))
-
-    async def load_folder(self, path: str) -> str:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in all calls for weights below."""
-        return await self._ask(LoadFolder(path), _WEIGHTS_ID)
-
-    async def read_weights_id(self, path: str) -> str:
-        return await self._ask(ReadWeightsId(path), _WEIGHTS_ID)
-
-    async def delta_base(self, path: str) -> str:
-        return await self._ask(DeltaBase(path), _WEIGHTS_ID)
-
-    async def forget_weights(self) -> None:
-        await self._ask(ForgetWeights(), _NOTHING)
-
-    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
-        return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)
+        if not self.limits.shows_blocks:
+            return None
+        return WorkerPeerBlocks(self.ask_now, lambda fd: self.ask_now(RunnerService.show_pool, fd))
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         await self._transfer.begin(tensors, _only)
@@ -250,17 +175,13 @@ class WorkerRunner(Runner):
     async def end_tensors(self) -> None:
         await self._transfer.end(_only)
 
-    async def reach_group(self, group: WeightsGroup) -> None:
-        """See `Runner`. Cancelling has the worker stop."""
-        await self._ask_beside(ReachGroup(group))
-
-    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: int = -1) -> None:
+    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: Fd = NO_FD) -> None:
         """See `Runner`. Cancelling has the worker give the join up, and waits for that. Raises WorkerStuck where that
         takes too long."""
         # the worker may wait for others without reading: the end of a pipe is all that it looks at
         told, ours = os.pipe()
         try:
-            asked = self._send(JoinGroup(group, interface, limit_s), _NOTHING, [told])
+            asked = self.ask_now(Runner.join_group, group, interface, limit_s, Fd(told))
             try:
                 await asyncio.shield(asked)
             except asyncio.CancelledError:
@@ -275,26 +196,13 @@ class WorkerRunner(Runner):
                 if fd >= 0:
                     os.close(fd)
 
-    async def leave_group(self, name: str) -> None:
-        await self._ask(LeaveGroup(name), _NOTHING)
-
     async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
         # a call that is cut short may not have been sent
         described, self._described = self._described, ()
         tensors = source.tensors
         told = source if tensors is not described else msgspec.structs.replace(source, tensors=())
-        await self._ask(ReceiveTensors(told, limit_s, first, last), _NOTHING)
+        await self._ask(Runner.receive_tensors, told, limit_s, first=first, last=last)
         self._described = tensors
-
-    async def end_received(self) -> None:
-        await self._ask(EndReceived(), _NOTHING)
-
-    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in `regain_memory`."""
-        await self._ask(Release(tuple(parts), keep_weights), _NOTHING)
-
-    async def regain_memory(self, part: MemoryPart) -> None:
-        await self._ask(Regain(part), _NOTHING)
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         return WorkerStuck(self.name, self.pid, what, deadline_s)
@@ -313,29 +221,37 @@ class WorkerRunner(Runner):
             await self._child.close(closed, self._close_deadline_s)
         self._transfer.close()
 
-    def ask_now(self, message: Request, fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send a message whose answer has no value; the future ends with the answer. Raises as `_send` does."""
-        return self._send(message, _NOTHING, fds)
+    def ask_now(
+        self, function: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Call a method of the worker; the future ends with its answer. Raises as `_send` does."""
+        return self._send(method_of(function), args, kwargs)
 
-    async def _ask(self, message: Request, kind: msgspec.msgpack.Decoder[T], fds: Sequence[int] = ()) -> T:
-        """Send and wait for the answer. The engine's deadlines bound the wait; cancelling it leaves the call."""
-        return await asyncio.shield(self._send(message, kind, fds))
+    async def _ask(self, function: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call and wait. The engine's deadlines bound the wait; cancelling it leaves the call."""
+        return await asyncio.shield(self._send(method_of(function), args, kwargs))
 
-    async def _ask_beside(self, message: CheckGrammar | ReachGroup) -> None:
-        """A call that steps do not wait for; cancelling it has the worker stop."""
+    async def forward(self, method: Method[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the worker's runner does, for all methods of the contract that are not written here.
+
+        The engine's deadline for updates bounds the wait. Cancelling it leaves the call; where steps do not wait for
+        the call, the worker is asked to stop it.
+        """
+        if not method.options.beside:
+            return await asyncio.shield(self._send(method, args, kwargs))
         assert self._child is not None
-        asking = asyncio.ensure_future(self._child.ask(message, _NOTHING))
+        asking = asyncio.ensure_future(self._child.ask_for(method, args, kwargs))
         try:
-            await asyncio.shield(asking)
+            return await asyncio.shield(asking)
         finally:
             # it ends with the worker's word, for which nothing waits here
             asking.cancel()
 
-    def _send(self, message: Request, kind: msgspec.msgpack.Decoder[T], fds: Sequence[int] = ()) -> asyncio.Future[T]:
-        """Send; the future ends with the answer or its error. Raises ConfigError for a message that cannot be sent."""
+    def _send(self, method: Method[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """Call; the future ends with the answer or its error. Raises ConfigError for a call that cannot be sent."""
         assert self._child is not None
         try:
-            return self._child.send(message, kind, fds=fds)
+            return self._child.send(method, args, kwargs)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("runner_config", f"cannot be sent to a worker: {error}") from None
 

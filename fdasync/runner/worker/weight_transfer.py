@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync.ipc.remote import remote
 from fdasync.ipc.shared_memory import SharedRegion, page_aligned
-from fdasync.runner.worker.messages import BeginTensors, EndTensors, Piece, WriteChunk
+from fdasync.request import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
-    from fdasync.runner.base import Runner, TensorMeta
+    from fdasync.runner.base import Runner
 
-    # sends a message to one worker, with fds; the future ends with its answer
-    Send = Callable[[BeginTensors | WriteChunk | EndTensors, Sequence[int]], asyncio.Future[None]]
+    # calls a method of one worker's `TensorReceiver`; the future ends with its answer
+    Send = Callable[..., asyncio.Future[None]]
     # waits for the answers of all workers, and raises the error of any
     Wait = Callable[[Sequence[asyncio.Future[None]]], Awaitable[object]]
 
@@ -74,7 +76,6 @@ class TensorTransfer:
         self._chunk_nbytes = chunk_nbytes
         self._named = named
         self._sender: TensorSender | None = None
-        self._announced: list[asyncio.Future[None]] = []
 
     @property
     def is_open(self) -> bool:
@@ -84,26 +85,13 @@ class TensorTransfer:
     async def begin(self, tensors: Sequence[TensorMeta], wait: Wait) -> None:
         """Announce tensors to all workers. An earlier update that has not ended is dropped. Raises WeightsRejected, and
         as `wait`; then the update has ended."""
-        answers = self._announce(tensors)
+        self.close()
+        sender = self._sender = TensorSender(tensors, self._sends, self._chunk_nbytes, self._named)
         try:
-            # an answer proves that the chunks' fds were sent: cancelling must leave it
-            await wait([asyncio.shield(answer) for answer in answers])
+            await wait(sender.begin())
         except Exception:
             self.close()
             raise
-
-    def _announce(self, tensors: Sequence[TensorMeta]) -> list[asyncio.Future[None]]:
-        self.close()
-        asks = [partial(_without_fds, send) for send in self._sends]
-        sender = self._sender = TensorSender(tensors, asks, self._chunk_nbytes, self._named)
-        self._announced = []
-        try:
-            for send in self._sends:
-                self._announced.append(send(sender.request, sender.fds))
-        except FdasyncError:
-            self.close()
-            raise
-        return self._announced
 
     async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """See `Runner.write_tensor`. Raises the error of any worker for an earlier piece; then the update has ended."""
@@ -121,30 +109,15 @@ class TensorTransfer:
             raise InvariantBroken("end_tensors without begin_tensors")
         try:
             await self._sender.end()
-            await wait([asyncio.shield(send(EndTensors(), ())) for send in self._sends])
+            await wait([send(TensorReceiver.end_tensors) for send in self._sends])
         finally:
             self.close()
 
     def close(self) -> None:
         """End the update and give its memory back; idempotent."""
-        if self._sender is None:
-            return
-        # a frame with the sender's fds may still wait to be sent: its answer proves that it was
-        sender, self._sender = self._sender, None
-        waits = [answer for answer in self._announced if not answer.done()]
-        if not waits:
-            sender.close()
-        for answer in waits:
-            answer.add_done_callback(partial(_close_after, sender, self._announced))
-
-
-def _without_fds(send: Send, message: WriteChunk) -> asyncio.Future[None]:
-    return send(message, ())
-
-
-def _close_after(sender: TensorSender, answers: Sequence[asyncio.Future[None]], _done: asyncio.Future[None]) -> None:
-    if all(answer.done() for answer in answers):
-        sender.close()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 class TensorSender:
@@ -152,12 +125,8 @@ class TensorSender:
 
     Args:
         tensors: in the order of `write`.
-        asks: send a message to each worker; the future ends with its answer.
+        sends, named: see `TensorTransfer`.
         chunk_nbytes: most bytes of a chunk; a small update makes smaller ones.
-        named: see `TensorTransfer`.
-
-    Attributes:
-        request: the message that begins the update; the caller sends it first, with `fds`.
 
     Raises WeightsRejected where there is no memory for the chunks, or a dtype is unknown.
     """
@@ -165,11 +134,12 @@ class TensorSender:
     def __init__(
         self,
         tensors: Sequence[TensorMeta],
-        asks: Sequence[Callable[[WriteChunk], asyncio.Future[None]]],
+        sends: Sequence[Send],
         chunk_nbytes: int = CHUNK_NBYTES,
         named: Callable[[BaseException, int], BaseException] = lambda error, _number: error,
     ) -> None:
-        self._asks = tuple(asks)
+        self._tensors = tensors
+        self._sends = tuple(sends)
         self._named = named
         total = sum(_aligned(nbytes_of(tensor)) for tensor in tensors)
         self._chunk_nbytes = page_aligned(max(1, min(chunk_nbytes, total)))
@@ -185,12 +155,10 @@ class TensorSender:
         except OSError as error:
             self.close()
             raise WeightsRejected(f"there is no shared memory for the transfer: {error.strerror}") from error
-        self.request = BeginTensors(tuple(tensors), self._chunk_nbytes)
 
-    @property
-    def fds(self) -> list[int]:
-        """The fds of the chunks; open until `close`."""
-        return [chunk.fd for chunk in self._chunks]
+    def begin(self) -> list[asyncio.Future[None]]:
+        """Tell all workers; comes first. The futures end with their answers."""
+        return [send(TensorReceiver.begin_tensors, self._tensors, self._chunks) for send in self._sends]
 
     async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Pack the next bytes of a tensor, whole elements; full chunks go out. `data` is the caller's on return.
@@ -231,8 +199,7 @@ class TensorSender:
                 await asyncio.sleep(0)
 
     async def _flush(self) -> None:
-        message = WriteChunk(self._at, tuple(self._pieces))
-        self._acks[self._at] = [ask(message) for ask in self._asks]
+        self._acks[self._at] = [send(TensorReceiver.write_chunk, self._at, self._pieces) for send in self._sends]
         self._pieces = []
         self._filled = 0
         self._at = (self._at + 1) % _NUM_CHUNKS
@@ -254,37 +221,70 @@ class TensorSender:
         self._acks[chunk] = []
 
 
-class TensorReceiver:
-    """The worker's side of one update: maps the chunks and hands their pieces to the runner in the order sent."""
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a tensor in a chunk.
 
-    def __init__(self, runner: Runner, fds: list[int], chunk_nbytes: int) -> None:
-        """Take over `fds`. Raises OSError or InvariantBroken for fds that are no chunks."""
+    Attributes:
+        number: of the tensor, in `begin_tensors`.
+        offset_nbytes: in the tensor.
+        at_nbytes: in the chunk.
+        nbytes: of the piece.
+    """
+
+    number: int
+    offset_nbytes: int
+    at_nbytes: int
+    nbytes: int
+
+
+class TensorReceiver:
+    """The worker's side: maps the chunks of an update, and hands their pieces to the runner in the order sent."""
+
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._chunks: list[SharedRegion] = []
+        # empty without an update
+        self._chunks: Sequence[SharedRegion] = ()
         self._broken = ""
+
+    @remote()
+    async def begin_tensors(self, tensors: Sequence[TensorMeta], chunks: Sequence[SharedRegion]) -> None:
+        """Tensors will come, through these chunks. An earlier update that has not ended is dropped. Raises as
+        `Runner.begin_tensors`."""
+        self.close()
+        self._chunks, self._broken = chunks, ""
         try:
-            while fds:
-                self._chunks.append(SharedRegion(fds.pop(0), chunk_nbytes))
+            await self._runner.begin_tensors(tensors)
         except BaseException:
             self.close()
             raise
 
-    async def write(self, message: WriteChunk) -> None:
-        """Hand the pieces to the runner. After a failure nothing more is written. Raises WeightsBroken."""
+    @remote()
+    async def write_chunk(self, chunk: int, pieces: Sequence[Piece]) -> None:
+        """Hand the pieces to the runner; with the answer the chunk is the engine's again. After a failure nothing more
+        is written. Raises WeightsBroken, and InvariantBroken without an update."""
+        if not self._chunks:
+            raise InvariantBroken("a chunk came without begin_tensors")
         if self._broken:
             raise WeightsBroken(self._broken)
         try:
-            for piece in message.pieces:
-                with self._chunks[message.chunk].view(piece.at_nbytes, piece.nbytes) as data:
+            for piece in pieces:
+                with self._chunks[chunk].view(piece.at_nbytes, piece.nbytes) as data:
                     await self._runner.write_tensor(piece.number, piece.offset_nbytes, data)
         except Exception as error:
             self._broken = error.problem if isinstance(error, WeightsBroken) else f"{type(error).__name__}: {error}"
             raise WeightsBroken(self._broken) from error
 
+    @remote()
+    async def end_tensors(self) -> None:
+        """Every byte was written. Raises as `Runner.end_tensors`."""
+        self.close()
+        await self._runner.end_tensors()
+
     def close(self) -> None:
         """Drop the mappings; idempotent."""
         for chunk in self._chunks:
             chunk.close()
+        self._chunks = ()
 
 
 def _aligned(nbytes: int) -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
 from fdasync.errors import FdasyncError, RunnerError, WorkerDied, WorkerStuck
+from fdasync.ipc.remote import forwarding
 from fdasync.runner.base import Capacity, Runner, StepOutput
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
-    from fdasync.runner.base import CopyOutput, TensorMeta
-    from fdasync.runner.chosen import ChosenRows
+    from fdasync.ipc.remote import Method
+    from fdasync.runner.base import CopyOutput
 
 StepFaultKind = Literal["fail", "hang", "die"]
+# with their ends new weights are in place
+_LOADS = ("load_folder", "end_tensors", "end_received")
 
 
 class StepFault(msgspec.Struct, frozen=True):
@@ -45,6 +47,7 @@ class StepFault(msgspec.Struct, frozen=True):
     step_id: int
 
 
+@forwarding(Runner)
 class FaultRunner(Runner):
     """A runner around another one.
 
@@ -168,69 +171,15 @@ class FaultRunner(Runner):
         self.inner.on_failure = self._inner_failed
         await self.inner.bind(num_blocks, arena, host, snapshots)
 
-    async def load_folder(self, path: str) -> str:
-        weights_id = await self.inner.load_folder(path)
-        self._loaded()
-        return weights_id
-
-    async def lend(self, key: int, rows: ChosenRows) -> None:
-        await self.inner.lend(key, rows)
+    async def forward(self, method: Method[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the runner behind does, for all methods of the contract that are not written here."""
+        value = await getattr(self.inner, method.name)(*args, **kwargs)
+        if self._on_weights is not None and (method.name in _LOADS or kwargs.get("last")):
+            self._on_weights()
+        return value
 
     def take_back(self, key: int) -> None:
         self.inner.take_back(key)
-
-    async def check_grammar(self, grammar: Grammar) -> None:
-        await self.inner.check_grammar(grammar)
-
-    async def read_weights_id(self, path: str) -> str:
-        return await self.inner.read_weights_id(path)
-
-    async def delta_base(self, path: str) -> str:
-        return await self.inner.delta_base(path)
-
-    async def forget_weights(self) -> None:
-        await self.inner.forget_weights()
-
-    async def release_memory(self, parts: Sequence[MemoryPart], *, keep_weights: bool) -> None:
-        await self.inner.release_memory(parts, keep_weights=keep_weights)
-
-    async def regain_memory(self, part: MemoryPart) -> None:
-        await self.inner.regain_memory(part)
-
-    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
-        return await self.inner.fingerprint_weights(with_tensors)
-
-    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        await self.inner.begin_tensors(tensors)
-
-    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
-        await self.inner.write_tensor(number, offset_nbytes, data)
-
-    async def end_tensors(self) -> None:
-        await self.inner.end_tensors()
-        self._loaded()
-
-    async def reach_group(self, group: WeightsGroup) -> None:
-        await self.inner.reach_group(group)
-
-    async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, stop: int = -1) -> None:
-        await self.inner.join_group(group, interface, limit_s, stop)
-
-    async def leave_group(self, name: str) -> None:
-        await self.inner.leave_group(name)
-
-    async def receive_tensors(self, source: GroupTensors, limit_s: float, *, first: bool, last: bool) -> None:
-        await self.inner.receive_tensors(source, limit_s, first=first, last=last)
-        if last:
-            self._loaded()
-
-    async def end_received(self) -> None:
-        await self.inner.end_received()
-        self._loaded()
-
-    def _loaded(self) -> None:
-        if self._on_weights is not None:
-            self._on_weights()
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         done: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.errors import InvariantBroken, RunnerError, WeightsBroken, WeightsRejected, WorkerDied
-from fdasync.ipc.rpc import Failed
+from fdasync.ipc.errors import Failed
+from fdasync.ipc.shared_memory import SharedRegion
 from fdasync.runner.base import RunnerLimits, TensorMeta
-from fdasync.runner.worker.messages import ERRORS, WriteChunk
+from fdasync.runner.worker.main import RunnerService
 from fdasync.runner.worker.proxy import WorkerRunner
-from fdasync.runner.worker.weight_transfer import TensorReceiver, TensorSender
+from fdasync.runner.worker.weight_transfer import Piece, TensorReceiver, TensorSender
 from fdasync.testing.harness.leaks import children
 from tests.support.helpers import case_settings
 from tests.support.plugins import install_runners
@@ -55,6 +56,9 @@ class Recorder:
         self.pieces = 0
         self.fail_at = fail_at
 
+    async def begin_tensors(self, tensors):
+        assert len(tensors) == len(self.held)
+
     async def write_tensor(self, number, offset_nbytes, data):
         if self.pieces == self.fail_at:
             self.fail_at = None
@@ -66,37 +70,44 @@ class Recorder:
 
 
 class Line:
-    """Carries messages to a receiver and answers late: a chunk is read just before its answer."""
+    """Carries calls to a receiver and answers late: a chunk is read just before its answer."""
 
     def __init__(self, metas, chunk_nbytes, fail_at=None):
         self.runner = Recorder(metas, fail_at)
         self.sender = TensorSender(metas, [self.ask], chunk_nbytes)
-        self.chunk_nbytes = self.sender.request.chunk_nbytes
-        fds = [os.dup(fd) for fd in self.sender.fds]
-        self.receiver = TensorReceiver(self.runner, fds, self.chunk_nbytes)
-        self.sent: list[WriteChunk] = []
+        self.receiver = TensorReceiver(self.runner)
+        self.chunk_nbytes = 0
+        # chunks, and their pieces
+        self.sent: list[tuple[int, list[Piece]]] = []
         self.unanswered = 0
         self.most_unanswered = 0
         self.late = asyncio.Queue()
         self.task = asyncio.ensure_future(self.answer())
+        (self.begun,) = self.sender.begin()
 
-    def ask(self, message):
+    def ask(self, function, *args):
         done = asyncio.get_running_loop().create_future()
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.sent.append(message)
-        self.unanswered += 1
-        self.most_unanswered = max(self.most_unanswered, self.unanswered)
-        self.late.put_nowait((message, done))
+        if function is TensorReceiver.begin_tensors:
+            tensors, chunks = args
+            self.chunk_nbytes = chunks[0].nbytes
+            args = tensors, [SharedRegion(os.dup(chunk.fd), chunk.nbytes) for chunk in chunks]
+        else:
+            self.sent.append(args)
+            self.unanswered += 1
+            self.most_unanswered = max(self.most_unanswered, self.unanswered)
+        self.late.put_nowait((function, args, done))
         return done
 
     async def answer(self):
         while True:
-            message, done = await self.late.get()
-            for _ in range(20):
-                await asyncio.sleep(0)
-            self.unanswered -= 1
+            function, args, done = await self.late.get()
+            if function is not TensorReceiver.begin_tensors:
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                self.unanswered -= 1
             try:
-                await self.receiver.write(message)
+                await function(self.receiver, *args)
             except WeightsBroken as error:
                 done.set_exception(error)
             else:
@@ -111,6 +122,7 @@ class Line:
         await self.sender.end()
 
     async def aclose(self):
+        await self.begun
         self.task.cancel()
         await asyncio.wait([self.task])
         self.sender.close()
@@ -148,10 +160,10 @@ def test_every_byte_arrives_in_order_in_whole_elements(update, chunk_nbytes):
             await line.send(values, cuts)
             assert [bytes(held) for held in line.runner.held] == values
             assert line.most_unanswered <= 2
-            chunks = [message.chunk for message in line.sent]
+            chunks = [chunk for chunk, _ in line.sent]
             assert chunks == [number % 2 for number in range(len(chunks))], "chunks are used in turn"
             # nothing is sent for nothing
-            assert all(message.pieces for message in line.sent)
+            assert all(pieces for _, pieces in line.sent)
         finally:
             await line.aclose()
 
@@ -163,7 +175,7 @@ async def test_small_tensors_share_a_chunk():
     line = Line(metas, 1 << 20)
     await line.send([bytes_of(14, number) for number in range(100)], [[]] * 100)
     assert len(line.sent) == 1
-    assert len(line.sent[0].pieces) == 100
+    assert len(line.sent[0][1]) == 100
     await line.aclose()
 
 
@@ -172,7 +184,7 @@ async def test_small_tensors_share_a_chunk():
 )
 async def test_chunks_are_no_larger_than_what_is_sent(limit, nbytes, chunk):
     line = Line([meta("t", "uint8", nbytes)], limit)
-    assert [os.fstat(fd).st_size for fd in line.sender.fds] == [chunk, chunk]
+    assert line.chunk_nbytes == chunk
     await line.send([bytes_of(nbytes, 1)], [[]])
     await line.aclose()
 
@@ -224,7 +236,9 @@ def test_a_dtype_that_does_not_exist_is_refused():
 
 @pytest.mark.parametrize("error", [WeightsRejected("a"), WeightsBroken("b")])
 def test_errors_of_weights_cross_the_wire_whole(error):
-    back = ERRORS.unpack(msgspec.msgpack.decode(msgspec.msgpack.encode(ERRORS.pack(1, error)), type=Failed))
+    back = RunnerService.errors.unpack(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(RunnerService.errors.pack(1, error)), type=Failed)
+    )
     assert (type(back), back.problem) == (type(error), error.problem)
 
 

@@ -9,12 +9,12 @@ processes and the contract, no store. `engine/store_stack.py` makes the proxy.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from fdasync.cache.store.base import Capabilities, Item, Outcome, Store, StoreUsage
-from fdasync.cache.store.process.messages import ERRORS, Delete, ExistsPrefix, GetInto, Open, Put, Usage, Verb
+from fdasync.cache.store.process.main import StoreService
 from fdasync.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -28,11 +28,12 @@ from fdasync.ipc.deadlines import Closing, wait_within
 from fdasync.ipc.rpc import RpcClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.cache.store.block_format import BlockSchema
     from fdasync.ipc.shared_memory import SharedRegion
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # the errors of a child that ended by itself
@@ -42,10 +43,6 @@ _MAX_REGIONS = 8  # the fds of one frame
 _MAX_BATCH = 256
 # how long a process that is closed while it opens its store has, in seconds
 _UNOPENED_S = 2.0
-_CAPABILITIES = msgspec.msgpack.Decoder(Capabilities)
-_COUNT = msgspec.msgpack.Decoder(int)
-_OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
-_USAGE = msgspec.msgpack.Decoder(StoreUsage)
 
 
 class ProcessStore(Store):
@@ -121,22 +118,22 @@ class ProcessStore(Store):
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         self._check_batch(len(keys))
-        return await self._call(ExistsPrefix(tuple(keys)), _COUNT, lambda count: 0 <= count <= len(keys))
+        return await self._call(Store.exists_prefix, keys)
 
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_batch(len(items))
-        return await self._call(GetInto(tuple(items)), _OUTCOMES, lambda outcomes: len(outcomes) == len(items))
+        return await self._call(Store.get_into, items)
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_batch(len(items))
-        return await self._call(Put(tuple(items)), _OUTCOMES, lambda outcomes: len(outcomes) == len(items))
+        return await self._call(Store.put, items)
 
     async def delete(self, keys: Sequence[str]) -> int:
         self._check_batch(len(keys))
-        return await self._call(Delete(tuple(keys)), _COUNT, lambda count: 0 <= count <= len(keys))
+        return await self._call(Store.delete, keys)
 
     async def usage(self) -> StoreUsage:
-        return await self._call(Usage(), _USAGE)
+        return await self._call(Store.usage)
 
     async def kill(self, why: str) -> bool:
         """SIGKILL the child and reap it; running verbs raise StoreUnavailable(why). The next verb starts another child.
@@ -177,12 +174,12 @@ class ProcessStore(Store):
             hint = f"at most {self.capabilities.max_batch} are taken"
             raise StoreRejected(self._name, f"{count} items in one call", hint)
 
-    async def _call(self, verb: Verb, kind: msgspec.msgpack.Decoder[T], fits: Callable[[T], bool] | None = None) -> T:
+    async def _call(self, verb: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         child = self._child
         if child is None or not self._ready or child.ending is not None or self._closed:
             child = await self._up()
         try:
-            return await child.ask(verb, kind, fits)
+            return await child.ask(verb, *args, **kwargs)
         except _BROKEN as error:
             raise StoreUnavailable(self._name, str(error)) from None
         except FdasyncError:
@@ -243,14 +240,13 @@ class ProcessStore(Store):
         if self._closed:
             raise StoreUnavailable(self._name, "it is closed")
         try:
-            child = self._child = RpcClient(loop, f"{self._name} store", _CHILD, ERRORS)
+            child = self._child = RpcClient(loop, f"{self._name} store", _CHILD, StoreService.errors)
         except OSError as error:
             raise StoreUnavailable(self._name, f"no process can be started: {error}") from None
         child.gone.add_done_callback(self._on_gone)
         self.spawned += 1
-        message = Open(self._name, self.config, self._schema, tuple([region.nbytes for region in self._regions]))
         try:
-            opened = child.send(message, _CAPABILITIES, fds=[region.fd for region in self._regions])
+            opened = child.call(StoreService.open, self._name, self.config, self._schema, self._regions)
         except (TypeError, ValueError, OverflowError) as error:
             problem = ConfigError("store_config", f"cannot be sent to a process: {error}")
             await child.kill(problem)

@@ -8,7 +8,7 @@ import pytest
 
 from fdasync.cache.store.base import DONE, Item
 from fdasync.cache.store.process import proxy
-from fdasync.cache.store.process.messages import ERRORS, error_of
+from fdasync.cache.store.process.main import StoreService
 from fdasync.errors import BadInput, ConfigError, PluginError, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.testing.harness.leaks import children
@@ -70,8 +70,11 @@ async def test_errors_of_other_classes_are_told_in_words():
         (KeyError("k"), StoreUnavailable("odd", "KeyError: 'k'")),
         (BadInput("n", "is odd", limit=3, hint="even"), BadInput("n", "is odd", limit="3", hint="even")),
     ]
+    service = StoreService()
+    with pytest.raises(PluginError):
+        await service.open("odd", {}, None, [])
     for error, wanted in told:
-        found = ERRORS.unpack(ERRORS.pack(1, error_of("odd", error)))
+        found = service.errors.unpack(service.errors.pack(1, service.error_of(None, error)))
         assert (type(found), str(found)) == (type(wanted), str(wanted))
 
 

@@ -22,6 +22,7 @@ from fdasync.cache.store.base import DONE
 from fdasync.errors import DeadlineExceeded, FdasyncError, RunnerError
 from fdasync.ipc.block_sums import WORD_NBYTES, block_sums
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.remote import Fd
 from fdasync_fleet.messages import Source
 from fdasync_fleet.transfer.device_door import Door, knock
 from fdasync_fleet.transfer.endpoint import Endpoint
@@ -276,7 +277,7 @@ class DeviceTransport(Endpoint):
         except ValueError as error:
             return refused(f"the sender's answer cannot be read: {error}")
         try:
-            await self._puller.open(peer.name, exported.pools, exported.fds)
+            await self._puller.open(peer.name, exported.pools, [Fd(fd) for fd in exported.fds])
         except FdasyncError as error:
             return refused(f"the sender's device cannot be read: {error}")
         finally:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.ipc.peer_blocks import Exported, PeerBlocks, PoolExport
+    from fdasync.ipc.remote import Fd
     from fdasync.ipc.shared_memory import Part
 
 
@@ -31,7 +32,7 @@ class PartPuller(ABC):
     async def export(self) -> Exported: ...
 
     @abstractmethod
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None: ...
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None: ...
 
     @abstractmethod
     async def close_source(self, source: bytes) -> None: ...
@@ -62,7 +63,7 @@ class BlockPuller(PartPuller):
     async def export(self) -> Exported:
         return await self._blocks.export()
 
-    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[int]) -> None:
+    async def open(self, source: bytes, pools: Sequence[PoolExport], fds: Sequence[Fd]) -> None:
         await self._blocks.open(source, pools, fds)
 
     async def close_source(self, source: bytes) -> None:

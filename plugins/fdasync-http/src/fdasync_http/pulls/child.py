@@ -8,19 +8,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fdasync.errors import DeadlineExceeded, EngineClosed, WeightsRejected
 from fdasync.ipc.deadlines import Within
-from fdasync.ipc.rpc import ErrorTable, RpcClient
+from fdasync.ipc.errors import ErrorTable
+from fdasync.ipc.remote import remote
+from fdasync.ipc.rpc import RpcClient
 from fdasync.ipc.service import Service, serve
 from fdasync_http.pulls.local import Pull, bring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ERRORS = ErrorTable(WeightsRejected)
-_NOTHING = msgspec.msgpack.Decoder(None)
 
 
 async def pull(asked: Pull, deadline_s: float) -> None:
@@ -28,29 +25,28 @@ async def pull(asked: Pull, deadline_s: float) -> None:
 
     Raises WeightsRejected, DeadlineExceeded, WorkerDied.
     """
-    child = RpcClient(asyncio.get_running_loop(), "pull", __name__, _ERRORS)
+    child = RpcClient(asyncio.get_running_loop(), "pull", __name__, PullService.errors)
     try:
         async with Within(deadline_s):
-            await child.send(asked, _NOTHING)
+            await child.call(PullService.pull, asked)
     except TimeoutError:
         raise DeadlineExceeded("pulling weights", deadline_s) from None
     finally:
         await child.kill(EngineClosed("closed"))
 
 
-class _PullService(Service):
+class PullService(Service):
     """One pull."""
 
-    messages = Pull
-    errors = _ERRORS
+    errors = ErrorTable(WeightsRejected)
 
-    async def perform(self, message: Pull, fds: list[int]) -> None:  # noqa: ARG002 - the contract's
-        bring(message)
+    @remote()
+    async def pull(self, asked: Pull) -> None:
+        """Bring a version; blocks the child's loop. Raises WeightsRejected."""
+        bring(asked)
 
-    def error_of(self, message: Pull, error: BaseException) -> WeightsRejected:  # noqa: ARG002 - the contract's
-        if isinstance(error, WeightsRejected):
-            return error
-        return WeightsRejected(f"{type(error).__name__}: {error}")
+    def otherwise(self, message: Any, problem: str) -> WeightsRejected:  # noqa: ARG002 - the contract's
+        return WeightsRejected(problem)
 
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Has nothing to free."""
@@ -58,4 +54,4 @@ class _PullService(Service):
 
 def main() -> None:
     """The child."""
-    serve(_PullService())
+    serve(PullService())

@@ -12,13 +12,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fdasync.errors import FdasyncError, RunnerError, WorkerStuck
 from fdasync.ipc.deadlines import wait_within
 from fdasync.ipc.rpc import RpcClient
-from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Met, Ping, Read, Start, Started
-from fdasync_mooncake.transfer.staging import STAGING_NBYTES
+from fdasync_mooncake.transfer.engine_main import EngineService, Met
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,10 +40,6 @@ _STOP_S = 2.0
 _RESTART_S = 1.0
 # an engine whose stop held up another one is left alone for so long
 _SHUN_S = 10.0
-_STARTED = msgspec.msgpack.Decoder(Started)
-_NONE = msgspec.msgpack.Decoder(None)
-_MET = msgspec.msgpack.Decoder(Met)
-_CODE = msgspec.msgpack.Decoder(int)
 
 
 def protocol_here() -> tuple[str, str, str]:
@@ -126,9 +119,8 @@ class Engine:
         self._started_at = loop.time()
         self.restarts += 1
         self._connected.clear()
-        client = self._client = RpcClient(loop, NAME, _MODULE, ERRORS)
-        message = Start(STAGING_NBYTES, self._host, self.protocol, self._devices)
-        started = client.send(message, _STARTED, fds=[self._staging.fd])
+        client = self._client = RpcClient(loop, NAME, _MODULE, EngineService.errors)
+        started = client.call(EngineService.start, [self._staging], self._host, self.protocol, self._devices)
         try:
             await wait_within([started], START_S)
             if not started.done():
@@ -144,7 +136,7 @@ class Engine:
     async def check(self) -> None:
         """Raise unless it answers: a receiver's engine must not meet a hanging engine. Raises as `start`."""
         client = await self.start()
-        answer = client.send(Ping(), _NONE)
+        answer = client.call(EngineService.ping)
         await wait_within([answer], _PING_S)
         if not answer.done():
             await self._kill(client, "a ping", _PING_S)
@@ -166,7 +158,7 @@ class Engine:
 
     async def _connect(self, segment: str) -> Met:
         client = await self.start()
-        answer = client.send(Connect(segment, CONNECT_S), _MET)
+        answer = client.call(EngineService.connect, segment, CONNECT_S)
         await wait_within([answer], CONNECT_S + _PING_S)
         if not answer.done():
             self._shunned[segment] = asyncio.get_running_loop().time() + _SHUN_S
@@ -183,7 +175,7 @@ class Engine:
         `start`.
         """
         client = await self.start()
-        answer = client.send(Read(segment, address, offset, nbytes), _CODE)
+        answer = client.call(EngineService.read, segment, address, offset, nbytes)
         await wait_within([answer], READ_S)
         if not answer.done():
             await self._kill(client, "a read", READ_S)

@@ -14,19 +14,18 @@ import importlib
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from fdasync.errors import PluginError, ProtocolError, RunnerError
 from fdasync.ipc.child import settle
 from fdasync.ipc.deadlines import Within
+from fdasync.ipc.errors import ErrorTable
+from fdasync.ipc.remote import remote
 from fdasync.ipc.service import Service, serve
 from fdasync.ipc.shared_memory import SharedRegion
-from fdasync_mooncake.transfer.engine_messages import ERRORS, Connect, Met, Ping, Read, Start, Started, Verb
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fdasync.errors import FdasyncError
 
 # uvloop's timers count whole milliseconds, in which a fast network brings ten MB
 _NAP_S = 100e-6
@@ -36,11 +35,34 @@ _PROBE_ANSWER = b'\x16\0\0\0\0\0\0\0\x03{"status":"success"}\n'
 _GROUP, _NAME = "fdasync.transports", "mooncake"
 
 
-class _EngineService(Service):
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """The engine runs.
+
+    Attributes:
+        port: by which other engines reach it.
+        address: of the staging area's first byte in its process.
+    """
+
+    port: int
+    address: int
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True):
+    """Whether an engine can be read from.
+
+    Attributes:
+        problem: why not; "" if it can.
+        lasts: nothing between the machines lets a connection through.
+    """
+
+    problem: str = ""
+    lasts: bool = False
+
+
+class EngineService(Service):
     """One engine."""
 
-    messages = Verb
-    errors = ERRORS
+    errors = ErrorTable(RunnerError, PluginError)
 
     def __init__(self) -> None:
         self._engine: Any = None
@@ -49,18 +71,18 @@ class _EngineService(Service):
         # transfers that run, by the engine's number
         self._reads: dict[int, asyncio.Future[int]] = {}
 
-    async def perform(self, message: Verb, fds: list[int]) -> object:
-        if isinstance(message, Start):
-            return self._start(message, fds)
-        if isinstance(message, Ping):
-            return None
-        if self._engine is None:
-            raise ProtocolError("a call came before the engine was started")
-        if isinstance(message, Connect):
-            return await self._connect(message)
-        return await self._read(message)
+    @remote()
+    async def start(self, staging: Sequence[SharedRegion], host: str, protocol: str, devices: str) -> Started:
+        """Initialise the engine and register the staging area.
 
-    def _start(self, message: Start, fds: list[int]) -> Started:
+        Args:
+            staging: the area, one.
+            host: the address by which other machines reach this one.
+            protocol: "tcp" or "rdma".
+            devices: names of RDMA devices, separated by commas; "": all.
+
+        Raises PluginError, RunnerError.
+        """
         try:
             module = importlib.import_module("mooncake.engine")
         except ImportError as error:
@@ -69,37 +91,52 @@ class _EngineService(Service):
                 f"its engine cannot be imported: {error}; install one of fdasync-mooncake[cpu] and"
                 " fdasync-mooncake[cuda], never both, and the system library libibverbs1",
             ) from error  # fmt: skip
-        self._staging = SharedRegion(fds.pop(0), message.nbytes)
+        (self._staging,) = staging
+        nbytes = self._staging.nbytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging.map))
         engine = module.TransferEngine()
-        code = engine.initialize(message.host, "P2PHANDSHAKE", message.protocol, message.devices)
+        code = engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code != 0:
-            raise RunnerError(f"Mooncake's engine does not start at {message.host} by {message.protocol} (code {code})")
-        code = engine.register_memory(self._address, message.nbytes)
+            raise RunnerError(f"Mooncake's engine does not start at {host} by {protocol} (code {code})")
+        code = engine.register_memory(self._address, nbytes)
         if code != 0:
-            hint = "; rdma locks memory: see ulimit -l" if message.protocol == "rdma" else ""
-            raise RunnerError(f"Mooncake's engine could not register {message.nbytes} bytes (code {code}){hint}")
+            hint = "; rdma locks memory: see ulimit -l" if protocol == "rdma" else ""
+            raise RunnerError(f"Mooncake's engine could not register {nbytes} bytes (code {code}){hint}")
         self._engine = engine
         settle()
         return Started(engine.get_rpc_port(), self._address)
 
-    async def _connect(self, message: Connect) -> Met:
+    @remote()
+    async def ping(self) -> None:
+        """Answer."""
+
+    @remote()
+    async def connect(self, segment: str, limit_s: float) -> Met:
+        """Get to know another engine, which answers within `limit_s`. Blocks while that engine is stopped."""
+        engine = self._started()
         # the engine's own way has no limit worth the name, and holds up all transfers: ask first, and wait here
-        problem, lasts = await _probe(message.segment, message.limit_s)
+        problem, lasts = await _probe(segment, limit_s)
         if problem:
             return Met(problem, lasts)
         # blocking: a few round trips; an engine that is stopped just now keeps it, and then this process is killed
-        found = self._engine.get_first_buffer_address(message.segment)
-        return Met("" if found else f"{message.segment} is no engine with memory")
+        found = engine.get_first_buffer_address(segment)
+        return Met("" if found else f"{segment} is no engine with memory")
 
-    async def _read(self, message: Read) -> int:
+    @remote()
+    async def read(self, segment: str, address: int, offset: int, nbytes: int) -> int:
+        """Read another engine's memory into the staging area; returns a code of `engine.py`.
+
+        Args:
+            segment: of the other engine, which was connected before.
+            address: there.
+            offset, nbytes: in the staging area.
+        """
+        engine = self._started()
         assert self._staging is not None
-        if not 0 <= message.offset <= message.offset + message.nbytes <= self._staging.nbytes:
+        if not 0 <= offset <= offset + nbytes <= self._staging.nbytes:
             raise ProtocolError("a read to outside of the staging area")
         # one entry: of a batch the engine looks at the first transfer only
-        batch = self._engine.batch_transfer_async_read(
-            message.segment, [self._address + message.offset], [message.address], [message.nbytes]
-        )
+        batch = engine.batch_transfer_async_read(segment, [self._address + offset], [address], [nbytes])
         if not batch:
             return -1
         loop = asyncio.get_running_loop()
@@ -107,6 +144,11 @@ class _EngineService(Service):
         if len(self._reads) == 1:
             loop.call_soon(self._poll)
         return await asyncio.shield(ended)
+
+    def _started(self) -> Any:
+        if self._engine is None:
+            raise ProtocolError("a call came before the engine was started")
+        return self._engine
 
     def _poll(self) -> None:
         found = [(batch, code) for batch in self._reads if (code := self._engine.transfer_check_status(batch))]
@@ -120,10 +162,8 @@ class _EngineService(Service):
                 time.sleep(_NAP_S)  # blocking: a nap of a process that has nothing else to do
             asyncio.get_running_loop().call_soon(self._poll)
 
-    def error_of(self, message: Verb, error: BaseException) -> FdasyncError:  # noqa: ARG002 - the contract's
-        if isinstance(error, PluginError | RunnerError):
-            return error
-        return RunnerError(f"{type(error).__name__}: {error}")
+    def otherwise(self, message: Any, problem: str) -> RunnerError:  # noqa: ARG002 - the contract's
+        return RunnerError(problem)
 
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         # the process ends with all that it has; the engine's own end takes seconds
@@ -164,4 +204,4 @@ def main() -> None:
     # names and units of Mooncake; variables of the operator stay
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "5")
-    serve(_EngineService())
+    serve(EngineService())

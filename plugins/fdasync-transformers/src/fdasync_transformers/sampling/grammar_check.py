@@ -23,7 +23,7 @@ import numpy as np
 from fdasync.errors import BadInput
 from fdasync.ipc.child import die_with_parent
 from fdasync.ipc.deadlines import Within
-from fdasync.ipc.rpc import ErrorTable, Failed
+from fdasync.ipc.errors import ErrorTable, Failed
 
 if TYPE_CHECKING:
     from fdasync.request import Grammar

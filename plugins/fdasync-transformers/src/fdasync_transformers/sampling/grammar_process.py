@@ -14,12 +14,12 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fdasync.errors import BadInput, CheckpointError, EngineClosed, WorkerDied, WorkerStuck
 from fdasync.ipc.child import settle
 from fdasync.ipc.deadlines import Within, wait_within
-from fdasync.ipc.rpc import ErrorTable, RpcClient
+from fdasync.ipc.errors import ErrorTable
+from fdasync.ipc.remote import remote
+from fdasync.ipc.rpc import RpcClient
 from fdasync.ipc.service import Service, serve
 from fdasync.request import Grammar
 from fdasync_transformers.sampling.grammar_check import check_apart
@@ -28,8 +28,6 @@ from fdasync_transformers.sampling.grammars import Grammars
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ERRORS = ErrorTable(BadInput, CheckpointError)
-_NOTHING = msgspec.msgpack.Decoder(None)
 # checks at a time: a slow one must not hold up all others
 _AT_ONCE = 2
 # a check has a deadline in the child; if there is no answer by now, the child does not run
@@ -39,21 +37,6 @@ _LOAD_S = 60.0
 #: what each check may allocate
 MEMORY_NBYTES = 512 << 20
 _NICE = 19
-
-
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Use this tokenizer.json, of a model with this vocabulary and these EOS ids; each check may allocate so much."""
-
-    tokenizer: str
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    memory_nbytes: int
-
-
-class Check(msgspec.Struct, frozen=True, array_like=True, tag="check"):
-    """Check this grammar."""
-
-    grammar: Grammar
 
 
 class GrammarProcess:
@@ -67,7 +50,7 @@ class GrammarProcess:
     def __init__(
         self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int], *, memory_nbytes: int = MEMORY_NBYTES
     ) -> None:
-        self._load = Load(str(tokenizer), vocab_size, tuple(eos_ids), memory_nbytes)
+        self._asked = str(tokenizer), vocab_size, tuple(eos_ids), memory_nbytes
         self._child: RpcClient | None = None
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._loading = asyncio.Lock()
@@ -89,7 +72,7 @@ class GrammarProcess:
                 await self._ask(await self._loaded(), grammar)
 
     async def _ask(self, child: RpcClient, grammar: Grammar) -> None:
-        asking = asyncio.ensure_future(child.ask(Check(grammar), _NOTHING))
+        asking = asyncio.ensure_future(child.ask(GrammarService.check, grammar))
         try:
             async with Within(_ANSWER_S):
                 await asyncio.shield(asking)
@@ -112,8 +95,9 @@ class GrammarProcess:
                 raise EngineClosed("closed")
             child = self._child
             if child is None or child.ending is not None or self._loads is None:
-                child = self._child = RpcClient(asyncio.get_running_loop(), "grammar", __name__, _ERRORS)
-                self._loads = child.send(self._load, _NOTHING)
+                child = RpcClient(asyncio.get_running_loop(), "grammar", __name__, GrammarService.errors)
+                self._child = child
+                self._loads = child.call(GrammarService.load, *self._asked)
             try:
                 async with Within(_LOAD_S):
                     await asyncio.shield(self._loads)
@@ -130,32 +114,39 @@ class GrammarProcess:
             await self._child.kill(EngineClosed("closed"))
 
 
-class _GrammarService(Service):
+class GrammarService(Service):
     """The grammars of one tokenizer in the child."""
 
-    messages = Load | Check
-    errors = _ERRORS
+    errors = ErrorTable(BadInput, CheckpointError)
 
     def __init__(self) -> None:
         self._grammars: Grammars | None = None
         self._memory_nbytes = 0
 
-    async def perform(self, message: Load | Check, fds: list[int]) -> None:  # noqa: ARG002 - the contract's
-        if isinstance(message, Load):
-            self._grammars = Grammars(Path(message.tokenizer), message.vocab_size, message.eos_ids)
-            self._memory_nbytes = message.memory_nbytes
-            # a fork shares what no collection touches
-            settle()
-            return
-        assert self._grammars is not None
-        await check_apart(self._grammars, message.grammar, self._memory_nbytes)
+    @remote()
+    async def load(self, tokenizer: str, vocab_size: int, eos_ids: tuple[int, ...], memory_nbytes: int) -> None:
+        """Use this tokenizer.json, of a model with this vocabulary and these EOS ids; each check may allocate so much.
 
-    def error_of(self, message: Load | Check, error: BaseException) -> BadInput | CheckpointError:
-        if isinstance(error, BadInput | CheckpointError):
-            return error
-        if isinstance(message, Load):
-            return CheckpointError(message.tokenizer, f"{type(error).__name__}: {error}")
-        return BadInput("grammar", f"cannot be checked: {type(error).__name__}: {error}")
+        Raises CheckpointError.
+        """
+        try:
+            self._grammars = Grammars(Path(tokenizer), vocab_size, eos_ids)
+        except (BadInput, CheckpointError):
+            raise
+        except Exception as error:
+            raise CheckpointError(tokenizer, f"{type(error).__name__}: {error}") from error
+        self._memory_nbytes = memory_nbytes
+        # a fork shares what no collection touches
+        settle()
+
+    @remote()
+    async def check(self, grammar: Grammar) -> None:
+        """Check this grammar. Raises BadInput."""
+        assert self._grammars is not None
+        await check_apart(self._grammars, grammar, self._memory_nbytes)
+
+    def otherwise(self, message: Any, problem: str) -> BadInput:  # noqa: ARG002 - the contract's
+        return BadInput("grammar", f"cannot be checked: {problem}")
 
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Forks end with this process."""
@@ -168,4 +159,4 @@ def main() -> None:
     # many forks are ended by a signal: none of them leaves a core
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    serve(_GrammarService())
+    serve(GrammarService())

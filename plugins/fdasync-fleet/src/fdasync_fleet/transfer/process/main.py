@@ -2,73 +2,49 @@
 
 The transports are the same that an instance could have on its own loop. Memory is shared by fd: no byte of a block is
 sent to the instance. The process dies with the instance's. Knows no blocks and no requests. `process/proxy.py` starts
-it and sends it the calls of `process/messages.py`.
+it and calls it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fdasync.errors import FdasyncError, PluginError, ProtocolError
+from fdasync import errors
+from fdasync.cache.store.base import Outcome
+from fdasync.errors import FdasyncError, PluginError, ProtocolError, RunnerError
 from fdasync.ipc.child import settle
+from fdasync.ipc.errors import ErrorTable
+from fdasync.ipc.remote import one_each, remote
 from fdasync.ipc.service import Service, serve
-from fdasync.ipc.shared_memory import SharedRegion
-from fdasync_fleet.transfer.base import checksum_parts
-from fdasync_fleet.transfer.plugins import make_transport
-from fdasync_fleet.transfer.process.messages import (
-    ERRORS,
-    Checksums,
-    Forget,
-    Offer,
-    Open,
-    Verb,
-    Withdraw,
-    error_of,
-)
+from fdasync.ipc.shared_memory import Part, SharedRegion
+from fdasync_fleet.messages import Source
+from fdasync_fleet.transfer.base import CopySpec, checksum_parts
+from fdasync_fleet.transfer.plugins import TransportSpec, make_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fdasync_fleet.messages import Source
     from fdasync_fleet.transfer.base import Transport
 
 
-class _TransferService(Service):
-    """The transports of one instance."""
+class TransferService(Service):
+    """The transports of one instance; calls name one by its place.
 
-    messages = Open | Verb
-    errors = ERRORS
+    A clock of one process says nothing in another, so limits cross as seconds that are left.
+    """
+
+    errors = ErrorTable(errors.BadInput, errors.InvariantBroken, errors.PluginError, errors.RunnerError)
 
     def __init__(self) -> None:
         self._transports: list[Transport] = []
-        self._regions: list[SharedRegion] = []
+        self._regions: Sequence[SharedRegion] = ()
 
-    async def perform(self, message: Open | Verb, fds: list[int]) -> object:
-        if isinstance(message, Open):
-            return await self._open(message, fds)
-        if isinstance(message, Checksums):
-            return await checksum_parts(self._regions, message.parts)
-        if not message.place < len(self._transports):
-            raise ProtocolError("a verb came before its transport was open")
-        transport = self._transports[message.place]
-        # nothing waits before these three: they are in force before a later call begins
-        if isinstance(message, Offer):
-            return transport.offer(message.parts)
-        if isinstance(message, Withdraw):
-            return transport.withdraw(message.parts)
-        if isinstance(message, Forget):
-            return transport.forget(message.source)
-        deadline = asyncio.get_running_loop().time() + message.limit_s
-        return await transport.receive(message.source, message.copy_specs, deadline)
-
-    async def _open(self, message: Open, fds: list[int]) -> list[Source | str]:
-        if len(fds) != len(message.region_nbytes):
-            raise ProtocolError(f"{len(fds)} fds came for {len(message.region_nbytes)} regions")
-        for nbytes in message.region_nbytes:
-            self._regions.append(SharedRegion(fds.pop(0), nbytes))
+    @remote(fits=lambda sources, specs, _: len(sources) == len(specs))
+    async def open(self, specs: Sequence[TransportSpec], regions: Sequence[SharedRegion]) -> list[Source | str]:
+        """Make these transports and open them: the source of each, in order, or why an optional one does not open."""
+        self._regions = regions
         sources: list[Source | str] = []
-        for spec in message.specs:
+        for spec in specs:
             transport = make_transport(spec)
             # from now on it is closed, whether it opens or not
             self._transports.append(transport)
@@ -83,8 +59,43 @@ class _TransferService(Service):
         settle()
         return sources
 
-    def error_of(self, message: Open | Verb, error: BaseException) -> FdasyncError:  # noqa: ARG002 - the contract's
-        return error_of(error)
+    # these three are in force before a later call begins
+
+    @remote()
+    def offer(self, place: int, parts: Sequence[Part]) -> None:
+        """`Transport.offer`."""
+        self._at(place).offer(parts)
+
+    @remote()
+    def withdraw(self, place: int, parts: Sequence[Part]) -> None:
+        """`Transport.withdraw`."""
+        self._at(place).withdraw(parts)
+
+    @remote()
+    def forget(self, place: int, source: Source) -> None:
+        """`Transport.forget`."""
+        self._at(place).forget(source)
+
+    @remote(fits=lambda outcomes, _place, _source, copy_specs, _limit_s: len(outcomes) == len(copy_specs))
+    async def receive(
+        self, place: int, source: Source, copy_specs: Sequence[CopySpec], limit_s: float
+    ) -> list[Outcome]:
+        """`Transport.receive`, with the seconds until its deadline."""
+        deadline = asyncio.get_running_loop().time() + limit_s
+        return await self._at(place).receive(source, copy_specs, deadline)
+
+    @remote(fits=one_each)
+    async def checksums(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """`checksum_parts`."""
+        return await checksum_parts(self._regions, parts)
+
+    def _at(self, place: int) -> Transport:
+        if not place < len(self._transports):
+            raise ProtocolError("a verb came before its transport was open")
+        return self._transports[place]
+
+    def otherwise(self, message: Any, problem: str) -> RunnerError:  # noqa: ARG002 - the contract's
+        return RunnerError(problem)
 
     async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         for transport in self._transports:
@@ -98,4 +109,4 @@ class _TransferService(Service):
 
 def main() -> None:
     """The child's program."""
-    serve(_TransferService())
+    serve(TransferService())

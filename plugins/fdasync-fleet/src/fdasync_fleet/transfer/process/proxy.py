@@ -9,11 +9,10 @@ once, receives fail, and checksums raise. Knows no blocks and no requests. Made 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from fdasync.cache.store.base import Outcome
 from fdasync.errors import (
     FdasyncError,
     InvariantBroken,
@@ -28,26 +27,19 @@ from fdasync.ipc.rpc import RpcClient
 from fdasync.registry.registry import TRANSPORTS
 from fdasync_fleet.messages import Source
 from fdasync_fleet.transfer.endpoint import Endpoint
-from fdasync_fleet.transfer.process.messages import (
-    ERRORS,
-    Checksums,
-    Forget,
-    Offer,
-    Open,
-    Receive,
-    Verb,
-    Withdraw,
-)
+from fdasync_fleet.transfer.process.main import TransferService
 from fdasync_fleet.transfer.validation import CLOSED, broken, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fdasync.cache.store.base import Outcome
     from fdasync.ipc.shared_memory import Part, SharedRegion
     from fdasync_fleet.transfer.base import CopySpec
     from fdasync_fleet.transfer.plugins import TransportSpec
     from fdasync_fleet.transfer.transfers import Transfer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 NAME = "transfer"
@@ -57,11 +49,7 @@ _OPEN_S = 60.0
 _CHECKSUMS_S = 30.0
 #: how long the process may take to end a call that is over, before it is killed
 STOP_S = 5.0
-_SOURCES = msgspec.msgpack.Decoder(tuple[Source | str, ...])
 _SOURCE = msgspec.msgpack.Decoder(Source)
-_OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
-_SUMS = msgspec.msgpack.Decoder(tuple[int, ...])
-_NONE = msgspec.msgpack.Decoder(None)
 _ENDED = (WorkerDied, WorkerStuck, ProtocolError)
 
 
@@ -82,7 +70,7 @@ class TransferProcess:
         self._specs = tuple(specs)
         self._client: RpcClient | None = None
         # why an optional transport did not open
-        self._sources: tuple[Source | str, ...] = ()
+        self._sources: Sequence[Source | str] = ()
         # places of the transports that are open
         self._users: set[int] = set()
         self._closed = False
@@ -100,9 +88,7 @@ class TransferProcess:
         """
         if not parts:
             return ()
-        call = asyncio.ensure_future(
-            self._running.ask(Checksums(tuple(parts)), _SUMS, lambda sums: len(sums) == len(parts))
-        )
+        call = asyncio.ensure_future(self._running.ask(TransferService.checksums, parts))
         try:
             await wait_within([call], _CHECKSUMS_S)
             if not call.done():
@@ -132,9 +118,8 @@ class TransferProcess:
 
     async def _start(self, regions: Sequence[SharedRegion]) -> None:
         """Raises OSError, and what a transport's `open` raises, as RunnerError where it is no error of fdasync."""
-        client = self._client = RpcClient(asyncio.get_running_loop(), NAME, _MODULE, ERRORS)
-        message = Open(self._specs, tuple([region.nbytes for region in regions]))
-        opened = client.send(message, _SOURCES, fds=[region.fd for region in regions], fits=self._fits)
+        client = self._client = RpcClient(asyncio.get_running_loop(), NAME, _MODULE, TransferService.errors)
+        opened = client.call(TransferService.open, self._specs, regions)
         try:
             await wait_within([opened], _OPEN_S)
             if not opened.done():
@@ -147,18 +132,18 @@ class TransferProcess:
             raise
         client.gone.add_done_callback(self._gone)
 
-    def _fits(self, sources: tuple[Source | str, ...]) -> bool:
-        return len(sources) == len(self._specs)
-
-    def tell(self, message: Verb) -> None:
+    def tell(
+        self, function: Callable[Concatenate[TransferService, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Call without waiting for the answer, which says nothing; dropped where the process has ended."""
         if self._client is not None and not self._closed:
-            self._client.send(message, _NONE)
+            self._client.tell(function, *args, **kwargs)
 
-    def call(self, message: Receive) -> asyncio.Task[list[Outcome]]:
+    def receive(
+        self, place: int, source: Source, copy_specs: Sequence[CopySpec], limit_s: float
+    ) -> asyncio.Task[list[Outcome]]:
         """Begin a receive; `stop` ends it."""
-        count = len(message.copy_specs)
-        return asyncio.ensure_future(self._running.ask(message, _OUTCOMES, lambda found: len(found) == count))
+        return asyncio.ensure_future(self._running.ask(TransferService.receive, place, source, copy_specs, limit_s))
 
     async def stop(self, call: asyncio.Task[T], *, answers: bool = False) -> None:
         """Have a call end: when this returns, or is cancelled, the process works on it no more.
@@ -240,18 +225,18 @@ class ProcessTransport(Endpoint):
     def offer(self, parts: Sequence[Part]) -> None:
         super().offer(parts)
         if parts and not self._closed:
-            self._process.tell(Offer(self._place, tuple(parts)))
+            self._process.tell(TransferService.offer, self._place, parts)
 
     def withdraw(self, parts: Sequence[Part]) -> None:
         super().withdraw(parts)
         if parts and not self._closed:
-            self._process.tell(Withdraw(self._place, tuple(parts)))
+            self._process.tell(TransferService.withdraw, self._place, parts)
 
     def forget(self, source: Source) -> None:
         if not _is_sendable(source):
             return
         super().forget(source)
-        self._process.tell(Forget(self._place, source))
+        self._process.tell(TransferService.forget, self._place, source)
 
     def _drop(self, token: bytes) -> None:
         # `forget` has told the process
@@ -265,7 +250,7 @@ class ProcessTransport(Endpoint):
     ) -> None:
         places = [place for place, outcome in enumerate(outcomes) if outcome is None]
         limit_s = max(transfer.deadline - transfer.now(), 0.0)
-        call = self._process.call(Receive(self._place, source, tuple([copy_specs[each] for each in places]), limit_s))
+        call = self._process.receive(self._place, source, [copy_specs[each] for each in places], limit_s)
         call.add_done_callback(lambda _: transfer.wake())
         try:
             while not call.done() and not transfer.check():
