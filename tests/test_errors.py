@@ -1,4 +1,4 @@
-"""Errors: their fields, their tree, and their way through a worker's socket (`errors.py`, `worker/messages.py`)."""
+"""Errors: their fields, their tree, and their way through a worker's socket (`errors.py`, `worker/main.py`)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     # those that say where something went
     {"fdasync.errors": (), "fdasync.pd": (), "fdasync.routing": ()},
     {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
-    {"fdasync.request": ("fdasync.registry.mapping",)},
+    {"fdasync.ipc.peers": ("fdasync.ipc.*",), "fdasync.request": ("fdasync.registry.mapping",)},
     {"fdasync.telemetry.sight": ("fdasync.request",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
@@ -57,8 +57,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.deadlines", "fdasync.ipc.exchange",
-            "fdasync.ipc.peer_blocks", "fdasync.ipc.shared_memory", "fdasync.registry.*", "fdasync.request",
-            "fdasync.result",
+            "fdasync.ipc.peers.blocks", "fdasync.ipc.remote", "fdasync.ipc.shared_memory", "fdasync.registry.*",
+            "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
@@ -213,8 +213,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.execution": (
-            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.memory_pool", "fdasync.ipc.peer_blocks",
-            "fdasync.ipc.peer_pool", "fdasync.ipc.peer_rows", "fdasync.ipc.shared_memory", "fdasync.request",
+            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.ipc.peers.memory", "fdasync.ipc.peers.blocks",
+            "fdasync.ipc.peers.pool", "fdasync.ipc.peers.rows", "fdasync.ipc.shared_memory", "fdasync.request",
             "fdasync.runner.drafts", "fdasync_kernels.*", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
@@ -230,7 +230,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers": (
-            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.ipc.peer_blocks",
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.ipc.peers.blocks",
             "fdasync.request",
             "fdasync.runner.report", "fdasync_transformers.*",
         ),
@@ -282,9 +282,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_http": (
             "fdasync", "fdasync.cli.common.*", "fdasync_fleet.cli.local.*", "fdasync.engine.config",
-            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.rpc",
-            "fdasync.ipc.service", "fdasync_fleet.router.*", "fdasync.registry.*",
-            "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
+            "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.errors",
+            "fdasync.ipc.remote", "fdasync.ipc.rpc", "fdasync.ipc.service", "fdasync_fleet.router.*",
+            "fdasync.registry.*", "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
             "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them

@@ -29,9 +29,9 @@ from fdasync.gpu.peer_pool import DevicePool
 from fdasync.gpu.pools import EventPool, PinnedPool
 from fdasync.gpu.ports.adaptive import AdaptivePort
 from fdasync.gpu.streams import Streams
-from fdasync.ipc.block_sums import block_sums
-from fdasync.ipc.peer_blocks import BlockPull, PoolExport
-from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.peers.blocks import BlockPull, PoolExport
+from fdasync.ipc.peers.rows import PeerRows
+from fdasync.ipc.peers.sums import block_sums
 
 _SOURCE = b"wire".ljust(16)
 _ROUNDS, _UNTIMED = 12, 3

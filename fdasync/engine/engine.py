@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
-    from fdasync.ipc.peer_blocks import PeerBlocks
+    from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.request import (
         GenerateOptions,
         MemoryPart,

@@ -1,7 +1,7 @@
 """A pool in device memory that other processes map: copies over NVLink or PCIe, and checksums by a kernel.
 
 Copies and the checksums behind them run on a stream of their own, so neither steps nor copies to the host wait for
-them, and end in one event. Knows bytes, and no blocks; see `ipc/peer_pool.py`. Made by runners.
+them, and end in one event. Knows bytes, and no blocks; see `ipc/peers/pool.py`. Made by runners.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from fdasync.errors import DeviceFailed, RunnerError
 from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.packed_copy import fetch, send
-from fdasync.ipc.block_sums import WORD_NBYTES, added
 from fdasync.ipc.futures import failed
-from fdasync.ipc.peer_pool import PeerPool
+from fdasync.ipc.peers.pool import PeerPool
+from fdasync.ipc.peers.sums import WORD_NBYTES, added
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fdasync.gpu.cudart import Driver
     from fdasync.gpu.pools import EventPool, PinnedPool
     from fdasync.gpu.streams import Streams
-    from fdasync.ipc.peer_pool import Copies, Sums
+    from fdasync.ipc.peers.pool import Copies, Sums
 
 _LANE: Final = "peers"
 # runs of one call of the driver

@@ -1,6 +1,6 @@
 """Futures for callers that may have left: they fail without a warning that no caller read the error.
 
-Knows nothing of the work. Called by pools (`peer_pool.py`), by their rows, and by groups of runners.
+Knows nothing of the work. Called by pools (`peers/pool.py`), by their rows, and by groups of runners.
 """
 
 from __future__ import annotations

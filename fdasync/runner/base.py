@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fdasync.ipc.exchange import Exchange
-    from fdasync.ipc.peer_blocks import PeerBlocks
+    from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.runner.report import ModelReport
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from fdasync.errors import RunnerError
-from fdasync.ipc.block_sums import added, block_sums
 from fdasync.ipc.child import die_with_parent
-from fdasync.ipc.memory_pool import MemoryPool
-from fdasync.ipc.peer_blocks import DIFFERENT, BlockPull, PoolExport, combined
-from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.peers.blocks import DIFFERENT, BlockPull, PoolExport, combined
+from fdasync.ipc.peers.memory import MemoryPool
+from fdasync.ipc.peers.rows import PeerRows
+from fdasync.ipc.peers.sums import added, block_sums
 from fdasync.ipc.shared_memory import SharedRegion
 
 BLOCK, BLOCKS, SOURCE = 768, 6, b"s" * 16

@@ -14,14 +14,14 @@ from fdasync_fleet.transfer.device import DeviceTransport
 from fdasync_fleet.transfer.device_blocks import PartPuller
 
 from fdasync.errors import RunnerError
-from fdasync.ipc.memory_pool import MemoryPool
-from fdasync.ipc.peer_blocks import Exported, PoolExport
-from fdasync.ipc.peer_pool import Copies
+from fdasync.ipc.peers.blocks import Exported, PoolExport
+from fdasync.ipc.peers.memory import MemoryPool
+from fdasync.ipc.peers.pool import Copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.ipc.memory_pool import PeerMemory
+    from fdasync.ipc.peers.memory import PeerMemory
     from fdasync.ipc.shared_memory import Part, SharedRegion
 
 

@@ -10,12 +10,26 @@ from __future__ import annotations
 import asyncio
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from fdasync import Engine, EngineConfig, Result, SamplingParams
+from fdasync.runner.synthetic.runner import SyntheticRunner
 from fdasync.testing.harness.engines import check_sample, oracle_of
+
+if TYPE_CHECKING:
+    from fdasync.runner.base import Capacity
 
 OLD = Path(__file__).parent / "data" / "store_of_5363cbbb.zip"
 PROMPT = [number * 7 % 900 for number in range(80)]
+
+
+class Patient(SyntheticRunner):
+    """A model that takes ages, by its own account: the engine waits for the store, however busy the machine is."""
+
+    async def open(self) -> Capacity:
+        return msgspec.structs.replace(await super().open(), prefill_tokens_per_s=1e-3)
 
 
 def config_of(folder: Path, **changes: object) -> EngineConfig:
@@ -40,7 +54,7 @@ def read(folder: Path, **changes: object) -> int:
     config, params = config_of(folder, **changes), SamplingParams(max_tokens=4, temperature=0.0)
 
     async def ask() -> Result:
-        async with Engine(config) as engine:
+        async with Engine(config, runner=Patient(oracle_of(config).config, config.runner_limits())) as engine:
             return await engine.complete(PROMPT, params)
 
     result = asyncio.run(ask())

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn
-    from fdasync.ipc.peer_blocks import PeerBlocks
+    from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.ipc.remote import Method
     from fdasync.request import MemoryPart, WeightsGroup
 

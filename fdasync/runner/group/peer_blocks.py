@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.ipc.futures import fail, failed
-from fdasync.ipc.peer_blocks import Exported, PeerBlocks, PoolExport, combined
+from fdasync.ipc.peers.blocks import Exported, PeerBlocks, PoolExport, combined
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from fdasync.ipc.peer_blocks import BlockPull
+    from fdasync.ipc.peers.blocks import BlockPull
     from fdasync.ipc.remote import Fd
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fdasync.ipc.memory_pool import MemoryPool
-from fdasync.ipc.peer_blocks import BlockPull, PoolExport
-from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.peers.blocks import BlockPull, PoolExport
+from fdasync.ipc.peers.memory import MemoryPool
+from fdasync.ipc.peers.rows import PeerRows
 from fdasync.ipc.shared_memory import SharedRegion
 from fdasync.runner.synthetic.oracle import U64
 

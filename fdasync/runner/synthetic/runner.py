@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from fdasync.events.actions import RunStep
     from fdasync.ipc.exchange import Exchange
-    from fdasync.ipc.peer_blocks import BlockPull, PeerBlocks
+    from fdasync.ipc.peers.blocks import BlockPull, PeerBlocks
     from fdasync.runner.input_batch import Batch
 
 WEIGHTS_FILE = "weights.json"

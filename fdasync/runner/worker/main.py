@@ -19,7 +19,7 @@ from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.ipc.child import settle
 from fdasync.ipc.errors import ErrorTable
 from fdasync.ipc.exchange import Exchange, Seat
-from fdasync.ipc.peer_blocks import PeerBlocks, PoolExport
+from fdasync.ipc.peers.blocks import PeerBlocks, PoolExport
 from fdasync.ipc.remote import Fd, marked, remote
 from fdasync.ipc.service import Service, serve
 from fdasync.runner.base import Capacity, Runner, RunnerLimits, TensorMeta

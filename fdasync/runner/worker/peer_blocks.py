@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.errors import RunnerError
-from fdasync.ipc.peer_blocks import BlockPull, Exported, PeerBlocks, PoolExport
+from fdasync.ipc.peers.blocks import BlockPull, Exported, PeerBlocks, PoolExport
 from fdasync.ipc.remote import Fd
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Meeting
-    from fdasync.ipc.peer_blocks import PeerBlocks
+    from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.ipc.remote import Method
     from fdasync.request import GroupTensors, WeightsGroup
     from fdasync.runner.chosen import ChosenRows

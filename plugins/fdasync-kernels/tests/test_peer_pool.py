@@ -29,9 +29,9 @@ from fdasync.gpu.pools import EventPool, PinnedPool
 from fdasync.gpu.ports.adaptive import AdaptivePort
 from fdasync.gpu.ports.fake import AlreadyDone, FakeEvent, FakePort
 from fdasync.gpu.streams import Streams
-from fdasync.ipc.block_sums import added, block_sums
-from fdasync.ipc.peer_blocks import BlockPull, PoolExport
-from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.peers.blocks import BlockPull, PoolExport
+from fdasync.ipc.peers.rows import PeerRows
+from fdasync.ipc.peers.sums import added, block_sums
 from fdasync.ipc.shared_memory import SharedRegion
 
 SOURCE = b"s" * 16

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.ipc.block_sums import block_sums
-from fdasync.ipc.peer_blocks import BlockPull
+from fdasync.ipc.peers.blocks import BlockPull
+from fdasync.ipc.peers.sums import block_sums
 from fdasync.runner.group.errors import of_rank
 from fdasync.runner.group.peer_blocks import GroupPeerBlocks
 from tests.ipc.test_peer_rows import Rank, content

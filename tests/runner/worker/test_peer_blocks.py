@@ -11,7 +11,7 @@ import pytest
 from fdasync.cache.host_arena import HostArena
 from fdasync.errors import RunnerError, WorkerDied
 from fdasync.events.actions import SwapIn, SwapOut
-from fdasync.ipc.peer_blocks import BlockPull
+from fdasync.ipc.peers.blocks import BlockPull
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.worker.proxy import WorkerRunner

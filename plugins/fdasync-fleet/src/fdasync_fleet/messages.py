@@ -396,7 +396,7 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         index: number of the block in the prompt.
         parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec. The KV is a
             part of the sender's devices (`DEVICE_REGION`) where the receiver reads those.
-        checksums: of each part: XXH3-64; for a part of devices the checksum of `ipc/block_sums.py`.
+        checksums: of each part: XXH3-64; for a part of devices the checksum of `ipc/peers/sums.py`.
     """
 
     index: Small

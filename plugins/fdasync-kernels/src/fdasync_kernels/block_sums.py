@@ -1,4 +1,4 @@
-"""Checksums of runs of bytes on a device, as `ipc/block_sums.py` defines them: the same numbers, by a kernel.
+"""Checksums of runs of bytes on a device, as `ipc/peers/sums.py` defines them: the same numbers, by a kernel.
 
 Sums modulo 2^64 do not depend on how the work is cut. Knows flat memory and places in it, and no blocks. Called by
 `gpu/peer_pool.py`.
@@ -13,7 +13,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 
 _WORD_NBYTES = 8
-# of the numbers of words, and of the mix: as in `ipc/block_sums.py`
+# of the numbers of words, and of the mix: as in `ipc/peers/sums.py`
 _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _FACTOR = tl.constexpr(0xD6E8FEB86659FD93)
 # words that a program reads at a time, and in all

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.ipc.exchange import Exchange
-    from fdasync.ipc.peer_blocks import PeerBlocks
+    from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.request import Grammar, GroupTensors, MemoryPart, WeightsFingerprint, WeightsGroup
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport

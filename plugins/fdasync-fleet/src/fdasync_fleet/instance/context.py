@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fdasync.errors import DeadlineExceeded, InvariantBroken, PeerBusy, PeerRefused, PeerUnreachable
-from fdasync.ipc.peer_blocks import DIFFERENT
+from fdasync.ipc.peers.blocks import DIFFERENT
 from fdasync.ipc.shared_memory import AUX_REGION, DEVICE_REGION, HOST_REGION, Part, state_region
 from fdasync_fleet.messages import encode
 

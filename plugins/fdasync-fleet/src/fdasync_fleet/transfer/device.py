@@ -2,8 +2,8 @@
 
 No byte passes through host memory, and this process touches no device: it hands descriptors from worker to worker
 (`device_door.py`), says which blocks to copy, and compares checksums that are computed where the bytes are
-(`ipc/block_sums.py`, instead of XXH3). The sender takes no part in a copy. A sender that was killed after it was mapped
-can still be read, since the mapping keeps its memory (`ipc/peer_pool.py`); what was copied then is right or damaged as
+(`ipc/peers/sums.py`, instead of XXH3). The sender takes no part in a copy. A sender that was killed after it was mapped
+can still be read, since the mapping keeps its memory (`ipc/peers/pool.py`); what was copied then is right or damaged as
 its checksum says.
 
 A copy that is launched cannot be stopped, so a receive that was cancelled, or whose deadline has passed, ends when the
@@ -20,8 +20,8 @@ import numpy as np
 
 from fdasync.cache.store.base import DONE
 from fdasync.errors import DeadlineExceeded, FdasyncError, RunnerError
-from fdasync.ipc.block_sums import WORD_NBYTES, block_sums
 from fdasync.ipc.deadlines import wait_within
+from fdasync.ipc.peers.sums import WORD_NBYTES, block_sums
 from fdasync.ipc.remote import Fd
 from fdasync_fleet.messages import Source
 from fdasync_fleet.transfer.device_door import Door, knock
@@ -89,7 +89,7 @@ class DeviceTransport(Endpoint):
 
     @staticmethod
     def checksum(data: bytes) -> int:
-        """See `ipc/block_sums.py`."""
+        """See `ipc/peers/sums.py`."""
         words = np.frombuffer(data.ljust(-(-len(data) // WORD_NBYTES) * WORD_NBYTES, b"\0"), np.uint8)
         return int(block_sums(words[None])[0])
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from fdasync.ipc.peer_blocks import BlockPull
+from fdasync.ipc.peers.blocks import BlockPull
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from fdasync.ipc.peer_blocks import Exported, PeerBlocks, PoolExport
+    from fdasync.ipc.peers.blocks import Exported, PeerBlocks, PoolExport
     from fdasync.ipc.remote import Fd
     from fdasync.ipc.shared_memory import Part
 

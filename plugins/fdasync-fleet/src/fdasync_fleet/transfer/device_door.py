@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.ipc.peer_blocks import Exported, PoolExport
+from fdasync.ipc.peers.blocks import Exported, PoolExport
 
 if TYPE_CHECKING:
     from fdasync_fleet.transfer.transfers import Transfer

@@ -15,14 +15,14 @@ from fdasync.errors import InvariantBroken
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.mapped_memory import MappedMemory
 from fdasync.gpu.peer_pool import DevicePool
-from fdasync.ipc.memory_pool import MemoryPool
-from fdasync.ipc.peer_blocks import PoolExport
-from fdasync.ipc.peer_rows import PeerRows
+from fdasync.ipc.peers.blocks import PoolExport
+from fdasync.ipc.peers.memory import MemoryPool
+from fdasync.ipc.peers.rows import PeerRows
 from fdasync.ipc.shared_memory import SharedRegion
 
 if TYPE_CHECKING:
-    from fdasync.ipc.peer_blocks import BlockPull
-    from fdasync.ipc.peer_pool import PeerPool
+    from fdasync.ipc.peers.blocks import BlockPull
+    from fdasync.ipc.peers.pool import PeerPool
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
 

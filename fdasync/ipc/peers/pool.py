@@ -5,8 +5,8 @@ out of it; the exporting process takes no part in a copy. **A mapping keeps the 
 process closed, or was killed in mid-copy, mappings stay valid, and copies out of them complete. So a reader cannot fail
 by the death of a process that it reads from. No reader ever names a peer's memory as the target of a copy.
 
-`ipc/memory_pool.py` is the kind for host memory, `gpu/peer_pool.py` that for devices of CUDA. A pool knows bytes, and
-neither blocks nor ranks; `ipc/peer_rows.py` knows those, and calls it.
+`ipc/peers/memory.py` is the kind for host memory, `gpu/peer_pool.py` that for devices of CUDA. A pool knows bytes, and
+neither blocks nor ranks; `ipc/peers/rows.py` knows those, and calls it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sums:
     Attributes:
         places: int64 [runs], of the first byte.
         nbytes: of each run, whole words.
-        first_nbytes: where in its block each run begins (`ipc/block_sums.py`).
+        first_nbytes: where in its block each run begins (`ipc/peers/sums.py`).
     """
 
     places: NDArray[np.int64]

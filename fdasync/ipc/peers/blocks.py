@@ -6,7 +6,7 @@ and opens the pools of another instance's processes once. Then it copies blocks 
 many runs as there are processes to take it from. So the two instances may have different numbers of processes.
 
 **Whole and checked.** A copy ends with a checksum that is computed over the copied bytes where they are. The checksums
-of all processes add up to the block's (`ipc/block_sums.py`), which the sender tells in a message.
+of all processes add up to the block's (`ipc/peers/sums.py`), which the sender tells in a message.
 
 Knows no requests, leases and messages. `Runner.peer_blocks` returns one; `fdasync_fleet/transfer/device_blocks.py`
 calls it.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from fdasync.errors import RunnerError
-from fdasync.ipc.block_sums import WORD_NBYTES, added
+from fdasync.ipc.peers.sums import WORD_NBYTES, added
 from fdasync.ipc.remote import Fd, remote
 
 #: stands for the checksum of a block that two processes have with different bytes

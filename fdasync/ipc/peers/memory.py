@@ -1,7 +1,7 @@
 """A pool in host memory (a memfd) that other processes map: the device of runners that compute on a CPU.
 
 Peers map it read-only. Copies run on the caller's loop, in slices between which other work runs, so a sender can be
-killed in mid-copy here as it can on a device. Knows no blocks. Made by runners; see `ipc/peer_pool.py`.
+killed in mid-copy here as it can on a device. Knows no blocks. Made by runners; see `ipc/peers/pool.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from fdasync.errors import RunnerError
-from fdasync.ipc.block_sums import block_sums
-from fdasync.ipc.peer_pool import PeerPool
+from fdasync.ipc.peers.pool import PeerPool
+from fdasync.ipc.peers.sums import block_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from fdasync.ipc.peer_pool import Copies, Sums
+    from fdasync.ipc.peers.pool import Copies, Sums
     from fdasync.ipc.shared_memory import SharedRegion
 
 # copied between two turns of the loop: about 0.2 ms

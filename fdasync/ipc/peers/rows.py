@@ -16,16 +16,16 @@ import numpy as np
 from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
 from fdasync.ipc.deadlines import wait_within
 from fdasync.ipc.futures import failed, pass_on
-from fdasync.ipc.peer_blocks import Exported, PeerBlocks
-from fdasync.ipc.peer_pool import Copies, Sums
+from fdasync.ipc.peers.blocks import Exported, PeerBlocks
+from fdasync.ipc.peers.pool import Copies, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from fdasync.ipc.peer_blocks import BlockPull, PoolExport
-    from fdasync.ipc.peer_pool import PeerPool
+    from fdasync.ipc.peers.blocks import BlockPull, PoolExport
+    from fdasync.ipc.peers.pool import PeerPool
     from fdasync.ipc.remote import Fd
 
 _IDLE_S = 60.0
