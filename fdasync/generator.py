@@ -551,6 +551,21 @@ class Generator(Protocol):
         """
 
     @abstractmethod
+    async def profile(self, seconds: float) -> dict[str, str]:
+        """Record for so long what the processes of the model do; requests go on, more slowly.
+
+        Returns the folder of the files for each engine, by its name; on a router for every instance that is up, each on
+        its own machine. Perfetto and Chrome's tracing open the files, one for each rank. Cancelling ends it on an
+        engine; on a router it stops the waiting only.
+
+        Args:
+            seconds: at most `MOST_PROFILE_S`.
+
+        Raises BadInput, also where a profile is being recorded already, or the runner records none; DeadlineExceeded
+        where the files are not written in time; EngineClosed.
+        """
+
+    @abstractmethod
     def facts(self) -> ModelFacts:
         """The model and its limits, now. Waits for nothing and costs little. Raises EngineClosed before the start; on a
         router PeerUnreachable where no instance has answered yet."""

@@ -444,6 +444,19 @@ def check_pause_mode(mode: Any) -> None:
         raise BadInput("mode", f"{mode!r:.100} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
 
 
+#: longest profile, in seconds: its events are in the memory of the process that records it
+MOST_PROFILE_S = 60.0
+
+
+def checked_profile_s(seconds: Any) -> float:
+    """The length of a profile. Raises BadInput."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= MOST_PROFILE_S:
+        raise BadInput(
+            "seconds", f"{seconds!r:.100} is no length of a profile", limit=f"above 0, up to {MOST_PROFILE_S:g}"
+        )
+    return float(seconds)
+
+
 def check_update_mode(mode: Any) -> None:
     """Raise BadInput for a mode that `Generator.update_weights` does not know."""
     if not isinstance(mode, str) or mode not in ("abort", "keep"):

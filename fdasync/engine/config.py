@@ -146,6 +146,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         taps: taps that run beside the engine: entry-point name in `fdasync.taps`, and the tap's own keys, decoded by
             it. A tap that is missing or broken is an error at once; `docs/events.md` shows how to write one.
         trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
+        profile_folder: where `profile` makes the folder of its files; "": where the system has temporary files.
     """
 
     model: str = ""
@@ -202,6 +203,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int | None = None
     taps: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     trace_turns: int = 0
+    profile_folder: str = ""
 
     def __post_init__(self) -> None:
         version: Any = self.weight_version

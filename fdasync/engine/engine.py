@@ -9,6 +9,7 @@ Knows no other instance. Called by embedders and `fdasync_fleet/instance/instanc
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from random import Random
@@ -30,7 +31,15 @@ from fdasync.events.tap import TapStats
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
 from fdasync.ipc.home_loop import check_loop
-from fdasync.request import Doing, ask_of, check_name, check_pause_mode, check_prefix, checked_sleep
+from fdasync.request import (
+    Doing,
+    ask_of,
+    check_name,
+    check_pause_mode,
+    check_prefix,
+    checked_profile_s,
+    checked_sleep,
+)
 from fdasync.scheduler import SchedulerStats
 from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
 from fdasync.telemetry.sight.sight import Watched
@@ -66,6 +75,8 @@ if TYPE_CHECKING:
     from fdasync.runner.base import Capacity, Runner
     from fdasync.telemetry.sight.sight import Sight
 
+# how long the files of a profile may take to be written: a second of a GPU is some megabytes
+_WRITE_PROFILE_S = 120.0
 _LATENESS_PERIOD_S = 0.1
 # a loop that is late by so much makes an event
 _HELD_UP_S = 0.05
@@ -628,6 +639,21 @@ class Engine(Generator):
     async def weights_fingerprint(self) -> str:
         """See `Generator.weights_fingerprint`. Raises EngineFailed too."""
         return await self.weights.fingerprint()
+
+    @_telling
+    async def profile(self, seconds: float) -> dict[str, str]:
+        """See `Generator.profile`; of one engine, which is called "engine". Raises RunnerError where a file cannot be
+        written, WorkerDied and EngineFailed too."""
+        seconds = checked_profile_s(seconds)
+        self._inside()
+        self._check_open(draining_is_fine=True)
+        limit_s = seconds + _WRITE_PROFILE_S
+        name = f"fdasync-profile-{secrets.token_hex(4)}"
+        try:
+            async with Within(limit_s):
+                return {"engine": await self._runtime.runner.profile(self.config.profile_folder, name, seconds)}
+        except TimeoutError:
+            raise DeadlineExceeded("profiling", limit_s) from None
 
     # -- other instances ------------------------------------------------------------------------------
 

@@ -365,6 +365,20 @@ class Runner(ABC):
         """
         raise BadInput("grammar", f"a grammar ({grammar.kind}) was asked for, but this engine's runner samples freely")
 
+    @remote(words="profiling", beside=True)
+    async def profile(self, parent: str, name: str, seconds: float) -> str:
+        """Record for so long what this process does. Steps go on, more slowly. Cancelling ends it, and writes nothing.
+
+        Args:
+            parent: where a folder called `name` is made; "": where the system has temporary files.
+
+        Returns the folder. It has a file that Perfetto and Chrome's tracing open, `rank-0.json.gz` for rank 0. Raises
+        BadInput, as this default does, where a runner records nothing, or records already; RunnerError where the file
+        cannot be written.
+        """
+        del parent, name, seconds
+        raise BadInput("profile", f"{type(self).__name__} records nothing of itself")
+
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
 
     @remote(words="loading a folder", changes=True)

@@ -180,7 +180,7 @@ class GroupRunner(Runner):
         steps do not wait for, and a folder that is the same for all, is rank 0's alone."""
         ranks = self._ranks if method.options.ranks == "all" else self._ranks[:1]
         calls = [getattr(runner, method.name)(*args, **kwargs) for runner in ranks]
-        if method.options.beside:
+        if method.options.beside and len(calls) == 1:
             return await calls[0]
         ask = self._change if method.options.changes else self._ask
         return (await ask(method.options.words, calls))[0]

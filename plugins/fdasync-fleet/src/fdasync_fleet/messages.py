@@ -711,7 +711,7 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 Verb = Literal[
     "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
     "leave_group", "begin_update", "update_part", "end_update", "abandon_update", "sleep", "wake",
-    "fingerprint",
+    "fingerprint", "profile",
 ]  # fmt: skip
 
 
@@ -724,11 +724,11 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
             or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
             no new requests, reply when all have ended. "begin_update", "update_part", "end_update" and
             "abandon_update": an update in parts; "join_group", "leave_group": as the methods of `Generator`.
-            "fingerprint": hash the weights in use.
+            "fingerprint": hash the weights in use. "profile": record for `limit_s` what the model's processes do.
         version, order: with "update_weights", "end_update" and "relabel": the caller's label, and its order.
         path: with "update_weights": the checkpoint folder; "": the weights come by `part`.
         mode: with "update_weights" and "begin_update": whether requests end or go on; see `Engine.update_weights`.
-        limit_s: with "claim" and "drain": the time limit.
+        limit_s: with "claim" and "drain": the time limit; with "profile" its length.
         pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
         expected: with "update_weights" and "end_update": fingerprint that the weights must have; "": any.
         part: with "update_weights" and "update_part": tensors that a group brings.
@@ -766,7 +766,8 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput or a ConfigError, part of a WakeFailed.
-        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is the weights' fingerprint.
+        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is the weights' fingerprint, after
+            "profile" the folder of the files.
         state: what the instance does after the command.
         is_delta: the last folder that the instance's weights came from was a delta to the weights before.
     """

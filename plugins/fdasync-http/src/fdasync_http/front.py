@@ -100,6 +100,7 @@ class Front:
         pulling: held while a checkpoint is pulled.
         local_checkpoint: folder that SkyRL's deltas go to; "": its client has named none.
         update: what came of the last update of weights.
+        profile: the last profile that was begun; its result is the folder of each engine.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Front:
         self.pulling = asyncio.Lock()
         self.local_checkpoint = ""
         self.update = LastUpdate()
+        self.profile: asyncio.Future[dict[str, str]] | None = None
         # held by a reset that pauses; and how many clients' pauses are on their way
         self._resetting = asyncio.Lock()
         self._pausing = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fdasync_http import refused
+from fdasync_http import profiling, refused
 from fdasync_http.anthropic.serve import count_tokens, messages
 from fdasync_http.anthropic.types import CountBody, MessagesBody
 from fdasync_http.metrics import metrics
@@ -111,8 +111,8 @@ CONTROL: tuple[Path, ...] = (
     Path("/update_weight_version", _POST, control.update_weight_version, control.VersionBody),
     Path("/release_memory_occupation", _POST, control.release_memory_occupation, control.MemoryBody),
     Path("/resume_memory_occupation", _POST, control.resume_memory_occupation, control.MemoryBody),
-    Path("/start_profile", _POST, control.profile),
-    Path("/stop_profile", _POST, control.profile),
+    Path("/start_profile", _POST, profiling.start_profile, profiling.ProfileBody),
+    Path("/stop_profile", _POST, profiling.stop_profile),
     Path("/pause", _POST, vllm_control.pause),
     Path("/resume", _POST, vllm_control.resume),
     Path("/sleep", _POST, vllm_control.sleep, vllm_control.SleepBody),

@@ -184,8 +184,6 @@ async def test_a_server_tells_what_it_is(scene):
         assert (await scene.client.get(f"/{twin}model_info")).json()["is_generation"] is True
     assert (await scene.client.get("/health")).status_code == 200
     assert (await scene.client.get("/health_generate")).status_code == 200
-    for path in ("/start_profile", "/stop_profile"):
-        assert (await post(scene, path)).status_code == 200
     loads = (await scene.client.get("/get_load")).json()
     assert loads[0]["num_reqs"] == 0
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,6 +35,7 @@ from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.chosen import ChosenRows, LentRows
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import AuxData, aux_specs, make_aux
+from fdasync_transformers.capture.profiling import Profiling
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound, Executor
@@ -126,6 +129,7 @@ class TransformersRunner(Runner):
         self._checks: GrammarProcess | None = None
         self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
+        self._profiling = Profiling()
         self._live = LiveRows()
         self._lent = LentRows()
         self._exchange: Exchange | None = None
@@ -401,6 +405,10 @@ class TransformersRunner(Runner):
             await self._checks.check(grammar)
             # so that no step compiles it
             await self._compiling.run(partial(self._grammars.check, grammar))
+
+    async def profile(self, parent: str, name: str, seconds: float) -> str:
+        folder = Path(parent or tempfile.gettempdir(), name)
+        return await self._profiling.record(folder, self.limits.rank, seconds, device_of(self.config, self.limits))
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 

@@ -703,6 +703,8 @@ class Instance:
                 await self.engine.wake(message.tags or None)
             elif message.verb == "fingerprint":
                 held = await self.engine.weights_fingerprint()
+            elif message.verb == "profile":
+                (held,) = (await self.engine.profile(message.limit_s)).values()
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:

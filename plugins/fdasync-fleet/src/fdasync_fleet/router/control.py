@@ -480,6 +480,18 @@ class ControlPlane:
                 raise WeightsDiffer(first, done.held, where=instance.peer.name)
         return first
 
+    async def profile(self, seconds: float) -> dict[str, str]:
+        """Have all instances record what they do; the folder of each. Raises the first error, behind all replies."""
+        limit_s = seconds + self._config.command_s
+        answers, silent = await self._ask_all(Command(0, "profile", limit_s=seconds), limit_s)
+        failed = [error_of(instance, done) for instance, done in answers if done.error]
+        failed += [error for _, error in silent]
+        if failed:
+            raise failed[0]
+        if not answers:
+            raise self._nobody()
+        return {instance.peer.name: done.held for instance, done in answers}
+
     async def _change(self, command: Command) -> None:
         """Make an update, or wait for the same one."""
         update = self._update

@@ -27,7 +27,15 @@ from fdasync.errors import (
 )
 from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.home_loop import check_loop
-from fdasync.request import GroupTensors, SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
+from fdasync.request import (
+    GroupTensors,
+    SamplingParams,
+    ask_of,
+    check_name,
+    check_pause_mode,
+    check_prefix,
+    checked_profile_s,
+)
 from fdasync_fleet.link.address import absolute
 from fdasync_fleet.link.keys import keys_of
 from fdasync_fleet.link.links import Links
@@ -523,6 +531,13 @@ class Router(Generator):
         first error of an instance, after all have answered."""
         self._check_open()
         return await self.commands.fingerprint()
+
+    async def profile(self, seconds: float) -> dict[str, str]:
+        """See `Generator.profile`: each instance that is up has `command_s` beyond the seconds. Raises the first error
+        of an instance, after all have answered."""
+        seconds = checked_profile_s(seconds)
+        self._check_open()
+        return await self.commands.profile(seconds)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """See `Generator.pause`: pauses every instance that is up, with all of its requests, whichever router sent

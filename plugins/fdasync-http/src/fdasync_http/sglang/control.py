@@ -276,8 +276,3 @@ async def v1_loads(_request: Request, front: Front) -> Response:
 async def get_load(_request: Request, front: Front) -> Response:
     """`GET /get_load`: the same as a bare list."""
     return reply(_loads(front))
-
-
-async def profile(_request: Request, _front: Front) -> Response:
-    """`POST /start_profile`, `/stop_profile`: accepted; this engine's own profilers are not run over HTTP."""
-    return reply({"message": "accepted; nothing is profiled over HTTP", "status": "ok"})
