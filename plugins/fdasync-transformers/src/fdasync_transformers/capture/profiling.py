@@ -41,7 +41,8 @@ class Profiling:
 
 async def _recorded(seconds: float, device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    recorded = profile(activities=activities)
+    # what is recorded is read once, at the end
+    recorded = profile(activities=activities, acc_events=True)
     recorded.start()
     try:
         await asyncio.sleep(seconds)
