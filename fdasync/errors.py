@@ -8,8 +8,9 @@ every module may import it.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,22 @@ PLUGIN_ERRORS = (Exception, asyncio.CancelledError)
 
 
 class FdasyncError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. Each keeps its constructor's arguments as attributes of the same names.
+
+    Attributes:
+        words: which argument says in words what is wrong; "": none does.
+    """
+
+    words: ClassVar[str] = "problem"
+
+    def fields(self) -> dict[str, Any]:
+        """The constructor's arguments, by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def told_by(self, who: str) -> Self:
+        """The same error, whose words begin with who told it; only of errors that have words."""
+        fields = self.fields()
+        return type(self)(**{**fields, self.words: f"{who}: {fields[self.words]}"})
 
 
 class TransientError(FdasyncError):
@@ -106,10 +122,15 @@ class UpdateUnderWay(BadInput):
         what: in words: what is under way, where that is no update.
     """
 
+    words = "what"
+
     def __init__(self, where: str, what: str = "another update is under way") -> None:
         self.where = where
         self.what = what
         super().__init__("update_weights", f"{what} ({where})", hint="wait for its end")
+
+    def told_by(self, who: str) -> Self:
+        return type(self)(f"says {who}", self.problem)
 
 
 class Asleep(BadInput):
@@ -120,10 +141,15 @@ class Asleep(BadInput):
         parts: the parts whose memory is not there ("weights", "kv_cache", "cuda_graph").
     """
 
+    words = ""
+
     def __init__(self, call: str, parts: tuple[str, ...]) -> None:
         self.call = call
         self.parts = parts
         super().__init__(call, f"this engine sleeps, {', '.join(parts)} released", hint="wake the weights first")
+
+    def told_by(self, who: str) -> Self:
+        return type(self)(who, self.parts)
 
 
 class SourceUnsupported(BadInput):
@@ -133,6 +159,8 @@ class SourceUnsupported(BadInput):
         given: the form, in words.
         supported: the forms that it takes.
     """
+
+    words = ""
 
     def __init__(self, given: str, supported: str) -> None:
         self.given = given
@@ -175,6 +203,8 @@ class DuplicateRequestId(BadInput):
     Attributes:
         request_id: the id.
     """
+
+    words = ""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -231,6 +261,8 @@ class UnsupportedModel(PermanentError):
         reason: why not.
     """
 
+    words = "reason"
+
     def __init__(self, model: str, reason: str) -> None:
         self.model = model
         self.reason = reason
@@ -266,6 +298,8 @@ class EngineClosed(PermanentError):
         state: the engine's state at the call.
     """
 
+    words = ""
+
     def __init__(self, state: str) -> None:
         self.state = state
         super().__init__(f"the engine is {state} and takes no new requests")
@@ -277,6 +311,8 @@ class WrongLoop(PermanentError):
     Attributes:
         what: the object: "engine", "instance" or "router".
     """
+
+    words = "what"
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -290,6 +326,8 @@ class TaskCancelled(PermanentError):
         task: its name.
     """
 
+    words = ""
+
     def __init__(self, task: str) -> None:
         self.task = task
         super().__init__(f"task {task!r}, which is the engine's own, was cancelled from outside")
@@ -302,6 +340,8 @@ class EngineBusy(TransientError):
         live: samples inside.
         limit: most samples inside (`max_requests`).
     """
+
+    words = ""
 
     def __init__(self, live: int, limit: int) -> None:
         self.live = live
@@ -317,6 +357,8 @@ class EngineFailed(PermanentError):
         partial: the `Result` so far of the request that was waiting; None: there is none.
     """
 
+    words = ""
+
     def __init__(self, cause: BaseException, partial: Any = None) -> None:
         self.cause = cause
         self.partial = partial
@@ -331,6 +373,8 @@ class DecodeFailed(PermanentError):
         cause: the tokenizer's error.
         partial: the `Result` so far; its text ends before the tokens that could not be decoded.
     """
+
+    words = ""
 
     def __init__(self, cause: BaseException, partial: Any = None) -> None:
         self.cause = cause
@@ -361,6 +405,8 @@ class InvariantBroken(PermanentError):
         story: the latest events that led there, oldest first.
     """
 
+    words = "what"
+
     def __init__(self, what: str, story: Sequence[str] = ()) -> None:
         self.what = what
         self.story = tuple(story)
@@ -374,6 +420,8 @@ class DeadlineExceeded(TransientError, TimeoutError):
         what: the work that did not end.
         deadline_s: how long the wait was, in seconds.
     """
+
+    words = "what"
 
     def __init__(self, what: str, deadline_s: float) -> None:
         self.what = what
@@ -420,6 +468,8 @@ class BuffersOut(TransientError):
         out: bytes in use, by name of their holds.
     """
 
+    words = ""
+
     def __init__(self, pool: str, wanted_nbytes: int, limit_nbytes: int, out: dict[str, int]) -> None:
         self.pool = pool
         self.wanted_nbytes = wanted_nbytes
@@ -437,6 +487,8 @@ class WorkerDied(TransientError):
         pid: its process id.
         exit_status: its return code; negative: the signal that ended it; None: not known.
     """
+
+    words = ""
 
     def __init__(self, name: str, pid: int, exit_status: int | None) -> None:
         self.name = name
@@ -457,6 +509,8 @@ class WorkerStuck(TransientError):
         what: the work.
         deadline_s: the deadline, in seconds.
     """
+
+    words = "what"
 
     def __init__(self, name: str, pid: int, what: str, deadline_s: float) -> None:
         self.name = name
@@ -502,6 +556,8 @@ class StoreTimeout(StoreUnavailable, TimeoutError):
         deadline_s: how long the caller waited, in seconds.
         ended: done, with the call's result or error, when the call has really ended: only then are its buffers free.
     """
+
+    words = "what"
 
     def __init__(self, store: str, what: str, deadline_s: float, ended: asyncio.Future[Any]) -> None:
         self.deadline_s = deadline_s
@@ -585,6 +641,8 @@ class WeightsDiffer(WeightsBroken):
 
     _told = "the new weights are not those that were expected, load them again"
 
+    words = ""
+
     def __init__(self, expected: str, held: str, tensor: str = "", where: str = "") -> None:
         self.expected = expected
         self.held = held
@@ -593,6 +651,9 @@ class WeightsDiffer(WeightsBroken):
         first = f", and the first tensor that differs is {tensor}" if tensor else ""
         problem = f"their fingerprint is {held}, the expected one is {expected}{first}"
         super().__init__(f"{where}: {problem}" if where else problem)
+
+    def told_by(self, who: str) -> Self:
+        return type(self)(self.expected, self.held, self.tensor, who)
 
 
 # -- instances and links ------------------------------------------------------------------------
@@ -635,6 +696,8 @@ class PeerBusy(TransientError):
         peer: address or name of the other side.
         unacked_nbytes: bytes that are sent or queued, and not acknowledged.
     """
+
+    words = ""
 
     def __init__(self, peer: str, unacked_nbytes: int) -> None:
         self.peer = peer

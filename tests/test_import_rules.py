@@ -122,12 +122,13 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_fleet": (
-            "fdasync.cache.aux", "fdasync.ipc.shared_memory", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.prompt_scores", "fdasync.telemetry.sight.sight",
+            "fdasync.cache.aux", "fdasync.ipc.errors", "fdasync.ipc.remote", "fdasync.ipc.shared_memory",
+            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.prompt_scores",
+            "fdasync.telemetry.sight.sight",
         ),
     },
     {
-        "fdasync_fleet.link": ("fdasync.ipc.*", "fdasync_fleet.messages"),
+        "fdasync_fleet.link": ("fdasync.ipc.*", "fdasync_fleet.fields", "fdasync_fleet.messages"),
         "fdasync_fleet.transfer": (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.registry.*", "fdasync_fleet.messages",
         ),
@@ -141,8 +142,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync_fleet.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.request",
-            "fdasync.result", "fdasync.telemetry.sight.*", "fdasync_fleet.link.*", "fdasync_fleet.messages",
-            "fdasync_fleet.results",
+            "fdasync.result", "fdasync.telemetry.sight.*", "fdasync_fleet.fields", "fdasync_fleet.link.*",
+            "fdasync_fleet.messages", "fdasync_fleet.results", "fdasync_fleet.verbs",
         ),
         "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.telemetry.sight.*"),
     },

@@ -24,7 +24,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     number: int
     kind: str
-    fields: dict[str, str | int | None]
+    fields: dict[str, str | int | tuple[str, ...] | None]
 
 
 class ErrorTable:
@@ -42,10 +42,9 @@ class ErrorTable:
 
     def pack(self, number: int, error: FdasyncError) -> Failed:
         """An error of the table, for the wire. A limit may be of any type, so it crosses in words."""
-        values = {name: getattr(error, name) for name in self._fields[type(error)]}
         fields = {
-            name: value if value is None or (isinstance(value, int) and name != "limit") else str(value)
-            for name, value in values.items()
+            name: value if value is None or (isinstance(value, (int, tuple)) and name != "limit") else str(value)
+            for name, value in error.fields().items()
         }
         return Failed(number, type(error).__name__, fields)
 

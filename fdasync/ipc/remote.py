@@ -195,7 +195,7 @@ class Method(Generic[T]):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         self.name = function.__name__
         self.options: Options = function.__dict__["remote"]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fdasync_fleet.link.links import Links
 from fdasync_fleet.messages import (
     PROTOCOL,
     Abort,
     Answered,
-    Command,
-    Done,
+    Call,
     Ended,
     Facts,
     Failed,
@@ -27,15 +27,19 @@ from fdasync_fleet.messages import (
     Piece,
     Progress,
     PromptTokens,
+    Reply,
     SampleEnd,
     Shape,
+    Standing,
     Status,
     Submit,
 )
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router
 from fdasync_fleet.testing.sim.network import SimNetwork
+from fdasync_fleet.verbs import Failure, name_of
 
+from fdasync.request import FIRST_VERSION
 from fdasync.testing.sim.loop import run_sim
 
 if TYPE_CHECKING:
@@ -46,11 +50,74 @@ NAMESPACE = b"n" * 16
 ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
 
 
+class Command:
+    """What a router had a script do: the name of the verb, and its arguments.
+
+    Attributes:
+        values: the arguments, by name; also attributes of their own, others have what means nothing.
+        path, part: of a verb that brings weights: the folder, or the tensors of a group.
+    """
+
+    def __init__(self, number: int, verb: str, **values: Any) -> None:
+        self.number, self.verb, self.values = number, verb, values.copy()
+        self.version, self.order, self.mode, self.expected, self.weights_id = FIRST_VERSION, 0, "abort", "", ""
+        self.path, self.part, self.level, self.tags, self.limit_s = "", None, 1, (), 0.0
+        source = values.pop("source", "")
+        if isinstance(source, str):
+            self.path = source
+        else:
+            self.part = source
+        vars(self).update(values)
+
+    @classmethod
+    def of(cls, call: Call) -> Command:
+        return cls(call.number, name_of(call.verb), **msgspec.structs.asdict(call.verb))
+
+
+def failure(error: str, problem: str, field: str, expected: str = "", held: str = "") -> Failure:
+    """What an instance says of an error of this class."""
+    fields: dict[str, Any] = {"problem": problem}
+    if error in ("BadInput", "ConfigError"):
+        fields |= {"field": field, "limit": None, "hint": ""}
+    elif error == "WakeFailed":
+        fields["part"] = field
+    elif error == "UpdateUnderWay":
+        fields = {"where": problem, "what": "another update is under way"}
+    elif error == "Asleep":
+        fields = {"call": "update_weights", "parts": ("weights",)}
+    elif error == "WeightsDiffer":
+        fields = {"expected": expected, "held": held, "tensor": "", "where": ""}
+    return Failure(error, fields)
+
+
+def replied(
+    number: int,
+    error: str = "",
+    problem: str = "",
+    namespace: bytes = b"",
+    weight_version: str = FIRST_VERSION,
+    weight_order: int = 0,
+    field: str = "",
+    expected: str = "",
+    held: str = "",
+    state: Any = "running",
+    is_delta: bool = False,
+) -> Reply:
+    """An instance's reply: how it stands, and what it did or why it did not."""
+    standing = Standing(namespace, weight_version, weight_order, state, is_delta)
+    return Reply(number, standing, held, failure(error, problem, field, expected, held) if error else None)
+
+
+def standing(reply: Reply, **values: Any) -> Reply:
+    """A reply of an instance that stands otherwise."""
+    return msgspec.structs.replace(reply, standing=msgspec.structs.replace(reply.standing, **values))
+
+
 def done(
     number: int, error: str = "", problem: str = "", namespace: bytes = b"", version: int = 0, field: str = ""
-) -> Done:
+) -> Reply:
     """The label of weights is their order."""
-    return Done(number, error, problem, namespace, str(version), version, field)
+    return replied(number, error, problem, namespace, str(version), version, field)
 
 
 def kv_batch(
@@ -67,7 +134,7 @@ class Script:
         submits, aborts, commands: messages that it got; `claims` alone answers claims.
         namespace, version: of its weights, in its hello; the version is label and order.
         max_context_tokens: in its hello.
-        answers, obeys: called with each Submit, or Command; None: neither is answered.
+        answers, obeys: called with each Submit, or command; None: neither is answered.
     """
 
     def __init__(self, network: SimNetwork, name: str, number: int) -> None:
@@ -81,10 +148,10 @@ class Script:
         self.commands: list[Command] = []
         self.namespace, self.version = NAMESPACE, 0
         self.max_context_tokens = 1000
-        self.claims: Callable[[Command], Done | None] = lambda command: Done(command.number)
+        self.claims: Callable[[Command], Reply | None] = lambda command: Reply(command.number)
         self.answers: Callable[[Submit], None] | None = None
         self.failures: list[Exception] = []
-        self.obeys: Callable[[Command], Done | None] | None = lambda command: Done(
+        self.obeys: Callable[[Command], Reply | None] | None = lambda command: replied(
             command.number, "", "", b"w" * 16, command.version, command.order
         )
         self.router: Any = None
@@ -114,13 +181,13 @@ class Script:
                 self.answers(message)
         elif isinstance(message, Abort):
             self.aborts.append(message.request)
-        elif isinstance(message, Command) and message.verb in ("claim", "release"):
-            reply = self.claims(message)
-            if reply is not None:
-                self.router.send(reply)
-        elif isinstance(message, Command):
-            self.commands.append(message)
-            reply = None if self.obeys is None else self.obeys(message)
+        elif isinstance(message, Call):
+            command = Command.of(message)
+            if command.verb in ("claim", "release"):
+                reply = self.claims(command)
+            else:
+                self.commands.append(command)
+                reply = None if self.obeys is None else self.obeys(command)
             if reply is not None:
                 self.router.send(reply)
 

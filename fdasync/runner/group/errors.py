@@ -5,12 +5,8 @@ Pure. Called by the other files of this room.
 
 from __future__ import annotations
 
-import inspect
-
 from fdasync.errors import ConfigError, FdasyncError, RunnerError, UnsupportedModel
 
-# fields that hold an error's words: the first one that its class has counts
-_WORDS = ("problem", "reason", "what")
 # of errors about the number of ranks
 _GROUP_FIELDS = ("tensor_parallel", "sum_slices")
 
@@ -31,15 +27,13 @@ def of_rank(error: BaseException, rank: int, ranks: int) -> FdasyncError:
     if isinstance(error, ConfigError) and error.field.rpartition(".")[2] in _GROUP_FIELDS:
         return error
     name = rank_name(rank, ranks)
-    named: FdasyncError | None = None
     if isinstance(error, FdasyncError):
         if name in str(error):
             return error
-        fields = {field: getattr(error, field) for field in inspect.signature(type(error)).parameters}
-        words = next((field for field in _WORDS if field in fields), None)
-        if words is not None:
-            named = type(error)(**{**fields, words: f"{name}: {fields[words]}"})
-    if named is None:
-        named = RunnerError(f"{name}: {type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named
+        if error.words:
+            named: FdasyncError = error.told_by(name)
+            named.__cause__ = error
+            return named
+    told = RunnerError(f"{name}: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

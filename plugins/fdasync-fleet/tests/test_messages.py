@@ -45,7 +45,7 @@ def test_every_message_is_in_the_union_and_has_a_tag_of_its_own():
 
 # a hand-over, blocks, rows, answers, events, commands, and what has no field of its own
 _KINDS = (
-    messages.BlocksTaken, messages.Rows, messages.Outputs, messages.KvEventBatch, messages.Command, messages.Failed,
+    messages.BlocksTaken, messages.Rows, messages.Outputs, messages.KvEventBatch, messages.Call, messages.Failed,
     messages.HandOff,
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import fdasync_fleet.cli.service as serving
 import msgspec
 from fdasync_fleet.instance.instance import Instance
+from fdasync_fleet.instance.peer_verbs import PeerVerbs
 from fdasync_fleet.link.session import LinkConfig
 from fdasync_fleet.transfer.process.proxy import ProcessTransport
 
@@ -28,8 +29,9 @@ from fdasync.errors import FdasyncError
 from fdasync.testing.harness.leaks import Resources, children
 
 if TYPE_CHECKING:
+    from fdasync_fleet.instance.peer_verbs import Claims
     from fdasync_fleet.link.peer import Peer
-    from fdasync_fleet.messages import Command, Source
+    from fdasync_fleet.messages import Source
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +184,22 @@ class ProxiedTcp(ProcessTransport):
         return msgspec.structs.replace(source, address=f"127.0.0.1:{self.port}")
 
 
+class TellingVerbs(PeerVerbs):
+    """Tells what came of each update, for the probe."""
+
+    def __init__(self, node: Probed, claims: Claims, peer: Peer) -> None:
+        super().__init__(node.engine, claims, peer, node.drain)
+        self._node = node
+
+    async def update_weights(self, version: str, *args: Any, **kwargs: Any) -> None:
+        self._node.update = (version, "")
+        try:
+            await super().update_weights(version, *args, **kwargs)
+        except FdasyncError as error:
+            self._node.update = (version, type(error).__name__)
+            raise
+
+
 class Probed(Instance):
     """An instance that answers the harness once it has started."""
 
@@ -197,16 +215,8 @@ class Probed(Instance):
             # what it says of itself is all that differs
             transport.__class__ = ProxiedTcp
 
-    async def _update(self, peer: Peer, message: Command) -> None:
-        if message.verb != "update_weights":
-            await super()._update(peer, message)
-            return
-        self.update = (str(message.version), "")
-        try:
-            await super()._update(peer, message)
-        except FdasyncError as error:
-            self.update = (str(message.version), type(error).__name__)
-            raise
+    def _verbs_of(self, peer: Peer) -> PeerVerbs:
+        return TellingVerbs(self, self._claims, peer)
 
     async def start(self) -> None:
         await super().start()

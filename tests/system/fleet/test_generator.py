@@ -477,7 +477,7 @@ def test_every_method_of_the_face_is_each_ones_own() -> None:
         "start", "aclose", "generate", "complete", "abort", "abort_all", "pause", "resume", "sleep", "wake",
         "reset_cache", "update_weights", "join_weights_group", "leave_weights_group", "begin_weight_update",
         "end_weight_update", "abandon_weight_update", "set_weight_version", "weights_fingerprint",
-        "facts", "load", "watch",
+        "profile", "facts", "load", "watch",
     ]  # fmt: skip
     for owner in (Engine, Router):
         assert not inspect.isabstract(owner)

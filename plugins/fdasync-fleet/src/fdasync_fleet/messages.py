@@ -24,49 +24,39 @@ from fdasync.ipc.shared_memory import Part
 from fdasync.request import (
     FIRST_VERSION,
     MAX_STOP_CHARS,
-    MAX_VERSION_CHARS,
     Doing,
-    GroupTensors,
     Numerics,
-    PauseMode,
     SamplingParams,
-    SleepMode,
-    WakeTag,
-    WeightsGroup,
 )
 from fdasync.result import FinishReason, PartEnd, TopLogprobs, WeightSpan
 from fdasync.telemetry.sight.sight import Sight
+from fdasync_fleet.fields import (
+    WORDS_CHARS,
+    Count,
+    Floats,
+    Key,
+    Keys,
+    Layers,
+    LeaseName,
+    Meta,
+    Name,
+    Names,
+    Namespace,
+    Role,
+    Seconds,
+    Small,
+    Tokens,
+    Trace,
+    Version,
+    Words,
+)
+from fdasync_fleet.verbs import Failure, Verb
 
-PROTOCOL = 2
+PROTOCOL = 3
 #: the longest message that a link takes, without its payload
 MAX_MESSAGE_NBYTES = 8 << 20
 #: the longest payload that a link takes
 MAX_PAYLOAD_NBYTES = 4 << 20
-
-Meta = msgspec.Meta
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-_WORDS_CHARS = 4096
-Words = Annotated[str, Meta(max_length=_WORDS_CHARS)]
-#: a label of weights
-Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
-Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
-#: a `traceparent`, or ""; the engine refuses others
-Trace = Annotated[str, Meta(max_length=55)]
-#: token ids, int32 little-endian
-Tokens = Annotated[bytes, Meta(max_length=4 << 20)]
-Keys = Annotated[tuple[Key, ...], Meta(max_length=1 << 17)]
-Namespace = Annotated[bytes, Meta(max_length=16)]
-Floats = Annotated[bytes, Meta(max_length=4 << 20)]
-Role = Literal["mixed", "prefill", "decode", "router"]
-#: a request's name among instances, and the number of the attempt to find room for it
-LeaseName = tuple[Name, Small]
-#: names of aux specs
-Names = Annotated[tuple[Name, ...], Meta(max_length=64)]
-#: no model has more layers with experts
-Layers = Annotated[tuple[Small, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -708,81 +698,53 @@ class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
 # -- commands, router to instances ----------------------------------------------------------------
 
 
-Verb = Literal[
-    "claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache", "join_group",
-    "leave_group", "begin_update", "update_part", "end_update", "abandon_update", "sleep", "wake",
-    "fingerprint", "profile",
-]  # fmt: skip
-
-
-class Command(Message, frozen=True, array_like=True, tag="command"):
-    """A router has an instance do something; the instance replies with one `Done`.
+class Call(Message, frozen=True, array_like=True, tag="call"):
+    """A router has an instance do something; the instance replies with one `Reply`.
 
     Attributes:
-        number: number of the command; the `Done` repeats it.
-        verb: the action. "claim": no other router may update the weights for `limit_s`, or until this router's update
-            or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
-            no new requests, reply when all have ended. "begin_update", "update_part", "end_update" and
-            "abandon_update": an update in parts; "join_group", "leave_group": as the methods of `Generator`.
-            "fingerprint": hash the weights in use. "profile": record for `limit_s` what the model's processes do.
-        version, order: with "update_weights", "end_update" and "relabel": the caller's label, and its order.
-        path: with "update_weights": the checkpoint folder; "": the weights come by `part`.
-        mode: with "update_weights" and "begin_update": whether requests end or go on; see `Engine.update_weights`.
-        limit_s: with "claim" and "drain": the time limit; with "profile" its length.
-        pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
-        expected: with "update_weights" and "end_update": fingerprint that the weights must have; "": any.
-        part: with "update_weights" and "update_part": tensors that a group brings.
-        weights_id: with `part` and "end_update": what all instances call the new weights; 32 hex digits.
-        group: with "join_group": the instance's ranks of it.
-        name: with "leave_group": of the group.
-        level, sleep: with "sleep": how deep it is, and what happens to the requests that are inside.
-        tags: with "sleep" and "wake": the parts that are meant; (): all.
+        number: of the call; the reply repeats it.
+        verb: a call of a method of `Verbs`.
     """
 
     number: Count
     verb: Verb
-    version: Version = FIRST_VERSION
-    path: Words = ""
-    mode: Literal["abort", "keep"] = "abort"
-    limit_s: Seconds = 0.0
-    pause: PauseMode = "in_place"
-    order: Count = 0
-    expected: Words = ""
-    part: GroupTensors | None = None
-    weights_id: Words = ""
-    group: WeightsGroup | None = None
-    name: Words = ""
-    level: Count = 1
-    sleep: SleepMode = "keep"
-    tags: tuple[WakeTag, ...] = ()
 
 
-class Done(Message, frozen=True, array_like=True, tag="done"):
-    """The outcome of a command.
+class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How an instance stands after a call.
 
     Attributes:
-        number: number of the command.
-        error: name of the error's class; "" for success.
-        problem: the error's problem, for people.
-        namespace, weight_version, weight_order: of the instance's weights after the command.
-        field: field of a BadInput or a ConfigError, part of a WakeFailed.
-        expected, held: fingerprints of a WeightsDiffer; after "fingerprint" `held` is the weights' fingerprint, after
-            "profile" the folder of the files.
-        state: what the instance does after the command.
-        is_delta: the last folder that the instance's weights came from was a delta to the weights before.
+        namespace, weight_version, weight_order: of its weights.
+        state: what it does.
+        is_delta: the last folder that its weights came from was a delta to the weights before.
     """
 
-    number: Count
-    error: Words = ""
-    problem: Words = ""
     namespace: Namespace = b""
     weight_version: Version = FIRST_VERSION
     weight_order: Count = 0
-    field: Words = ""
-    expected: Words = ""
-    held: Words = ""
     state: Doing = "running"
     is_delta: bool = False
+
+
+class Reply(Message, frozen=True, array_like=True, tag="reply"):
+    """The outcome of a call.
+
+    Attributes:
+        number: of the call.
+        standing: how the instance stands now.
+        value: what the method returned; "" for nothing.
+        failure: the error that it raised; None: it did as it was told.
+    """
+
+    number: Count
+    standing: Standing = Standing()
+    value: Words = ""
+    failure: Failure | None = None
+
+    @property
+    def error(self) -> str:
+        """Name of the error's class; "" for success."""
+        return "" if self.failure is None else self.failure.kind
 
 
 # -- for people who look on ----------------------------------------------------------------------
@@ -840,8 +802,8 @@ AnyMessage = (
     | Answered
     | Failed
     | KvEventBatch
-    | Command
-    | Done
+    | Call
+    | Reply
     | Watch
     | Seen
 )
@@ -849,7 +811,7 @@ AnyMessage = (
 
 def brief(text: str) -> str:
     """A text as a field of type `Words` can carry it: cut to the longest length, and encodable as UTF-8."""
-    return text[:_WORDS_CHARS].encode(errors="replace").decode()
+    return text[:WORDS_CHARS].encode(errors="replace").decode()
 
 
 def _plain(value: Any) -> str:

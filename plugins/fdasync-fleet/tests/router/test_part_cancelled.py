@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from fdasync_fleet.messages import Command
 from fdasync_fleet.router.control import ControlPlane
 from fdasync_fleet.router.weights.part_update import PartUpdate
+from fdasync_fleet.verbs import Verbs, name_of, verb
 
 from fdasync.errors import EngineClosed
 
@@ -24,7 +24,7 @@ def test_a_part_under_way_is_answered_when_the_router_closes() -> None:
         asked = asyncio.Event()
 
         async def ask_all(command, _limit_s, _present=None):
-            if command.verb == "update_part":
+            if name_of(command) == "update_part":
                 asked.set()
                 await asyncio.Event().wait()
             return []
@@ -32,9 +32,9 @@ def test_a_part_under_way_is_answered_when_the_router_closes() -> None:
         plane._make_room, plane._ask_all = make_room, ask_all
         plane._success = lambda _outcomes, **_drops: []
         parts = PartUpdate()
-        task = asyncio.create_task(plane._play_parts(parts, Command(0, "begin_update", mode="keep")))
+        task = asyncio.create_task(plane._play_parts(parts, verb(Verbs.begin_update, "keep")))
         await asyncio.wait([parts.begun])
-        caller = asyncio.create_task(parts.ask(Command(0, "update_part")))
+        caller = asyncio.create_task(parts.ask(verb(Verbs.update_part, None)))
         await asyncio.wait_for(asked.wait(), 300)
         task.cancel()
         await asyncio.wait([task])

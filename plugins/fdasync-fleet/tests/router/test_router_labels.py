@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fdasync_fleet.messages import Done, KvEventBatch
+from fdasync_fleet.messages import KvEventBatch
 from weights_scene import come_back, dropped, problems, serve
 
 from fdasync.errors import UpdateUnderWay, WeightsBroken, WeightsDiffer
-from tests.support.router_scene import NAMESPACE, done, in_scene, settle
+from tests.support.router_scene import NAMESPACE, done, in_scene, replied, settle
 
 PROMPT = tuple(range(12))
 NEW, OTHER = b"w" * 16, b"o" * 16
@@ -17,7 +17,7 @@ NEW, OTHER = b"w" * 16, b"o" * 16
 
 def same_weights(command):
     """What an instance replies to a new label."""
-    return Done(command.number, "", "", NAMESPACE, command.version, command.order)
+    return replied(command.number, "", "", NAMESPACE, command.version, command.order)
 
 
 def labels(scene):
@@ -48,7 +48,7 @@ async def test_all_get_the_label_while_requests_wait(scene):
 @in_scene("m0", "m1")
 async def test_one_that_comes_back_with_the_weights_gets_the_label_before_it_serves(scene):
     await scene.router.update_weights(1, "/w")
-    scene.m0.obeys = scene.m1.obeys = lambda command: Done(
+    scene.m0.obeys = scene.m1.obeys = lambda command: replied(
         command.number, "", "", NEW, command.version, command.order
     )  # fmt: skip
     await scene.router.set_weight_version("best")
@@ -56,14 +56,14 @@ async def test_one_that_comes_back_with_the_weights_gets_the_label_before_it_ser
     (command,) = again.commands
     assert (command.verb, command.version, command.order, command.path) == ("relabel", "best", 2, "")
     assert "other weights" in problems(scene)["m1"]
-    again.router.send(Done(command.number, "", "", NEW, "best", 2))
+    again.router.send(replied(command.number, "", "", NEW, "best", 2))
     await settle()
     assert problems(scene) == {"m0": "", "m1": ""}
     # one with other weights gets both in one
     another = await come_back(scene, "m1")
     (command,) = another.commands
     assert (command.verb, command.version, command.order, command.path) == ("update_weights", "best", 2, "/w")
-    another.router.send(Done(command.number, "", "", NEW, "best", 2))
+    another.router.send(replied(command.number, "", "", NEW, "best", 2))
     await settle()
     assert labels(scene) == {"m0": "best", "m1": "best"}
     assert dropped(scene) == {}
@@ -90,7 +90,7 @@ async def test_one_with_other_weights_does_not_get_their_label(scene):
         script.router.send(KvEventBatch(OTHER, "5", True, (), (), 5))
     await settle()
     waits = await come_back(scene, "m1")
-    scene.m0.obeys = lambda command: Done(command.number, "", "", OTHER, command.version, command.order)
+    scene.m0.obeys = lambda command: replied(command.number, "", "", OTHER, command.version, command.order)
     await scene.router.set_weight_version("best")
     assert waits.commands == []
     assert labels(scene) == {"m0": "best", "m1": "0"}
@@ -103,12 +103,12 @@ async def test_a_label_that_another_router_gave_later_is_kept(scene):
     await scene.router.update_weights(1, "/w")
     for script in (scene.m0, scene.m1):
         script.router.send(KvEventBatch(NEW, "theirs", False, (), (), 2))
-        script.obeys = lambda command: Done(command.number, "", "", NEW, command.version, command.order)
+        script.obeys = lambda command: replied(command.number, "", "", NEW, command.version, command.order)
     await settle()
     assert [len(script.commands) for script in (scene.m0, scene.m1)] == [1, 1]
     again = await come_back(scene, "m1")
     assert [(one.verb, one.version, one.order) for one in again.commands] == [("update_weights", "theirs", 2)]
-    again.router.send(Done(again.commands[0].number, "", "", NEW, "theirs", 2))
+    again.router.send(replied(again.commands[0].number, "", "", NEW, "theirs", 2))
     await scene.router.update_weights(None, "/v")
     assert scene.m0.commands[-1].version == "theirs-1"
     # a label may return, and counts as later
@@ -119,7 +119,7 @@ async def test_a_label_that_another_router_gave_later_is_kept(scene):
 @in_scene("m0", "m1")
 async def test_the_fingerprint_is_that_of_all_that_have_the_routers_weights(scene):
     def says(held, error="", problem=""):
-        return lambda command: Done(command.number, error, problem, NAMESPACE, "0", 0, held=held)
+        return lambda command: replied(command.number, error, problem, NAMESPACE, "0", 0, held=held)
 
     scene.m0.obeys = scene.m1.obeys = says("a" * 32)
     assert await scene.router.weights_fingerprint() == "a" * 32

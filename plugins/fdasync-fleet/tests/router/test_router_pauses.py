@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import get_args
 
-import msgspec
 import pytest
 
 from fdasync import Doing
 from fdasync.errors import BadInput, DeadlineExceeded, UpdateUnderWay
-from tests.support.router_scene import done, in_scene, settle
+from tests.support.router_scene import done, in_scene, settle, standing
 
 PROMPT = tuple(range(12))
 
@@ -39,12 +38,12 @@ async def test_sleep_and_wake_go_to_all_with_their_words(scene):
     with pytest.raises(BadInput, match="tags"):
         await scene.router.wake(["all"])
     for script in (scene.m0, scene.m1):
-        told = [(command.verb, command.level, command.sleep, command.tags) for command in script.commands]
+        told = [(command.verb, *command.values.values()) for command in script.commands]
         assert told == [
             ("sleep", 2, "wait", ("weights",)),
-            ("wake", 1, "keep", ("weights", "kv_cache")),
-            ("wake", 1, "keep", ()),
-            ("wake", 1, "keep", ()),
+            ("wake", ("weights", "kv_cache")),
+            ("wake", ()),
+            ("wake", ()),
         ]
 
 
@@ -57,8 +56,8 @@ async def test_a_wake_tells_what_the_farthest_instance_does(scene):
         ("asleep", "paused", "asleep"),
         ("broken", "waits_for_weights", "broken"),
     ]:
-        scene.m0.obeys = lambda command, said=first: msgspec.structs.replace(obeys(command), state=said)
-        scene.m1.obeys = lambda command, said=second: msgspec.structs.replace(obeys(command), state=said)
+        scene.m0.obeys = lambda command, said=first: standing(obeys(command), state=said)
+        scene.m1.obeys = lambda command, said=second: standing(obeys(command), state=said)
         assert await scene.router.wake() == farthest
         said = [one.doing for one in scene.router.load().instances]
         assert said == [first, second]
@@ -78,7 +77,7 @@ def test_a_pause_goes_to_all_with_its_mode(mode):
         pausing = asyncio.ensure_future(scene.router.pause(mode))
         await settle()
         for script in (scene.m0, scene.m1):
-            assert [(command.verb, command.pause) for command in script.commands] == [("pause", mode)]
+            assert [(command.verb, command.mode) for command in script.commands] == [("pause", mode)]
             aborts = [submit.request for submit in script.submits] if mode == "abort" else []
             assert script.aborts == aborts
         await pausing

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from fdasync_fleet.messages import Command, Done
 from fdasync_fleet.router.instances import InstanceHandle
 from fdasync_fleet.testing.patience import LEASES, LINKS
+from fdasync_fleet.verbs import Verbs, verb
 
 import fdasync
 from fdasync import Instance, SamplingParams
@@ -29,7 +29,7 @@ from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import run_sim, synthetic_config, until
 from tests.support.broadcast_runner import LOW as META
 from tests.support.broadcast_runner import part
-from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, scene, settle
+from tests.support.router_scene import NAMESPACE, Command, done, in_scene, kv_batch, replied, scene, settle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +97,7 @@ async def test_one_that_has_ended_is_made_again_by_whoever_gives_the_same_again(
 
 
 async def at_once(call, told: asyncio.Event):
-    """Repeat a call that is refused, in each turn after an instance has replied."""
+    """Repeat a call that is refused, in each turn after an instance has answered."""
     while True:
         await told.wait()
         told.clear()
@@ -123,10 +123,10 @@ CHANGES = {
 }
 
 
-def replied(command):
+def said(command):
     if command.path == "/bad":
         return done(command.number, "WeightsRejected", "bad", NAMESPACE)
-    return Done(command.number, "", "", NEW, command.version, command.order)
+    return replied(command.number, "", "", NEW, command.version, command.order)
 
 
 async def refused(router):
@@ -145,8 +145,8 @@ def test_an_update_that_begins_as_another_one_ends_is_a_barrier_too(first: str, 
             serve(script)
             asked: list[Command] = []
             script.obeys = asked.append
-            told, on_done = asyncio.Event(), router.commands.on_done
-            monkeypatch.setattr(router.commands, "on_done", lambda *words: (on_done(*words), told.set()))
+            told, on_reply = asyncio.Event(), router.commands.on_reply
+            monkeypatch.setattr(router.commands, "on_reply", lambda *words: (on_reply(*words), told.set()))
             began = loop.time()
             calls = [asyncio.ensure_future(CHANGES[first](router, "one"))]
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ def test_an_update_that_begins_as_another_one_ends_is_a_barrier_too(first: str, 
                 assert script.submits == []
                 assert len(asked) == answered + 1, "one waits for the other"
                 command = asked[answered]
-                script.router.send(replied(command))
+                script.router.send(said(command))
                 answered += 1
                 await settle(0.05)
             await asyncio.gather(*calls, *requests)
@@ -284,10 +284,10 @@ async def test_a_label_for_weights_that_another_router_has_just_brought_says_so(
     scene.m0.claims = claimed
     with pytest.raises(UpdateUnderWay, match="of another router, whose weights this one is about to adopt"):
         await scene.router.set_weight_version(9)
-    scene.m0.claims = lambda command: Done(command.number)
+    scene.m0.claims = lambda command: replied(command.number)
     await settle()
     # it has adopted them
-    scene.m0.obeys = lambda command: Done(command.number, "", "", OTHER, command.version, command.order)
+    scene.m0.obeys = lambda command: replied(command.number, "", "", OTHER, command.version, command.order)
     await scene.router.set_weight_version(9)
     assert {one.weight_version for one in scene.router.stats().instances} == {"9"}
 
@@ -391,7 +391,7 @@ async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_p
     address = f"ipc://{tmp_path}/m0"
     async with instance(tmp_path, "mixed", "m0"), connect([address]) as two:
         (member,) = two.table.up()
-        words = Command(0, "update_weights", version="5", path=weights)
+        words = verb(Verbs.update_weights, "5", weights, "abort")
         async with connect([address]) as one:
             await one.commands._claim_all()
             with pytest.raises(UpdateUnderWay, match="m0"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fdasync_fleet.messages import Command
 from sleepers import PART, PROMPT, asks, asleep_and_cut_off, cut_off, mend, sleep_but_one, sleepers
 from weights_scene import dropped, namespace_of, problems, serve
 
 from fdasync.errors import Asleep, PeerUnreachable, UpdateUnderWay, WakeFailed, WeightsBroken, WeightsRejected
-from tests.support.router_scene import in_scene, settle
+from tests.support.router_scene import Command, in_scene, replied, settle
 
 # -- new weights while some sleep
 
@@ -126,7 +125,7 @@ async def test_one_that_does_not_take_them_after_its_sleep_is_kept_for_the_next_
     await scene.router.update_weights(1, "/w")
     two.refuses = "WeightsRejected"
     assert await scene.router.wake() == "waits_for_weights"
-    assert "WeightsRejected" in problems(scene)["m1"]
+    assert "the weights were not taken" in problems(scene)["m1"]
     assert await asks(scene) == {"m0": 4, "m1": 0}
     assert dropped(scene) == {}
     two.refuses = ""
@@ -174,10 +173,10 @@ async def test_an_update_in_parts_goes_round_one_that_sleeps(scene):
         def obey(command):
             reply = obeys[name](command)
             if command.verb in ("begin_update", "update_part", "end_update") and name == "m1":
-                return reply.__class__(command.number, "Asleep", "no", namespace_of(0), state="asleep")
+                return replied(command.number, "Asleep", "no", namespace_of(0), state="asleep")
             if command.verb == "end_update":
                 one.version = command.order
-                return reply.__class__(command.number, "", "", namespace_of(1), command.version, command.order)
+                return replied(command.number, "", "", namespace_of(1), command.version, command.order)
             return reply
 
         return obey
@@ -268,7 +267,7 @@ async def test_a_sleep_that_all_refuse_leaves_the_wake_that_one_owes(scene):
     _, two = await asleep_and_cut_off(scene)
     await scene.router.wake()
     obeys = scene.m0.obeys
-    scene.m0.obeys = lambda command: obeys(command).__class__(command.number, "UpdateUnderWay", "busy")
+    scene.m0.obeys = lambda command: replied(command.number, "UpdateUnderWay", "busy")
     with pytest.raises(UpdateUnderWay):
         await scene.router.sleep()
     scene.m0.obeys = obeys

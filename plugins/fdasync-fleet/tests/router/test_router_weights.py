@@ -10,7 +10,7 @@ from weights_scene import come_back, dropped, problems, serve
 
 from fdasync import GroupTensors, TensorMeta
 from fdasync.errors import PeerRefused, PeerUnreachable, UpdateUnderWay
-from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle
+from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle, standing
 
 PROMPT = tuple(range(12))
 PART = GroupTensors(group="trainer", tensors=(TensorMeta("a", "float32", (1,)),))
@@ -408,7 +408,7 @@ async def test_one_that_comes_later_is_brought_to_a_checkpoint_and_its_deltas_on
                 return done(command.number, "WeightsRejected", "is a delta to others", script.namespace)
             script.namespace = have.get(command.path, script.namespace)
             reply = done(command.number, "", "", script.namespace, command.order)
-            return msgspec.structs.replace(reply, is_delta=command.path.startswith("/d"))
+            return standing(reply, is_delta=command.path.startswith("/d"))
 
         return obey
 
@@ -437,7 +437,7 @@ async def test_one_that_comes_later_is_brought_to_a_checkpoint_and_its_deltas_on
         again.die()
         await settle(4.0)
     # no folder of the router's brought what a delta was applied to: it waits for the next update
-    scene.m0.obeys = lambda command: msgspec.structs.replace(
+    scene.m0.obeys = lambda command: standing(
         done(command.number, "", "", b"g" * 16 if command.version == "5" else b"h" * 16, command.order),
         is_delta=command.version == "6",
     )
@@ -454,7 +454,7 @@ async def test_one_that_comes_later_is_brought_to_a_checkpoint_and_its_deltas_on
 async def test_requests_go_round_one_that_waits_for_weights(scene):
     serve(scene.m0, scene.m1)
     obeys = scene.m1.obeys
-    scene.m1.obeys = lambda command: msgspec.structs.replace(obeys(command), state="waits_for_weights")
+    scene.m1.obeys = lambda command: standing(obeys(command), state="waits_for_weights")
     scene.m1.status = msgspec.structs.replace(scene.m1.status, state="waits_for_weights")
     assert await scene.router.wake() == "waits_for_weights"
     for _ in range(4):

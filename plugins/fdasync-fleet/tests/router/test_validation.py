@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from fdasync_fleet.messages import Abort, Command
+from fdasync_fleet.messages import Abort, Call
 from fdasync_fleet.router.validation import check_whole
+from fdasync_fleet.verbs import Verbs, verb
 
 from fdasync.errors import BadInput
 from fdasync.request import SamplingParams
@@ -74,6 +75,6 @@ async def test_commands_that_could_not_be_read_are_refused_before_they_are_sent(
 
 def test_a_message_is_read_back_before_it_is_sent():
     check_whole("x", Abort("r"))
-    for message in (Abort(""), Abort("\ud800"), Command(1 << 70, "pause"), Command(0, object())):
+    for message in (Abort(""), Abort("\ud800"), Call(1 << 70, verb(Verbs.resume)), Call(0, object())):
         with pytest.raises(BadInput, match="x: cannot be sent"):
             check_whole("x", message)

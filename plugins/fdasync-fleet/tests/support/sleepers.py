@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fdasync_fleet.messages import Command
 from weights_scene import Sleeper, serve
 
 from fdasync import GroupTensors, TensorMeta
-from tests.support.router_scene import settle
+from tests.support.router_scene import Command, settle
 
 PROMPT = tuple(range(12))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.support.router_scene import NAMESPACE, done, settle
+from tests.support.router_scene import NAMESPACE, done, settle, standing
 
 
 def serve(*scripts):
@@ -84,4 +84,4 @@ class Sleeper:
                 self.script.namespace, self.script.version = namespace_of(self.version), self.version
         self.script.status = msgspec.structs.replace(self.script.status, state=self.state)
         reply = done(command.number, error, "no", namespace_of(self.version), self.version)
-        return msgspec.structs.replace(reply, state=self.state, is_delta=self.version in self.deltas)
+        return standing(reply, state=self.state, is_delta=self.version in self.deltas)

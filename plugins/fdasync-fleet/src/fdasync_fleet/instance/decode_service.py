@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     from fdasync.events.actions import AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
     from fdasync.ipc.shared_memory import Part
     from fdasync.result import TopLogprobs
+    from fdasync_fleet.fields import LeaseName
     from fdasync_fleet.instance.context import InstanceContext
     from fdasync_fleet.link.peer import Peer
-    from fdasync_fleet.messages import BlockRef, BlocksOffer, LeaseName, ScoredPrompt, Wanted
+    from fdasync_fleet.messages import BlockRef, BlocksOffer, ScoredPrompt, Wanted
     from fdasync_fleet.transfer.transports import Sources
 
 _RETRY_S = 0.5

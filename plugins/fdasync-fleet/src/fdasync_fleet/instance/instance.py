@@ -23,11 +23,6 @@ from fdasync.errors import (
     FdasyncError,
     PeerUnreachable,
     PluginError,
-    UpdateUnderWay,
-    WakeFailed,
-    WeightsBroken,
-    WeightsDiffer,
-    WeightsRejected,
 )
 from fdasync.events.actions import (
     AnswerLease,
@@ -47,6 +42,7 @@ from fdasync.request import GenerateRequest, HandOffTarget
 from fdasync_fleet.instance.context import InstanceContext
 from fdasync_fleet.instance.decode_service import DecodeService
 from fdasync_fleet.instance.kv_events import KvEvents
+from fdasync_fleet.instance.peer_verbs import Claims, PeerVerbs
 from fdasync_fleet.instance.prefill_service import PrefillService
 from fdasync_fleet.instance.responses import Responses
 from fdasync_fleet.instance.result_sender import failed
@@ -60,8 +56,7 @@ from fdasync_fleet.messages import (
     Abort,
     BlocksOffer,
     BlocksTaken,
-    Command,
-    Done,
+    Call,
     Facts,
     HandOff,
     HandOffTaken,
@@ -71,9 +66,11 @@ from fdasync_fleet.messages import (
     LeaseDrop,
     LeaseRequest,
     Refused,
+    Reply,
     ScoredPrompt,
     Seen,
     Shape,
+    Standing,
     Status,
     Submit,
     Totals,
@@ -86,6 +83,7 @@ from fdasync_fleet.transfer.plugins import TransportSpec, make_transport, transp
 from fdasync_fleet.transfer.process.proxy import TransferProcess
 from fdasync_fleet.transfer.shm import shm_problem
 from fdasync_fleet.transfer.transports import Transports
+from fdasync_fleet.verbs import METHODS, failure_of, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +146,6 @@ def _auto(listen: str, trusted: bool) -> tuple[tuple[str, ...], str]:
 
 
 # commands that change the weights, or who may
-_UPDATES = frozenset({"update_weights", "join_group", "begin_update", "update_part", "end_update", "abandon_update"})
 
 
 class Instance:
@@ -260,10 +257,7 @@ class Instance:
         self._links: Links | None = None
         self._context: InstanceContext | None = None
         self._hanging_up: asyncio.Task[None] | None = None
-        # the router that has claimed the weights, and until when
-        self._claimed: tuple[Peer | None, float] = (None, 0.0)
-        # that asked for the last join of a group
-        self._joiner: Peer | None = None
+        self._claims = Claims()
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
@@ -373,7 +367,7 @@ class Instance:
             LeaseDrop: self._on_drop,
             Submit: self._on_submit,
             Abort: self._responses.abort,
-            Command: self._on_command,
+            Call: self._on_call,
             Watch: self._on_watch,
         }
         self._does = {
@@ -597,7 +591,7 @@ class Instance:
             self._kv_events.remove(peer)
             self._decode_service.on_lost(peer, str(error))
             self._responses.on_lost(peer)
-            if self._joiner is peer:
+            if self._claims.joiner is peer:
                 self._weights.groups.stop("its router went away")
 
     def _on_guard(self, address: str, problem: str) -> None:
@@ -663,112 +657,27 @@ class Instance:
             # the link is full or lost, or the engine has ended: who looks on asks again, and waits for nothing
             return
 
-    def _on_command(self, peer: Peer, message: Command) -> None:
+    def _on_call(self, peer: Peer, message: Call) -> None:
         assert self._context is not None
-        self._context.start(self._command(peer, message), message.verb)
+        self._context.start(self._perform(peer, message), name_of(message.verb))
 
-    async def _command(self, peer: Peer, message: Command) -> None:
+    async def _perform(self, peer: Peer, message: Call) -> None:
         assert self._context is not None
-        error, problem, field, expected, held = "", "", "", "", ""
+        value, failure = None, None
         try:
-            if message.verb == "claim":
-                self._claim(peer, message.limit_s)
-            elif message.verb == "release":
-                self._release(peer)
-            elif message.verb in _UPDATES:
-                self._claim(peer)
-                try:
-                    await self._update(peer, message)
-                finally:
-                    # an update in parts keeps its claim, which its router has timed
-                    if not self._weights.state.is_open:
-                        self._release(peer)
-            elif message.verb == "leave_group":
-                await self._weights.groups.leave(message.name)
-            elif message.verb == "relabel":
-                self._claim(peer)
-                try:
-                    self._weights.relabel(message.version, message.order)
-                finally:
-                    self._release(peer)
-            elif message.verb == "pause":
-                await self.engine.pause(message.pause)
-            elif message.verb == "resume":
-                await self.engine.resume()
-            elif message.verb == "reset_cache":
-                await self.engine.reset_cache()
-            elif message.verb == "sleep":
-                await self.engine.sleep(message.level, message.sleep, tags=message.tags or None)  # type: ignore[arg-type]
-            elif message.verb == "wake":
-                await self.engine.wake(message.tags or None)
-            elif message.verb == "fingerprint":
-                held = await self.engine.weights_fingerprint()
-            elif message.verb == "profile":
-                (held,) = (await self.engine.profile(message.limit_s)).values()
-            else:
-                await self.drain(message.limit_s)
-        except FdasyncError as caught:
-            error, problem = type(caught).__name__, brief(str(caught))
-            if isinstance(caught, BadInput | ConfigError):
-                # with its limit and the way out
-                field, problem = brief(caught.field), brief(str(caught).removeprefix(f"{caught.field}: "))
-            if isinstance(caught, UpdateUnderWay | WeightsRejected | WeightsBroken):
-                # a router's error has the words that these begin with
-                problem = brief(caught.problem)
-            if isinstance(caught, WakeFailed):
-                field, problem = caught.part, brief(caught.problem)
-            if isinstance(caught, WeightsDiffer):
-                expected, held = caught.expected, caught.held
+            value = await METHODS[type(message.verb)].call(self._verbs_of(peer), message.verb, [])
+        except FdasyncError as error:
+            failure = failure_of(error)
         weights = self._weights.state
-        self._context.tell(
-            peer,
-            Done(
-                message.number,
-                error=error,
-                problem=problem,
-                namespace=self._context.namespace(),
-                weight_version=weights.version,
-                weight_order=weights.order,
-                field=field,
-                expected=expected,
-                held=held,
-                state=weights.doing,
-                is_delta=weights.is_delta,
-            ),
+        standing = Standing(
+            namespace=self._context.namespace(),
+            weight_version=weights.version,
+            weight_order=weights.order,
+            state=weights.doing,
+            is_delta=weights.is_delta,
         )
+        self._context.tell(peer, Reply(message.number, standing, value or "", failure))
 
-    async def _update(self, peer: Peer, message: Command) -> None:
-        weights = self._weights
-        expected = message.expected or None
-        if message.verb == "update_weights":
-            source = message.path if message.part is None else message.part
-            await weights.update(message.version, source, message.mode, message.order, expected, message.weights_id)
-        elif message.verb == "join_group":
-            if message.group is None:
-                raise BadInput("group", "a router named none")
-            # a join that is refused because of another leaves that other as the joiner
-            self._joiner = self._joiner if weights.groups.joins else peer
-            await weights.groups.join(message.group)
-        elif message.verb == "begin_update":
-            await weights.parts.begin(message.mode)
-        elif message.verb == "update_part":
-            if message.part is None or not weights.state.is_open:
-                raise BadInput("part", "no update is open here, or no tensors came with the command")
-            await weights.update(None, message.part, message.mode)
-        elif message.verb == "end_update":
-            await weights.parts.end(message.version, expected, message.order, message.weights_id)
-        else:
-            weights.parts.abandon()
-
-    def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
-        """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""
-        assert self._context is not None
-        holder, until = self._claimed
-        if holder is not None and holder is not peer and holder.is_up and self._context.loop.time() < until:
-            raise UpdateUnderWay(f"of {holder.name}")
-        if limit_s:
-            self._claimed = peer, self._context.loop.time() + limit_s
-
-    def _release(self, peer: Peer) -> None:
-        if self._claimed[0] is peer:
-            self._claimed = None, 0.0
+    def _verbs_of(self, peer: Peer) -> PeerVerbs:
+        """What a router may have this instance do."""
+        return PeerVerbs(self.engine, self._claims, peer, self.drain)

@@ -37,7 +37,6 @@ from fdasync_fleet.messages import (
     HandOffTaken,
     LeaseAnswer,
     LeaseDrop,
-    LeaseName,
     LeaseRequest,
     Wanted,
     brief,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import Part
     from fdasync.request import GenerateRequest
     from fdasync.result import PartEnd
+    from fdasync_fleet.fields import LeaseName
     from fdasync_fleet.instance.context import InstanceContext
     from fdasync_fleet.link.peer import Peer
 

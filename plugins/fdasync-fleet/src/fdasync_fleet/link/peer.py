@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable, ProtocolError
 from fdasync.ipc.deadlines import Within
 from fdasync_fleet.link.session import NEVER, Counters, Session
-from fdasync_fleet.messages import LINK_MESSAGES, MAX_PAYLOAD_NBYTES, Hello, Message, Role, encode
+from fdasync_fleet.messages import LINK_MESSAGES, MAX_PAYLOAD_NBYTES, Hello, Message, encode
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from fdasync_fleet.fields import Role
     from fdasync_fleet.link.wire import Pipe, Wire
 
 #: calling: we repeat our Hello until the peer replies; greeted: we replied to its Hello, and do not know yet whether

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync_fleet.messages import Role
+    from fdasync_fleet.fields import Role
     from fdasync_fleet.router.instances import InstanceTable
     from fdasync_fleet.router.limits import Need, Room
     from fdasync_fleet.router.loads import Column

@@ -41,12 +41,12 @@ from fdasync.request import (
     next_order,
     next_version,
 )
-from fdasync_fleet.messages import Command, Done
+from fdasync_fleet.messages import Call, Reply
 from fdasync_fleet.router.validation import check_limit_s, check_whole
 from fdasync_fleet.router.weights.agreement import WeightAgreement
 from fdasync_fleet.router.weights.part_update import PartUpdate
-from fdasync_fleet.router.weights.replies import error_of
 from fdasync_fleet.router.weights.wakes import Wakes
+from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
     from fdasync_fleet.router.weights.agreement import Dropped
 
-    Outcomes = tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]
+    Outcomes = tuple[list[tuple[InstanceHandle, Reply]], list[tuple[InstanceHandle, FdasyncError]]]
 
 _LOOK_S = 0.02
 # after which an instance may be in another state
@@ -69,12 +69,12 @@ class Update(msgspec.Struct, frozen=True):
     """An update of the weights or their label that is under way.
 
     Attributes:
-        command: as asked for, without an order.
+        command: the verb as asked for, without an order.
         task: the update.
         parts: its calls, where it is one in parts.
     """
 
-    command: Command
+    command: Any
     task: asyncio.Task[None]
     parts: PartUpdate | None = None
 
@@ -107,7 +107,7 @@ class ControlPlane:
         self._remove = remove
         self._loop = asyncio.get_running_loop()
         self._next = 0
-        self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Done]]] = {}
+        self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Reply]]] = {}
         # what is under way, and holds requests; `_begin` and `_ended` alone change it
         self._update: Update | None = None
         # a pause has returned, and no resume came since; calls of `pause` that have not returned
@@ -135,35 +135,35 @@ class ControlPlane:
 
     # -- one instance -------------------------------------------------------------------------------
 
-    async def one(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+    async def one(self, instance: InstanceHandle, command: Any, limit_s: float) -> Reply:
         """Send a command and wait for its success. Raises PeerUnreachable, PeerBusy, DeadlineExceeded, and the error
         that the instance replied with: RemoteError, or an error of its kind."""
-        done = await self._ask(instance, command, limit_s)
-        if done.error:
-            raise error_of(instance, done)
-        return done
+        reply = await self._ask(instance, command, limit_s)
+        if reply.failure is not None:
+            raise error_of(instance.peer.name, reply.failure)
+        return reply
 
     def _number(self) -> int:
         self._next += 1
         return self._next
 
-    async def _ask(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+    async def _ask(self, instance: InstanceHandle, command: Any, limit_s: float) -> Reply:
         """Send a command; return the instance's reply, success or not."""
         if self._closed:
             raise EngineClosed("closed")
-        answer: asyncio.Future[Done] = self._loop.create_future()
+        answer: asyncio.Future[Reply] = self._loop.create_future()
         number = self._number()
         self._waiting[number] = instance, answer
         try:
-            instance.peer.send(msgspec.structs.replace(command, number=number))
+            instance.peer.send(Call(number, command))
             await wait_within([answer], limit_s)
         finally:
             del self._waiting[number]
         if not answer.done():
-            raise DeadlineExceeded(f"{command.verb} of {instance.peer.name}", limit_s)
+            raise DeadlineExceeded(f"{name_of(command)} of {instance.peer.name}", limit_s)
         return answer.result()  # of a future that is done
 
-    def on_done(self, instance: InstanceHandle, message: Done) -> None:
+    def on_reply(self, instance: InstanceHandle, message: Reply) -> None:
         entry = self._waiting.get(message.number)
         if entry is not None and entry[0] is instance and not entry[1].done():
             entry[1].set_result(message)
@@ -175,25 +175,24 @@ class ControlPlane:
 
     async def drain(self, instance: InstanceHandle, limit_s: float) -> None:
         check_limit_s(limit_s)
-        command = Command(0, "drain", limit_s=float(limit_s))
-        check_whole("drain", command)
+        command = verb(Verbs.drain, float(limit_s))
+        check_whole("drain", Call(0, command))
         instance.leaving = True
         await self.one(instance, command, limit_s + 1.0)
 
     # -- all instances ------------------------------------------------------------------------------
 
-    async def all(self, command: Command, limit_s: float) -> None:
+    async def all(self, command: Any, limit_s: float) -> None:
         """Send a command to all instances. Raises the first error, after all have replied."""
         answers, silent = await self._ask_all(command, limit_s)
-        for instance, done in answers:
-            if command.verb in _TELL:
+        name = name_of(command)
+        for instance, reply in answers:
+            if name in _TELL:
                 # a pause that another router took back at once is in the next status
-                paused = command.verb == "pause" and not done.error and done.state == "running"
-                instance.was_told("paused" if paused else done.state)
-        failed = [error_of(instance, done) for instance, done in answers if done.error]
-        failed += [error for _, error in silent]
-        if failed:
-            raise failed[0]
+                state = reply.standing.state
+                paused = name == "pause" and not reply.error and state == "running"
+                instance.was_told("paused" if paused else state)
+        _raise_first(answers, silent)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
@@ -204,13 +203,13 @@ class ControlPlane:
         pauser = object()
         self._pausers.add(pauser)
         try:
-            await self.all(Command(0, "pause", pause=mode), limit_s)
+            await self.all(verb(Verbs.pause, mode), limit_s)
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
             if self._pausers == {pauser} and not self._held:
                 for instance in self._table.up():
                     with contextlib.suppress(FdasyncError):
-                        instance.peer.send(Command(self._number(), "resume"))
+                        instance.peer.send(Call(self._number(), verb(Verbs.resume)))
             raise
         finally:
             self._pausers.discard(pauser)
@@ -219,7 +218,7 @@ class ControlPlane:
         """Resume all instances."""
         self._held = False
         self._pausers.clear()
-        await self.all(Command(0, "resume"), self._config.command_s)
+        await self.all(verb(Verbs.resume), self._config.command_s)
 
     async def sleep(self, level: Any, mode: Any, tags: Any) -> None:
         """Have all instances sleep; each of them ends its hand-offs, whose requests start again."""
@@ -232,10 +231,10 @@ class ControlPlane:
             # requests end by their own deadlines
             limit_s += self._config.request_deadline_s
         with self.wakes.falling_asleep(level, named):
-            await self.all(Command(0, "sleep", level=level, sleep=mode, tags=named), limit_s)
+            await self.all(verb(Verbs.sleep, level, mode, named), limit_s)
 
     async def _ask_all(
-        self, command: Command, limit_s: float, instances: Sequence[InstanceHandle] | None = None
+        self, command: Any, limit_s: float, instances: Sequence[InstanceHandle] | None = None
     ) -> Outcomes:
         """The replies of the instances, and the errors of the instances that did not reply.
 
@@ -243,14 +242,14 @@ class ControlPlane:
             instances: None: all that are up. An instance with other weights does not get the others' label.
         """
         if instances is None:
-            instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
+            instances = [one for one in self._table.up() if name_of(command) != "relabel" or not one.behind]
         outcomes = await asyncio.gather(
             *[self._ask(instance, command, limit_s) for instance in instances], return_exceptions=True
         )
-        answers: list[tuple[InstanceHandle, Done]] = []
+        answers: list[tuple[InstanceHandle, Reply]] = []
         silent: list[tuple[InstanceHandle, FdasyncError]] = []
         for instance, outcome in zip(instances, outcomes, strict=True):
-            if isinstance(outcome, Done):
+            if isinstance(outcome, Reply):
                 answers.append((instance, outcome))
             elif isinstance(outcome, FdasyncError):
                 silent.append((instance, outcome))
@@ -264,8 +263,8 @@ class ControlPlane:
         check_update_mode(mode)
         wanted = checked_fingerprint(expected)
         weights_id = "" if wanted is None else wanted.weights_id
-        command = Command(0, "update_weights", version=label, path=path, mode=mode, expected=weights_id)
-        check_whole("source", command)
+        command = verb(Verbs.update_weights, label, path, mode, expected=weights_id)
+        check_whole("source", Call(0, command))
         await self._change(command)
 
     # -- tensors of a group -----------------------------------------------------------------------------
@@ -278,8 +277,8 @@ class ControlPlane:
         if self._parts is not None:
             if wanted is not None:
                 raise BadInput("expected", "is of a part of an update", hint="give it where the update ends")
-            command = Command(0, "update_part", part=part)
-            check_whole("source", command)
+            command = verb(Verbs.update_part, part)
+            check_whole("source", Call(0, command))
             label = None if version is None else checked_version(version)
             await self._parts.ask(command)
             if label is not None:
@@ -288,8 +287,8 @@ class ControlPlane:
         label = next_version(self._table.weight_version) if version is None else checked_version(version)
         check_update_mode(mode)
         weights_id = "" if wanted is None else wanted.weights_id
-        command = Command(0, "update_weights", version=label, part=part, mode=mode, expected=weights_id)
-        check_whole("source", command)
+        command = verb(Verbs.update_weights, label, part, mode, expected=weights_id)
+        check_whole("source", Call(0, command))
         await self._change(command)
 
     async def join(self, group: WeightsGroup) -> None:
@@ -299,11 +298,11 @@ class ControlPlane:
             raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
         if self.is_updating:
             raise self._under_way()
-        asked: list[tuple[InstanceHandle, Command]] = []
+        asked: list[tuple[InstanceHandle, Any]] = []
         rank = group.rank
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
-            command = Command(0, "join_group", group=msgspec.structs.replace(group, rank=rank))
-            check_whole("group", command)
+            command = verb(Verbs.join_group, msgspec.structs.replace(group, rank=rank))
+            check_whole("group", Call(0, command))
             asked.append((instance, command))
             rank += instance.workers
         if not asked:
@@ -314,7 +313,7 @@ class ControlPlane:
             raise BadInput("group.world_size", problem, hint=hint)
         limit_s = group.timeout_s + self._config.command_s
         joins = {asyncio.ensure_future(self.one(instance, command, limit_s)): instance for instance, command in asked}
-        leave = Command(0, "leave_group", name=group.name)
+        leave = verb(Verbs.leave_group, group.name)
         try:
             # bounded by `limit_s`
             ended, others = await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
@@ -337,18 +336,18 @@ class ControlPlane:
         # of several, the error that tells more than that another rank did not come
         raise min(errors, key=lambda error: isinstance(error, WeightsRejected))
 
-    def _say_to(self, instances: Iterable[InstanceHandle], command: Command) -> None:
+    def _say_to(self, instances: Iterable[InstanceHandle], command: Any) -> None:
         """Send a command for whose reply nobody waits."""
         for instance in instances:
             with contextlib.suppress(FdasyncError):
-                instance.peer.send(msgspec.structs.replace(command, number=self._number()))
+                instance.peer.send(Call(self._number(), command))
 
     def _under_way(self) -> UpdateUnderWay:
         return UpdateUnderWay(f"of this router, and version {self._table.weight_version} is in use")
 
     async def leave(self, name: Any) -> None:
-        command = Command(0, "leave_group", name=name)
-        check_whole("name", command)
+        command = verb(Verbs.leave_group, name)
+        check_whole("name", Call(0, command))
         if self.is_updating:
             raise self._under_way()
         await self.all(command, self._config.command_s)
@@ -358,7 +357,7 @@ class ControlPlane:
         if self.is_updating:
             raise self._under_way()
         check_update_mode(mode)
-        command = Command(0, "begin_update", mode=mode)
+        command = verb(Verbs.begin_update, mode)
         parts = PartUpdate()
         self._begin(command, self._play_parts(parts, command), parts)
         # bounded by the limits of what the task waits for
@@ -374,13 +373,13 @@ class ControlPlane:
             checked_version(version) if version is not None else parts.label or next_version(self._table.weight_version)
         )
         weights_id = "" if wanted is None else wanted.weights_id
-        await parts.ask(Command(0, "end_update", version=label, expected=weights_id))
+        await parts.ask(verb(Verbs.end_update, label, expected=weights_id))
 
     async def abandon(self) -> None:
         if self._parts is not None:
-            await self._parts.ask(Command(0, "abandon_update"))
+            await self._parts.ask(verb(Verbs.abandon_update))
 
-    async def _play_parts(self, parts: PartUpdate, begin: Command) -> None:
+    async def _play_parts(self, parts: PartUpdate, begin: Any) -> None:
         limit_s = self._config.command_s
         ended: FdasyncError | None = None
         begun = False
@@ -412,31 +411,34 @@ class ControlPlane:
             parts.end(ended)
         if begun:
             # what came of it is for each instance to say
-            await self._ask_all(Command(0, "abandon_update"), limit_s)
+            await self._ask_all(verb(Verbs.abandon_update), limit_s)
 
     async def _play_part(
-        self, parts: PartUpdate, command: Command, members: list[tuple[InstanceHandle, Done]], latest: int
+        self, parts: PartUpdate, command: Any, members: list[tuple[InstanceHandle, Reply]], latest: int
     ) -> bool:
         """One call of an update in parts; False: it was the last one. `latest`: see `_make_room`."""
         limit_s = self._config.command_s
-        if command.verb == "end_update" and parts.parts:
+        name = name_of(command)
+        ends = name == "end_update" and parts.parts > 0
+        if ends:
             order = next_order(latest, command.version)
             command = msgspec.structs.replace(command, order=order, weights_id=secrets.token_hex(16))
         present = [instance for instance, _ in members if instance.peer.is_up]
-        took = self._success(await self._ask_all(command, limit_s, present), drops=command.verb != "abandon_update")
-        parts.parts += command.verb == "update_part"
-        if command.verb == "end_update" and parts.parts:
-            self._agree(msgspec.structs.replace(command, verb="update_weights"), took)
-        return command.verb == "update_part"
+        took = self._success(await self._ask_all(command, limit_s, present), drops=name != "abandon_update")
+        parts.parts += name == "update_part"
+        if ends:
+            # of tensors, which come once: there is no folder
+            self._agree(verb(Verbs.update_weights, command.version, "", "abort", command.order), took)
+        return name == "update_part"
 
-    def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Done]]:
+    def _success(self, outcomes: Outcomes, *, drops: bool) -> list[tuple[InstanceHandle, Reply]]:
         """The instances that did as they were told. If any did, others are dropped by name, unless they sleep or have
         no whole weights. If none did, raises the first error, an awake instance's before any other."""
         answers, silent = outcomes
-        for instance, done in answers:
-            instance.was_told(done.state)
-        took = [(instance, done) for instance, done in answers if not done.error]
-        refused = [(instance, error_of(instance, done)) for instance, done in answers if done.error]
+        for instance, reply in answers:
+            instance.was_told(reply.standing.state)
+        took = [(instance, reply) for instance, reply in answers if reply.failure is None]
+        refused = _errors_of(answers)
         if not took:
             errors = [error for _, error in refused + silent]
             if not errors:
@@ -461,44 +463,38 @@ class ControlPlane:
         label = checked_version(version)
         if self._parts is not None and self._parts.label == label:
             return
-        await self._change(Command(0, "relabel", version=label))
+        await self._change(verb(Verbs.relabel, label))
 
     async def fingerprint(self) -> str:
         """Have all instances hash their weights that do not wait for others. Raises WeightsDiffer where the weights are
         not the same."""
         instances = [one for one in self._table.up() if not one.behind]
-        answers, silent = await self._ask_all(Command(0, "fingerprint"), self._config.command_s, instances)
-        failed = [error_of(instance, done) for instance, done in answers if done.error]
-        failed += [error for _, error in silent]
-        if failed:
-            raise failed[0]
+        answers, silent = await self._ask_all(verb(Verbs.fingerprint), self._config.command_s, instances)
+        _raise_first(answers, silent)
         if not answers:
             raise self._nobody()
-        first = answers[0][1].held
-        for instance, done in answers:
-            if done.held != first:
-                raise WeightsDiffer(first, done.held, where=instance.peer.name)
+        first = answers[0][1].value
+        for instance, reply in answers:
+            if reply.value != first:
+                raise WeightsDiffer(first, reply.value, where=instance.peer.name)
         return first
 
     async def profile(self, seconds: float) -> dict[str, str]:
         """Have all instances record what they do; the folder of each. Raises the first error, behind all replies."""
-        limit_s = seconds + self._config.command_s
-        answers, silent = await self._ask_all(Command(0, "profile", limit_s=seconds), limit_s)
-        failed = [error_of(instance, done) for instance, done in answers if done.error]
-        failed += [error for _, error in silent]
-        if failed:
-            raise failed[0]
+        answers, silent = await self._ask_all(verb(Verbs.profile, seconds), seconds + self._config.command_s)
+        _raise_first(answers, silent)
         if not answers:
             raise self._nobody()
-        return {instance.peer.name: done.held for instance, done in answers}
+        return {instance.peer.name: reply.value for instance, reply in answers}
 
-    async def _change(self, command: Command) -> None:
+    async def _change(self, command: Any) -> None:
         """Make an update, or wait for the same one."""
         update = self._update
         if update is None:
             update = self._begin(command, self._play(command))
         elif update.command != command:
-            way = f"to version {update.command.version}" if update.command.version else "in parts"
+            version = getattr(update.command, "version", "")
+            way = f"to version {version}" if version else "in parts"
             raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
         # bounded by the limits of what it waits for
         await asyncio.wait([update.task])
@@ -506,7 +502,7 @@ class ControlPlane:
             raise EngineClosed("closed")
         update.task.result()  # of a task that is done
 
-    def _begin(self, command: Command, work: Coroutine[Any, Any, None], parts: PartUpdate | None = None) -> Update:
+    def _begin(self, command: Any, work: Coroutine[Any, Any, None], parts: PartUpdate | None = None) -> Update:
         task = self._loop.create_task(work, name="fdasync-weights")
         self._update = update = Update(command, task, parts)
         self._dispatch.hold()
@@ -527,11 +523,12 @@ class ControlPlane:
             self.agreement.held = False
             self.agreement.judge_all()
 
-    async def _play(self, command: Command) -> None:
-        latest = await self._make_room(restart=command.verb == "update_weights")
+    async def _play(self, command: Any) -> None:
+        latest = await self._make_room(restart=name_of(command) == "update_weights")
         order = next_order(latest, command.version)
-        weights_id = "" if command.part is None else secrets.token_hex(16)
-        command = msgspec.structs.replace(command, order=order, weights_id=weights_id)
+        command = msgspec.structs.replace(command, order=order)
+        if name_of(command) == "update_weights" and not folder_of(command):
+            command = msgspec.structs.replace(command, weights_id=secrets.token_hex(16))
         took = self._success(await self._ask_all(command, self._config.command_s), drops=True)
         self._agree(command, took)
 
@@ -551,22 +548,22 @@ class ControlPlane:
         Returns the order of the latest weights or label: this router may not have heard yet what another router brought
         a moment ago."""
         config = self._config
-        command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
+        command = verb(Verbs.claim, config.handoff_s + 2 * config.command_s)
         claimed: list[InstanceHandle] = []
         latest = self._table.weight_order
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
-                done = await self.one(instance, command, config.command_s)
+                reply = await self.one(instance, command, config.command_s)
             except UpdateUnderWay:
                 for other in claimed:
                     with contextlib.suppress(FdasyncError):
-                        other.peer.send(Command(self._number(), "release"))
+                        other.peer.send(Call(self._number(), verb(Verbs.release)))
                 raise
             except FdasyncError:
                 # the instance is gone, or will not take the update either
                 continue
             claimed.append(instance)
-            latest = max(latest, done.weight_order)
+            latest = max(latest, reply.standing.weight_order)
         return latest
 
     async def _let_hand_overs_finish(self) -> None:
@@ -583,14 +580,15 @@ class ControlPlane:
             if not request.delivered:
                 self._dispatch.restart(request)
 
-    def _agree(self, command: Command, took: list[tuple[InstanceHandle, Done]]) -> None:
+    def _agree(self, command: Any, took: list[tuple[InstanceHandle, Reply]]) -> None:
         """Adopt the namespace that most instances have; drop the instances with another one."""
-        (namespace, _), *_ = Counter([done.namespace for _, done in took]).most_common(1)
-        is_delta = any(done.is_delta for _, done in took if done.namespace == namespace)
-        self.agreement.agreed(command, namespace, is_delta=is_delta and bool(command.path))
-        for instance, done in took:
-            if done.namespace == namespace:
-                instance.has(namespace, done.weight_version, done.weight_order)
+        (namespace, _), *_ = Counter([reply.standing.namespace for _, reply in took]).most_common(1)
+        is_delta = any(reply.standing.is_delta for _, reply in took if reply.standing.namespace == namespace)
+        self.agreement.agreed(command, namespace, is_delta=is_delta and bool(folder_of(command)))
+        for instance, reply in took:
+            has = reply.standing
+            if has.namespace == namespace:
+                instance.has(namespace, has.weight_version, has.weight_order)
             else:
                 self.agreement.drop(instance, "its weights are not those of the others after the update")
 
@@ -610,3 +608,19 @@ class ControlPlane:
             # nobody reads replies any more
             if not answer.done():
                 fail(answer, EngineClosed("closed"))
+
+
+def _errors_of(answers: list[tuple[InstanceHandle, Reply]]) -> list[tuple[InstanceHandle, FdasyncError]]:
+    return [
+        (instance, error_of(instance.peer.name, reply.failure))
+        for instance, reply in answers
+        if reply.failure is not None
+    ]
+
+
+def _raise_first(
+    answers: list[tuple[InstanceHandle, Reply]], silent: list[tuple[InstanceHandle, FdasyncError]]
+) -> None:
+    """Raise the first error of a reply, or of an instance that did not reply, if there is one."""
+    for _, error in _errors_of(answers) + silent:
+        raise error

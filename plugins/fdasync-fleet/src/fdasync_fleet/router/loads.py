@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync_fleet.messages import Role
+    from fdasync_fleet.fields import Role
     from fdasync_fleet.router.limits import Room
 
 N = TypeVar("N", int, float)

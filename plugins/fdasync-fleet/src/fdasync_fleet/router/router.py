@@ -42,13 +42,12 @@ from fdasync_fleet.link.links import Links
 from fdasync_fleet.link.zmq_wire import ZmqWire
 from fdasync_fleet.messages import (
     PROTOCOL,
-    Command,
-    Done,
     Heartbeat,
     Hello,
     KvEventBatch,
     Progress,
     Refused,
+    Reply,
     Seen,
 )
 from fdasync_fleet.router.config import RouterConfig
@@ -61,6 +60,7 @@ from fdasync_fleet.router.stats import RouterStats, facts_of, load_of, stats_of
 from fdasync_fleet.router.stream import RoutedStream
 from fdasync_fleet.router.validation import check_request_id, check_whole, folder_of, submit_of
 from fdasync_fleet.router.watching import Watching
+from fdasync_fleet.verbs import Verbs, verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -388,8 +388,8 @@ class Router(Generator):
         if isinstance(message, KvEventBatch):
             instance.learn(message)
             self.commands.agreement.judge(instance)
-        elif isinstance(message, Done):
-            self.commands.on_done(instance, message)
+        elif isinstance(message, Reply):
+            self.commands.on_reply(instance, message)
         elif isinstance(message, Seen):
             self._watching.on_seen(instance, message)
         elif isinstance(message, Progress):
@@ -589,7 +589,7 @@ class Router(Generator):
         """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all
         have answered; DeadlineExceeded after `command_s`."""
         self._check_open()
-        await self.commands.all(Command(0, "reset_cache"), self.config.command_s)
+        await self.commands.all(verb(Verbs.reset_cache), self.config.command_s)
 
     def stats(self) -> RouterStats:
         """The state of every instance as the router knows it, and the dropped ones. Raises EngineClosed before

@@ -85,7 +85,7 @@ def check_request_id(request_id: Any) -> None:
 
 
 def folder_of(source: Any) -> str:
-    """The checkpoint folder of a weight update, as a Command carries it.
+    """The checkpoint folder of a weight update, as a verb carries it.
 
     Raises SourceUnsupported for tensors, BadInput for a value that is no source.
     """

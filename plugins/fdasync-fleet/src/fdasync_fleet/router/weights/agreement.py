@@ -32,18 +32,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.errors import FdasyncError, PeerBusy
 from fdasync.ipc.deadlines import wait_within
-from fdasync_fleet.messages import Command
+from fdasync_fleet.verbs import Verbs, error_of, folder_of, name_of, verb
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fdasync_fleet.messages import Done
+    from fdasync_fleet.messages import Reply
     from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
 
 #: deltas that an instance is brought to one after the other
@@ -76,7 +76,7 @@ class _Update(msgspec.Struct, frozen=True):
         namespace: of the weights after it.
     """
 
-    command: Command
+    command: Any
     base: bytes
     namespace: bytes
 
@@ -101,13 +101,13 @@ class WeightAgreement:
     def __init__(
         self,
         table: InstanceTable,
-        tell: Callable[[InstanceHandle, Command, float], Awaitable[Done]],
+        tell: Callable[[InstanceHandle, Any, float], Awaitable[Reply]],
         forget: Callable[[InstanceHandle], None],
         fail: Callable[[Exception], None],
         limit_s: float,
     ) -> None:
         self.dropped: list[Dropped] = []
-        self.last: Command | None = None
+        self.last: Any = None
         self.held = True
         self._table = table
         self._tell = tell
@@ -191,7 +191,7 @@ class WeightAgreement:
                 self._relabel(self.last, table.weight_version, table.weight_order)
         elif self.last is not None and not self.held and not self._has_label(instance):
             instance.behind = True
-            relabel = Command(0, "relabel", version=self.last.version, order=self.last.order)
+            relabel = verb(Verbs.relabel, self.last.version, self.last.order)
             self._spawn(instance, (_Update(relabel, b"", table.namespace),))
 
     def _has_label(self, instance: InstanceHandle) -> bool:
@@ -219,35 +219,35 @@ class WeightAgreement:
         for instance in self._table.up():
             self.judge(instance)
 
-    def agreed(self, command: Command, namespace: bytes, *, is_delta: bool) -> None:
+    def agreed(self, command: Any, namespace: bytes, *, is_delta: bool) -> None:
         """An update of this router, or of the label alone, succeeded. `is_delta`: to the weights before."""
-        if command.verb == "update_weights":
+        if name_of(command) == "update_weights":
             self._updated(command, namespace, is_delta=is_delta)
         elif self.last is None:
             self.last = command
         else:
             self._relabel(self.last, command.version, command.order)
         # after a new label alone the router that updates the others is still another one
-        self._followed = self._followed and command.verb == "relabel"
+        self._followed = self._followed and name_of(command) == "relabel"
         self._table.namespace = namespace
         self._table.weight_version, self._table.weight_order = command.version, command.order
 
-    def _updated(self, command: Command, namespace: bytes, *, is_delta: bool) -> None:
+    def _updated(self, command: Any, namespace: bytes, *, is_delta: bool) -> None:
         if is_delta and namespace == self._table.namespace:
             # the version in use was given again
             self._relabel(self.last or command, command.version, command.order)
             return
         before = self._updates if is_delta else ()
-        if not command.path or len(before) > MOST_DELTAS:
+        if not folder_of(command) or len(before) > MOST_DELTAS:
             # tensors of a group come once
             self._updates = ()
-            self.last = Command(0, "relabel", version=command.version, order=command.order)
+            self.last = verb(Verbs.relabel, command.version, command.order)
             return
         base = self._table.namespace if is_delta else b""
         self._updates = (*before, _Update(command, base, namespace))
         self.last = command
 
-    def _relabel(self, last: Command, version: str, order: int) -> None:
+    def _relabel(self, last: Any, version: str, order: int) -> None:
         self.last = msgspec.structs.replace(last, version=version, order=order)
         if self._updates:
             *before, latest = self._updates
@@ -341,9 +341,9 @@ class WeightAgreement:
         # a later update of this or another router ends the loop
         while self.last is last and not self._has_all(instance):
             left_s = max(until - self._loop.time(), 0.0)
-            done, problem = None, ""
+            reply, problem = None, ""
             try:
-                done = await self._tell(instance, command, left_s)
+                reply = await self._tell(instance, command, left_s)
             except PeerBusy as error:
                 problem = str(error)
             except FdasyncError as error:
@@ -351,24 +351,26 @@ class WeightAgreement:
             if instance.sessions != session or not instance.peer.is_up:
                 # `judge` sees it when it comes up
                 return False
-            if done is not None:
-                instance.was_told(done.state)
-                if done.namespace == update.namespace and not done.error:
-                    if done.namespace == self._table.namespace:
-                        instance.has(done.namespace, done.weight_version, done.weight_order)
+            if reply is not None:
+                has, failure = reply.standing, reply.failure
+                instance.was_told(has.state)
+                if has.namespace == update.namespace and failure is None:
+                    if has.namespace == self._table.namespace:
+                        instance.has(has.namespace, has.weight_version, has.weight_order)
                     else:
-                        instance.came_to(done.namespace)
+                        instance.came_to(has.namespace)
                     return True
-                if done.error == "Asleep":
+                if reply.error == "Asleep":
                     self.keep(instance, awaits_memory=True)
                     instance.waits = _ASLEEP
                     return False
-                if done.error == "WeightsRejected" and may_fail:
+                if reply.error == "WeightsRejected" and may_fail:
                     return None
-                problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
-            if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
+                is_other = f"{folder_of(command)} is not what it was"
+                problem = is_other if failure is None else str(error_of(instance.peer.name, failure))
+            if left_s < _AGAIN_S or (reply is not None and reply.error != "UpdateUnderWay"):
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
-                if instance.kept or (done is not None and done.error and not self._has_like(instance)):
+                if instance.kept or (reply is not None and reply.error and not self._has_like(instance)):
                     # a trainer may have deleted the folder; without this instance no later update would help
                     instance.waits = f"{problem}; it gets no requests until it is updated"
                 else:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed
 from fdasync.ipc.deadlines import Within
 from fdasync.ipc.futures import fail
+from fdasync_fleet.verbs import name_of
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from fdasync.errors import FdasyncError
-    from fdasync_fleet.messages import Command
 
 
 class PartUpdate:
@@ -31,7 +33,7 @@ class PartUpdate:
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.label: str | None = None
         self.parts = 0
-        self._calls: asyncio.Queue[tuple[Command, asyncio.Future[None]]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[Any, asyncio.Future[None]]] = asyncio.Queue()
         self._ended: FdasyncError | None = None
 
     @property
@@ -39,17 +41,17 @@ class PartUpdate:
         """Whether it takes no more calls."""
         return self._ended is not None
 
-    async def ask(self, command: Command) -> None:
-        """Have the task perform a command, and wait for it. Raises its error; cancelling stops the waiting."""
+    async def ask(self, verb: Any) -> None:
+        """Have the task perform a verb, and wait for it. Raises its error; cancelling stops the waiting."""
         if self._ended is not None:
             raise self._ended
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.put_nowait((command, answer))
+        self._calls.put_nowait((verb, answer))
         # bounded by the limits of the task, which answers each call, also at its end
         await asyncio.wait([answer])
         answer.result()  # of a future that is done
 
-    async def next(self, limit_s: float) -> tuple[Command, asyncio.Future[None]]:
+    async def next(self, limit_s: float) -> tuple[Any, asyncio.Future[None]]:
         """The next call. Raises DeadlineExceeded where none comes in time."""
         try:
             async with Within(limit_s):
@@ -63,10 +65,10 @@ class PartUpdate:
         if not self.begun.done():
             fail(self.begun, error or EngineClosed("closed"))
         while not self._calls.empty():
-            command, answer = self._calls.get_nowait()
+            verb, answer = self._calls.get_nowait()
             if answer.done():
                 continue
-            if command.verb == "abandon_update":
+            if name_of(verb) == "abandon_update":
                 answer.set_result(None)
             else:
                 fail(answer, self._ended)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from fdasync.errors import FdasyncError, WeightsBroken, WeightsRejected
 from fdasync.ipc.deadlines import wait_within
 from fdasync.request import MemoryPart, WakeTag, checked_tags
-from fdasync_fleet.messages import Command, Done
+from fdasync_fleet.messages import Reply
 from fdasync_fleet.router.instances import farthest
-from fdasync_fleet.router.weights.replies import error_of
+from fdasync_fleet.verbs import Verbs, error_of, verb
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Wakes:
         self,
         table: InstanceTable,
         agreement: WeightAgreement,
-        tell: Callable[[InstanceHandle, Command, float], Awaitable[Done]],
+        tell: Callable[[InstanceHandle, Any, float], Awaitable[Reply]],
         fail: Callable[[Exception], None],
         limit_s: float,
     ) -> None:
@@ -89,10 +89,10 @@ class Wakes:
         for instance in self._table.instances.values():
             instance.owes_wake = instance.owes_wake or not instance.peer.is_up
         asked = self._table.up()
-        commands = [self._missed() if one.owes_wake else Command(0, "wake", tags=named) for one in asked]
+        verbs = [self._missed() if one.owes_wake else verb(Verbs.wake, named) for one in asked]
         # take each reply at once: taken later, it would tell of a time before the instance was brought its weights
         results = await asyncio.gather(
-            *[self._wake_one(one, command) for one, command in zip(asked, commands, strict=True)],
+            *[self._wake_one(one, wake) for one, wake in zip(asked, verbs, strict=True)],
             return_exceptions=True,
         )
         failed = []
@@ -113,33 +113,34 @@ class Wakes:
             raise errors[0]
         return farthest([instance.doing for instance in asked])
 
-    async def _wake_one(self, instance: InstanceHandle, command: Command) -> FdasyncError | None:
+    async def _wake_one(self, instance: InstanceHandle, wake: Any) -> FdasyncError | None:
         try:
-            outcome: Done | FdasyncError = await self._tell(instance, command, self._limit_s)
+            outcome: Reply | FdasyncError = await self._tell(instance, wake, self._limit_s)
         except FdasyncError as error:
             outcome = error
         return self._took(instance, outcome)
 
-    def _missed(self) -> Command:
+    def _missed(self) -> Any:
         """A wake of all that is to be awake."""
-        return Command(0, "wake", tags=() if self._woken >= _PARTS else tuple(sorted(self._woken)))
+        return verb(Verbs.wake, () if self._woken >= _PARTS else tuple(sorted(self._woken)))
 
-    def _took(self, instance: InstanceHandle, outcome: Done | FdasyncError) -> FdasyncError | None:
+    def _took(self, instance: InstanceHandle, outcome: Reply | FdasyncError) -> FdasyncError | None:
         """Take the outcome of a wake; returns its error if it failed."""
-        if not isinstance(outcome, Done):
+        if not isinstance(outcome, Reply):
             instance.owes_wake = True
             self._again(instance)
             return outcome
+        state, failure = outcome.standing.state, outcome.failure
+        kind = "" if failure is None else failure.kind
         slept = instance.owes_wake or instance.doing in ("asleep", "waking")
-        instance.was_told(outcome.state)
-        instance.owes_wake = bool(outcome.error) and outcome.state in ("asleep", "waking")
-        if outcome.error == "UpdateUnderWay" and slept:
+        instance.was_told(state)
+        instance.owes_wake = failure is not None and state in ("asleep", "waking")
+        if kind == "UpdateUnderWay" and slept:
             # the instance refused before it tried to wake
             instance.owes_wake = True
             self._again(instance)
-        lacks_all = outcome.state == "waits_for_weights" or outcome.error in _NOT_LOADED
-        self._agreement.woke(instance, lacks_all=lacks_all)
-        return error_of(instance, outcome) if outcome.error else None
+        self._agreement.woke(instance, lacks_all=state == "waits_for_weights" or kind in _NOT_LOADED)
+        return None if failure is None else error_of(instance.peer.name, failure)
 
     # -- instances that owe a wake --------------------------------------------------------------------
 

@@ -1,0 +1,151 @@
+"""Performs what a router has an instance do: `Verbs` for one router's call. Called by `instance.py`.
+
+Of several routers one at a time may change the weights. A claim says which, and for how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fdasync.errors import BadInput, UpdateUnderWay
+from fdasync_fleet.verbs import Verbs
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from fdasync.engine import Engine
+    from fdasync.request import GroupTensors, PauseMode, SleepMode, WakeTag, WeightsGroup
+    from fdasync_fleet.link.peer import Peer
+
+
+class Claims:
+    """Which router may update the weights.
+
+    Attributes:
+        joiner: the router for which a group is being joined.
+    """
+
+    def __init__(self) -> None:
+        self.joiner: Peer | None = None
+        self._holder: Peer | None = None
+        self._until = 0.0
+
+    def take(self, peer: Peer, limit_s: float = 0.0) -> None:
+        """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""
+        holder, now = self._holder, asyncio.get_running_loop().time()
+        if holder is not None and holder is not peer and holder.is_up and now < self._until:
+            raise UpdateUnderWay(f"of {holder.name}")
+        if limit_s:
+            self._holder, self._until = peer, now + limit_s
+
+    def release(self, peer: Peer) -> None:
+        """End a claim, if it is this router's."""
+        if self._holder is peer:
+            self._holder, self._until = None, 0.0
+
+
+class PeerVerbs(Verbs):
+    """See the module.
+
+    Args:
+        peer: the router.
+        drain: drains the instance, within so many seconds.
+    """
+
+    def __init__(self, engine: Engine, claims: Claims, peer: Peer, drain: Callable[[float], Awaitable[object]]) -> None:
+        self._engine = engine
+        self._weights = engine.weights
+        self._claims = claims
+        self._peer = peer
+        self._drain = drain
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """While weights change. It ends a claim of this router, unless an update in parts stays open: that is timed."""
+        self._claims.take(self._peer)
+        try:
+            yield
+        finally:
+            if not self._weights.state.is_open:
+                self._claims.release(self._peer)
+
+    async def claim(self, limit_s: float) -> None:
+        self._claims.take(self._peer, limit_s)
+
+    async def release(self) -> None:
+        self._claims.release(self._peer)
+
+    async def update_weights(
+        self,
+        version: str,
+        source: str | GroupTensors,
+        mode: Any,
+        order: int = 0,
+        expected: str = "",
+        weights_id: str = "",
+    ) -> None:
+        with self._changing():
+            await self._weights.update(version, source, mode, order, expected or None, weights_id)
+
+    async def relabel(self, version: str, order: int = 0) -> None:
+        self._claims.take(self._peer)
+        try:
+            self._weights.relabel(version, order)
+        finally:
+            self._claims.release(self._peer)
+
+    async def begin_update(self, mode: Any) -> None:
+        with self._changing():
+            await self._weights.parts.begin(mode)
+
+    async def update_part(self, part: GroupTensors) -> None:
+        with self._changing():
+            if not self._weights.state.is_open:
+                raise BadInput("part", "no update is open here")
+            # a part goes on as its update has begun
+            await self._weights.update(None, part, "abort")
+
+    async def end_update(self, version: str, order: int = 0, expected: str = "", weights_id: str = "") -> None:
+        with self._changing():
+            await self._weights.parts.end(version, expected or None, order, weights_id)
+
+    async def abandon_update(self) -> None:
+        with self._changing():
+            self._weights.parts.abandon()
+
+    async def join_group(self, group: WeightsGroup) -> None:
+        with self._changing():
+            groups = self._weights.groups
+            # a join that is refused because of another leaves that other as the joiner
+            self._claims.joiner = self._claims.joiner if groups.joins else self._peer
+            await groups.join(group)
+
+    async def leave_group(self, name: str) -> None:
+        await self._weights.groups.leave(name)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def sleep(self, level: int, mode: SleepMode, tags: tuple[WakeTag, ...]) -> None:
+        await self._engine.sleep(level, mode, tags=tags or None)  # type: ignore[arg-type]
+
+    async def wake(self, tags: tuple[WakeTag, ...] = ()) -> None:
+        await self._engine.wake(tags or None)
+
+    async def reset_cache(self) -> None:
+        await self._engine.reset_cache()
+
+    async def fingerprint(self) -> str:
+        return await self._engine.weights_fingerprint()
+
+    async def profile(self, seconds: float) -> str:
+        (folder,) = (await self._engine.profile(seconds)).values()
+        return folder
+
+    async def drain(self, limit_s: float) -> None:
+        await self._drain(limit_s)
