@@ -20,14 +20,15 @@ from fdasync_fleet.link.links import Links
 from fdasync_fleet.messages import (
     PROTOCOL,
     Abort,
-    Command,
-    Done,
+    Call,
     Facts,
     Heartbeat,
     Hello,
     Piece,
     Progress,
+    Reply,
     Shape,
+    Standing,
     Status,
     Submit,
 )
@@ -161,8 +162,8 @@ class StandIn:
             self._take(peer, message)
         elif isinstance(message, Abort):
             self._forget(message.request)
-        elif isinstance(message, Command):
-            self._say(peer, Done(message.number, namespace=NAMESPACE))
+        elif isinstance(message, Call):
+            self._say(peer, Reply(message.number, Standing(NAMESPACE)))
 
     async def die(self) -> None:
         """Its process is gone, without a word."""

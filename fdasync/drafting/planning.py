@@ -232,11 +232,11 @@ class DraftPlanner:
         self._flights.append(_Flight(keys, len(keys) + int(forward.sum()), True))
         self._followed += 1
         return Drafts(
-            known if has.all() else tuple([known[number] for number in np.flatnonzero(has).tolist()]),
-            tuple(self._lengths[mine].tolist()),
-            tuple(ends.tolist()),
-            tuple(forward.tolist()),
-            tokens.astype("<i4", copy=False).tobytes(),
+            keys=known if has.all() else tuple([known[number] for number in np.flatnonzero(has).tolist()]),
+            starts=tuple(self._lengths[mine].tolist()),
+            counts=tuple(ends.tolist()),
+            most=tuple(forward.tolist()),
+            tokens=tokens.astype("<i4", copy=False).tobytes(),
         )
 
     def done(

@@ -163,7 +163,9 @@ class OutputProcessor:
         params, start = request.params, request.start
         request.samples = [SampleOutput(-1, index, params, start, None) for index in range(params.n)]
         for sample in request.samples:
-            sample.finish = FinishRequest(-1, reason, (), 0, (0, 0, 0), ())
+            sample.finish = FinishRequest(
+                key=-1, reason=reason, token_ids=(), num_rows=0, cached_tokens=(0, 0, 0), spans=()
+            )
             self._give_rows(request, sample)
         request.ended_at = self._clock()
         self._bus.publish(request.ended())

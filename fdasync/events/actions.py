@@ -252,7 +252,12 @@ class RowSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
             low = max(first, number * block_tokens)
             high = min(last, (number + 1) * block_tokens)
             yield RowSpan(
-                self.key, (slot,), (generation,), low - number * block_tokens, high - low, self.start + low - first
+                key=self.key,
+                slots=(slot,),
+                generations=(generation,),
+                offset=low - number * block_tokens,
+                count=high - low,
+                start=self.start + low - first,
             )
 
 

@@ -120,7 +120,14 @@ class PromptLogprobs:
             for first in range(0, len(values), most):
                 part = slice(first, first + most)
                 run = values[part], ids[part], best[part]
-                yield PromptScores(0, start, run[0].tobytes(), self.top, run[1].tobytes(), run[2].tobytes())
+                yield PromptScores(
+                    key=0,
+                    start=start,
+                    logprobs=run[0].tobytes(),
+                    top=self.top,
+                    top_ids=run[1].tobytes(),
+                    top_logprobs=run[2].tobytes(),
+                )
                 start += len(run[0])
 
     def values(self) -> NDArray[np.float32]:

@@ -40,6 +40,7 @@ VERBS = {
     "abandon_weight_update": lambda engine: engine.abandon_weight_update(),
     "set_weight_version": lambda engine: engine.set_weight_version(2),
     "weights_fingerprint": lambda engine: engine.weights_fingerprint(),
+    "profile": lambda engine: engine.profile(1.0),
     "drain": lambda engine: engine.drain(),
     "aclose": lambda engine: engine.aclose(),
 }

@@ -184,9 +184,27 @@ def make_header(schema: BlockSchema, key: str, checksums: Sequence[int]) -> Bloc
     offset = PAGE_NBYTES
     sections = schema.layout_of(with_state=len(checksums) > len(schema.sections))
     for section, checksum in zip(sections, checksums, strict=True):
-        entries.append(SectionEntry(section.name, section.dtype, section.shape, offset, section.nbytes, checksum))
+        entries.append(
+            SectionEntry(
+                name=section.name,
+                dtype=section.dtype,
+                shape=section.shape,
+                offset=offset,
+                nbytes=section.nbytes,
+                checksum=checksum,
+            )
+        )
         offset += page_aligned(section.nbytes)
-    return BlockHeader(*parse_key(key), schema.layout, schema.kv_dtype, schema.block_tokens, tuple(entries))
+    namespace, block, rank = parse_key(key)
+    return BlockHeader(
+        namespace=namespace,
+        key=block,
+        rank=rank,
+        layout=schema.layout,
+        kv_dtype=schema.kv_dtype,
+        block_tokens=schema.block_tokens,
+        sections=tuple(entries),
+    )
 
 
 def write_header(header: BlockHeader) -> bytes:

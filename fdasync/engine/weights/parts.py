@@ -149,7 +149,7 @@ class PartUpdates:
             self._close(update)
             return
         self._open, self._state.is_open = None, False
-        asked = Asked(label, order, update.mode, wanted, weights_id)
+        asked = Asked(label=label, order=order, mode=update.mode, expected=wanted, weights_id=weights_id)
         await self._task.run(self._updater.update(asked, self._loaders.end_received, None))
 
     def has_label(self, version: str | int) -> bool:

@@ -102,7 +102,14 @@ class Weights:
             load = self._loaders.tensors(source, whole=whole)
         else:
             load = self._loaders.folder(folder)
-        asked = Asked(label, order, mode, wanted, weights_id, by_group=part is not None and state.held)
+        asked = Asked(
+            label=label,
+            order=order,
+            mode=mode,
+            expected=wanted,
+            weights_id=weights_id,
+            by_group=part is not None and state.held,
+        )
         await self._task.run(self.updater.update(asked, load, folder))
 
     def relabel(self, version: str | int, order: int = 0) -> None:

@@ -237,7 +237,7 @@ class SyntheticRunner(SyntheticSleep):
 
     def check_pull(self, pull: BlockPull) -> None:
         """Raises InvariantBroken where a step or a copy in flight meets the blocks that are to be filled."""
-        copy = SwapIn(-1, (), pull.ours, pull.slots, pull.generations)
+        copy = SwapIn(copy_id=-1, host=(), device=pull.ours, slots=pull.slots, generations=pull.generations)
         check_beside_steps(copy, self._flights, self.lanes, self._block_tokens)
         check_beside_copies(copy, [other for other, _ in self._copies])
         # its targets are in use from now on: spoil them, so that an early read shows

@@ -364,7 +364,15 @@ class SyntheticSteps(Runner):
         wanted = any(sampler is not None and sampler.score_from >= 0 for sampler in prefilled)
         scores = self._scores(batch, every) if wanted else ()
         problems, self._problems = tuple(self._problems), []
-        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top, scores=scores, problems=problems)
+        return StepOutput(
+            step_id=batch.step_id,
+            tokens=tuple(tokens.tolist()),
+            raw=raw,
+            processed=processed,
+            top=top,
+            scores=scores,
+            problems=problems,
+        )
 
     def _scores(self, batch: Batch, digests: NDArray[np.uint64]) -> tuple[PromptScores, ...]:
         scores = []
@@ -375,7 +383,16 @@ class SyntheticSteps(Runner):
             for row, one in enumerate(tops):
                 ids[row, : len(one.token_ids)], best[row, : len(one.token_ids)] = one.token_ids, one.logprobs
             logprobs = values.astype("<f4").tobytes()
-            scores.append(PromptScores(run.key, run.start, logprobs, run.top, ids.tobytes(), best.tobytes()))
+            scores.append(
+                PromptScores(
+                    key=run.key,
+                    start=run.start,
+                    logprobs=logprobs,
+                    top=run.top,
+                    top_ids=ids.tobytes(),
+                    top_logprobs=best.tobytes(),
+                )
+            )
         return tuple(scores)
 
     def _inputs(self, batch: Batch) -> NDArray[np.int64]:

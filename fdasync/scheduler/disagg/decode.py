@@ -135,7 +135,11 @@ class DecodeSide:
 
     def _deny(self, lease: Lease, retry_after_s: float, reason: str) -> None:
         self.denied += 1
-        self.actions.append(AnswerLease(lease.group, "denied", 0, retry_after_s, reason))
+        self.actions.append(
+            AnswerLease(
+                group=lease.group, verdict="denied", prefix_blocks=0, retry_after_s=retry_after_s, reason=reason
+            )
+        )
         self._forget(lease, reason)
 
     def _forget(self, lease: Lease, reason: str) -> None:

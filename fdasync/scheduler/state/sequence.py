@@ -306,12 +306,12 @@ class Sequence:
         assert len(slots) == len(blocks)
         spans.append(
             RowSpan(
-                self.key,
-                tuple([slot.id for slot in slots]),
-                tuple([slot.generation for slot in slots]),
-                start % block_tokens,
-                upto - start,
-                start,
+                key=self.key,
+                slots=tuple([slot.id for slot in slots]),
+                generations=tuple([slot.generation for slot in slots]),
+                offset=start % block_tokens,
+                count=upto - start,
+                start=start,
             )
         )
         self.rows_have = upto

@@ -198,11 +198,11 @@ class SwapPlanner:
         slots = [block.slot for block in batch if block.slot is not None]
         self._loads.append(
             SwapIn(
-                number,
-                tuple([block.host for block in batch]),
-                tuple([block.id for block in batch]),
-                tuple([slot.id for slot in slots]),
-                tuple([slot.generation for slot in slots]),
+                copy_id=number,
+                host=tuple([block.host for block in batch]),
+                device=tuple([block.id for block in batch]),
+                slots=tuple([slot.id for slot in slots]),
+                generations=tuple([slot.generation for slot in slots]),
             )
         )
         return number
@@ -289,7 +289,7 @@ class SwapPlanner:
             return []
         number = self._start([], outward=True, snapshots=batch)
         places, hosts = tuple([one.place for one in batch]), tuple([one.host for one in batch])
-        return [SwapOut(number, (), (), places, hosts)]
+        return [SwapOut(copy_id=number, device=(), host=(), snapshots=places, snapshots_host=hosts)]
 
     def _make_room(self) -> bool:
         return self._index.make_host_room(for_fetch=True)

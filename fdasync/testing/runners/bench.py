@@ -157,7 +157,9 @@ class Bench:
         if self.arena is not None:
             slots = tuple([self.slot(block) for block in device])
             generations = tuple([self.generation(block) for block in device])
-        return self.runner.copy(SwapIn(self._copy_id, tuple(host), tuple(device), slots, generations))
+        return self.runner.copy(
+            SwapIn(copy_id=self._copy_id, host=tuple(host), device=tuple(device), slots=slots, generations=generations)
+        )
 
     def receive(
         self, kv: Sequence[NDArray[np.uint8]], rows: Mapping[str, NDArray[Any]], tokens: int, host: Sequence[int]

@@ -251,11 +251,11 @@ class DraftTests(RunnerSuite):
 def drafts_of(paths: dict[int, tuple[int, Sequence[int], int]]) -> Drafts:
     """`Drafts` made of each sequence's path: start, tokens, and most drafts to forward."""
     return Drafts(
-        tuple(paths),
-        tuple([start for start, _, _ in paths.values()]),
-        tuple([len(tokens) for _, tokens, _ in paths.values()]),
-        tuple([most for _, _, most in paths.values()]),
-        array("i", [token for _, tokens, _ in paths.values() for token in tokens]).tobytes(),
+        keys=tuple(paths),
+        starts=tuple([start for start, _, _ in paths.values()]),
+        counts=tuple([len(tokens) for _, tokens, _ in paths.values()]),
+        most=tuple([most for _, _, most in paths.values()]),
+        tokens=array("i", [token for _, tokens, _ in paths.values() for token in tokens]).tobytes(),
     )
 
 

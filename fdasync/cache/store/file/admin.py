@@ -235,7 +235,13 @@ class Folder:
         whole = [entry for segment in segments for entry in segment.entries.values()]
         entries = [entry for entry in entries if entry.segment not in segments]
         nbytes = sum(entry.nbytes for entry in [*entries, *whole])
-        return Waste(entries, segments, len(entries) + len(whole), nbytes, self.index.total_nbytes - total)
+        return Waste(
+            entries=entries,
+            segments=segments,
+            objects=len(entries) + len(whole),
+            nbytes=nbytes,
+            disk_nbytes=self.index.total_nbytes - total,
+        )
 
     def remove(self, waste: Waste) -> None:
         """Remove what `find_waste` found. Raises OSError, which leaves the rest."""

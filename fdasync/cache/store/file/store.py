@@ -268,7 +268,10 @@ class FileStore(Store):
         found.sort(key=_by_place)
         try:
             moves = self._moves
-            slots = [ReadSlot(e.segment.fd, e.segment.shape, e.slot, items[n], moves) for n, e in found]
+            slots = [
+                ReadSlot(fd=e.segment.fd, shape=e.segment.shape, slot=e.slot, item=items[n], moves=moves)
+                for n, e in found
+            ]
             troubles = await self._pool.each(slots, lambda slot: read_slot(slot, call.is_stopped))
         finally:
             for _, entry in found:

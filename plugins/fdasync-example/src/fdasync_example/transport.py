@@ -83,7 +83,7 @@ class UnixTransport(Transport):
         self._regions = regions
         self._offers.open(regions)
         sizes = tuple([(region.fd, region.nbytes) for region in regions])
-        self._source = Source(boot_id(), os.getpid(), sizes, token, "")
+        self._source = Source(machine=boot_id(), pid=os.getpid(), regions=sizes, token=token, address="")
         self._listen()
 
     def source(self) -> Source:

@@ -45,7 +45,7 @@ def sample_messages(name: str, sample: Sample) -> Iterator[tuple[Message, memory
         most = max(MAX_PAYLOAD_NBYTES // row_nbytes, 1)
         for first in range(0, len(rows), most):
             run = np.ascontiguousarray(rows[first : first + most])
-            words = Rows(name, sample.index, spec.name, sample.start + first, len(run))
+            words = Rows(request=name, index=sample.index, name=spec.name, start=sample.start + first, count=len(run))
             yield words, run.view(np.uint8).reshape(-1).data
     for outputs in _outputs(name, sample):
         yield outputs, None
@@ -122,7 +122,14 @@ def score_messages(name: str, attempt: int, scores: PromptLogprobs) -> Iterator[
 def add_scores(scores: PromptLogprobs | None, message: ScoredPrompt, most: int, vocab_size: int) -> None:
     """Add a run to the log-probs of a prompt of at most so many tokens. Raises ProtocolError for a run that is not the
     next one, or makes no sense."""
-    run = PromptScores(0, message.first, message.logprobs, message.top, message.top_ids, message.top_logprobs)
+    run = PromptScores(
+        key=0,
+        start=message.first,
+        logprobs=message.logprobs,
+        top=message.top,
+        top_ids=message.top_ids,
+        top_logprobs=message.top_logprobs,
+    )
     if scores is None or message.first != scores.stop or message.first + run.count > most or not run.count:
         raise ProtocolError(f"log-probs of {run.count} tokens of the prompt from {message.first} on were not expected")
     if len(message.top_ids) % 4 == 0:

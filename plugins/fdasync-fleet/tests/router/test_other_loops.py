@@ -24,6 +24,7 @@ VERBS = {
     "abandon_weight_update": lambda router: router.abandon_weight_update(),
     "set_weight_version": lambda router: router.set_weight_version(2),
     "weights_fingerprint": lambda router: router.weights_fingerprint(),
+    "profile": lambda router: router.profile(1.0),
     "aclose": lambda router: router.aclose(),
 }
 

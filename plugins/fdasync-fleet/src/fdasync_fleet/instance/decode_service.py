@@ -186,7 +186,7 @@ class DecodeService:
         return good
 
     def _deny(self, peer: Peer, name: LeaseName, reason: str, retry_after_s: float) -> None:
-        self._context.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, brief(reason)))
+        self._context.tell(peer, LeaseAnswer(*name, "denied", retry_after_s=retry_after_s, reason=brief(reason)))
 
     def _decide(self, peer: Peer, name: LeaseName, message: LeaseRequest, good: bool) -> None:
         if not good:
@@ -391,9 +391,9 @@ class DecodeService:
         lease.answer = LeaseAnswer(
             *lease.name,
             action.verdict,
-            action.prefix_blocks,
-            action.retry_after_s,
-            brief(action.reason),
+            prefix_blocks=action.prefix_blocks,
+            retry_after_s=action.retry_after_s,
+            reason=brief(action.reason),
         )
         if action.verdict == "denied":
             self._leases.remove(lease)
@@ -440,11 +440,11 @@ class DecodeService:
         hand = lease.hands[index]
         if action.emit:
             output = StepOutput(
-                -1,
-                (hand.token,),
-                None if hand.raw is None else (hand.raw,),
-                None if hand.processed is None else (hand.processed,),
-                None if hand.top is None else (hand.top,),
+                step_id=-1,
+                tokens=(hand.token,),
+                raw=None if hand.raw is None else (hand.raw,),
+                processed=None if hand.processed is None else (hand.processed,),
+                top=None if hand.top is None else (hand.top,),
             )
             self._context.processor.emit(EmitTokens(-1, (action.key,), (hand.token,), (0,)), output)
         self._context.tell(lease.owner, HandOffTaken(*lease.name, index))

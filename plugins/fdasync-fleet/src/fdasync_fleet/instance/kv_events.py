@@ -139,4 +139,11 @@ class KvEvents:
 
     def _batch(self, added: tuple[bytes, ...], removed: tuple[bytes, ...] = (), *, reset: bool = False) -> KvEventBatch:
         version, order = self._told
-        return KvEventBatch(self._namespace, version, reset, added, removed, order)
+        return KvEventBatch(
+            namespace=self._namespace,
+            weight_version=version,
+            reset=reset,
+            added=added,
+            removed=removed,
+            weight_order=order,
+        )

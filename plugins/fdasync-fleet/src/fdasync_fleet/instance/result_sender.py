@@ -142,7 +142,9 @@ def failed(name: str, error: FdasyncError) -> Failed:
         if isinstance(error, TooLong):
             kind, count = BadInput.__name__, error.prompt_tokens
         problem, field, limit, hint = map(brief, (error.problem, error.field, limit, error.hint))
-        return Failed(name, kind, problem, field, limit, hint, prompt_tokens=count)
+        return Failed(
+            request=name, error=kind, problem=problem, field=field, limit=limit, hint=hint, prompt_tokens=count
+        )
     # another engine can serve the request of an engine that failed or closes
     retriable = not isinstance(error, PermanentError) or kind in ("EngineFailed", "EngineClosed")
     if isinstance(error, WeightsBroken):

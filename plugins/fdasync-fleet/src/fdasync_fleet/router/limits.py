@@ -106,4 +106,10 @@ def need_of(text: str | None, tokens: bytes, params: SamplingParams) -> Need:
     """The need of a request, from the fields of its `Submit`."""
     count = len(tokens) // 4 if text is None else -(-len(text) // _MAX_TOKEN_CHARS)
     scores = params.prompt_logprobs_start is not None
-    return Need(max(count, 1), params.max_tokens, params.n, params.grammar is not None, scores)
+    return Need(
+        prompt_tokens=max(count, 1),
+        max_tokens=params.max_tokens,
+        samples=params.n,
+        grammar=params.grammar is not None,
+        scores=scores,
+    )

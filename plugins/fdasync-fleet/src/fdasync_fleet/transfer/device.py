@@ -113,7 +113,7 @@ class DeviceTransport(Endpoint):
         self._offers.open(self._regions)
         self._door = Door(self._token, exported)
         sizes = tuple([(0, nbytes) for nbytes in self._puller.sizes])
-        self._source = Source(boot_id(), os.getpid(), sizes, self._token, "")
+        self._source = Source(machine=boot_id(), pid=os.getpid(), regions=sizes, token=self._token, address="")
 
     def _drop(self, token: bytes) -> None:
         self._unfit.discard(token)

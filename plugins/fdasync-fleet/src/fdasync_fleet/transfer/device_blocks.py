@@ -83,11 +83,11 @@ class BlockPuller(PartPuller):
         told = [place for place in places if place is not None]
         return self._blocks.pull(
             BlockPull(
-                source,
-                tuple([part.offset // self._nbytes for part in theirs]),
-                tuple(mine),
-                tuple([slot for slot, _ in told]),
-                tuple([generation for _, generation in told]),
+                source=source,
+                theirs=tuple([part.offset // self._nbytes for part in theirs]),
+                ours=tuple(mine),
+                slots=tuple([slot for slot, _ in told]),
+                generations=tuple([generation for _, generation in told]),
             )
         )
 

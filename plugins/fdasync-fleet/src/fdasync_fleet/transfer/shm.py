@@ -51,7 +51,9 @@ def shm_problem() -> str:
     except OSError as error:
         return str(error)
     try:
-        found = Peer.map(Source(boot_id(), os.getpid(), ((fd, IDENTITY_NBYTES),), token, ""))
+        found = Peer.map(
+            Source(machine=boot_id(), pid=os.getpid(), regions=((fd, IDENTITY_NBYTES),), token=token, address="")
+        )
     finally:
         os.close(fd)
     if isinstance(found, Peer):
@@ -86,7 +88,7 @@ class ShmTransport(Endpoint):
         fds = [(region.fd, region.nbytes) for region in regions]
         fds.append((self._identity_fd, IDENTITY_NBYTES))
         self._offers.open(regions)
-        self._source = Source(boot_id(), os.getpid(), tuple(fds), self._token, "")
+        self._source = Source(machine=boot_id(), pid=os.getpid(), regions=tuple(fds), token=self._token, address="")
 
     def _drop(self, token: bytes) -> None:
         for known in [known for known in self._peers if known.token == token]:
@@ -122,7 +124,11 @@ class ShmTransport(Endpoint):
         """The mappings of a source, made at the first call; or why there are none."""
         # regions may come as lists, which cannot be keys
         source = Source(
-            source.machine, source.pid, tuple([(fd, nbytes) for fd, nbytes in source.regions]), source.token, ""
+            machine=source.machine,
+            pid=source.pid,
+            regions=tuple([(fd, nbytes) for fd, nbytes in source.regions]),
+            token=source.token,
+            address="",
         )
         found = self._peers.get(source)
         if found is not None:

@@ -98,7 +98,13 @@ class TcpTransport(Endpoint):
             loop, self._host, self._token, regions, self._offers, self._stuck_s, self._tls, self._port
         )
         sizes = tuple([(region.fd, region.nbytes) for region in regions])
-        self._source = Source(machine, os.getpid(), sizes, self._token, self._server.address_at(self._said_host))
+        self._source = Source(
+            machine=machine,
+            pid=os.getpid(),
+            regions=sizes,
+            token=self._token,
+            address=self._server.address_at(self._said_host),
+        )
         self._regions = regions
         self._sweep()
 

@@ -66,7 +66,7 @@ def _slime_pull(front: Front, body: PullBody) -> Pull:
     local = local_within(config, body.local_checkpoint_dir, "local_checkpoint_dir")
     # version 0 is the engine's own checkpoint, and nothing is read of what is published, which need not be there yet
     source = folder_within(config, named, "source_dir") if version else resolved(named, "source_dir")
-    return _checked(Pull("slime", local, _base(front), source, version))
+    return _checked(Pull(form="slime", local=local, base=_base(front), source=source, version=version))
 
 
 class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,7 +102,9 @@ def _skyrl_pull(front: Front, body: FetchBody) -> Pull:
         raise Refused(400, "sync_dir or uri is needed", param="sync_dir")
     last = "" if body.uri is None else folder_within(config, body.uri, "uri")
     source = os.path.dirname(last) if body.sync_dir is None else folder_within(config, body.sync_dir, "sync_dir")
-    return _checked(Pull("skyrl", local, _base(front), source, body.target_version, last))
+    return _checked(
+        Pull(form="skyrl", local=local, base=_base(front), source=source, version=body.target_version, last=last)
+    )
 
 
 async def _pull(front: Front, asked: Pull) -> None:

@@ -279,7 +279,13 @@ class Receiver(asyncio.Protocol):
         for run in stage.runs:
             offered.append(await self._fill(run.part, run.start, run.length, at))
             at += run.length
-        return Staged(stage.number, engine.segment, engine.protocol, engine.address + start, tuple(offered))
+        return Staged(
+            number=stage.number,
+            segment=engine.segment,
+            protocol=engine.protocol,
+            address=engine.address + start,
+            offered=tuple(offered),
+        )
 
     async def _fill(self, part: Part, start: int, length: int, at: int) -> bool:
         """Copy a run to `at`; False: its part is not on offer."""

@@ -110,7 +110,9 @@ class MooncakeTransport(Endpoint):
             raise RunnerError("it was closed while it opened")
         self._regions = regions
         sizes = tuple([(region.fd, region.nbytes) for region in regions])
-        self._source = Source(boot_id(), os.getpid(), sizes, self._token, self._server.address)
+        self._source = Source(
+            machine=boot_id(), pid=os.getpid(), regions=sizes, token=self._token, address=self._server.address
+        )
         self._sweep()
 
     async def aclose(self) -> None:

@@ -252,8 +252,16 @@ class _Tally:
         verdict: Literal["tied", "wrong"] = "tied" if distance <= TOLERANCE else "wrong"
         self._counts["token" if layer is None else "row"][verdict] += 1
         if len(self._listed[verdict]) < self._limit:
-            ids = tuple(int(i) for i in served), tuple(int(i) for i in reference)
-            self._listed[verdict].append(Difference(verdict, request, position, layer, *ids, distance))
+            found = Difference(
+                verdict=verdict,
+                request=request,
+                position=position,
+                layer=layer,
+                served=tuple(int(i) for i in served),
+                reference=tuple(int(i) for i in reference),
+                distance=distance,
+            )
+            self._listed[verdict].append(found)
 
     def report(self, requests: int) -> Report:
         tokens, rows = self._counts["token"], self._counts["row"]

@@ -215,11 +215,11 @@ class StepRuns:
             return tuple([entries[place] for place in order])
 
         return StepOutput(
-            self._batch.step_id,
-            column("tokens", 0) or (),
-            column("raw", 0.0),
-            column("processed", 0.0),
-            column("top", None),
+            step_id=self._batch.step_id,
+            tokens=column("tokens", 0) or (),
+            raw=column("raw", 0.0),
+            processed=column("processed", 0.0),
+            top=column("top", None),
         )
 
 

@@ -57,11 +57,11 @@ class SampleOutput(msgspec.Struct, frozen=True):
     def step_output(self, step_id: int) -> StepOutput:
         """The output of a step with these samples."""
         return StepOutput(
-            step_id,
-            tuple(self.tokens),
-            None if self.raw is None else tuple(self.raw),
-            None if self.processed is None else tuple(self.processed),
-            None if self.top is None else tuple(self.top),
+            step_id=step_id,
+            tokens=tuple(self.tokens),
+            raw=None if self.raw is None else tuple(self.raw),
+            processed=None if self.processed is None else tuple(self.processed),
+            top=None if self.top is None else tuple(self.top),
         )
 
 

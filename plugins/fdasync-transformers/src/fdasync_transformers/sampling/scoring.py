@@ -104,6 +104,14 @@ def read_scores(plan: ScorePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -> 
             ids, best = np.take_along_axis(ids, order, -1), np.take_along_axis(best, order, -1)
             ids = np.where(np.isneginf(best), -1, ids)
         values = arrays["logprobs"][part].astype("<f4").tobytes()
-        packed = ids.astype("<i4").tobytes(), best.astype("<f4").tobytes()
-        scores.append(PromptScores(run.key, run.start, values, run.top, *packed))
+        scores.append(
+            PromptScores(
+                key=run.key,
+                start=run.start,
+                logprobs=values,
+                top=run.top,
+                top_ids=ids.astype("<i4").tobytes(),
+                top_logprobs=best.astype("<f4").tobytes(),
+            )
+        )
     return tuple(scores)

@@ -174,7 +174,7 @@ class SimTransport(Transport):
         if self._source is not None or self._closed:
             raise InvariantBroken("a transport is opened once")
         sizes = tuple((place, region.nbytes) for place, region in enumerate(regions))
-        self._source = Source(_MACHINE, 0, sizes, self._fabric.token(), self._address)
+        self._source = Source(machine=_MACHINE, pid=0, regions=sizes, token=self._fabric.token(), address=self._address)
         self.regions = regions
         self.offers.open(regions)
         self._fabric.add(self._source.token, self)
