@@ -1,4 +1,5 @@
-"""What crosses to another process, derived from a contract: from the signatures of methods that are marked `remote`.
+"""What crosses to another process, derived from a contract: from the signatures of methods that are marked `remote`
+(docs/design.md, rule 47).
 
 A marked method is written once, in its class. From its signature follow the message (a struct of its arguments), the
 decoder of its answer, and the memory and descriptors that ride along. `ipc/rpc.py` sends the message and waits,
