@@ -552,7 +552,8 @@ class Generator(Protocol):
 
     @abstractmethod
     async def profile(self, seconds: float) -> dict[str, str]:
-        """Record for so long what the processes of the model do; requests go on, more slowly.
+        """Record for so long what the processes of the model do. Requests go on, more slowly, and stop for some
+        seconds while the files are written.
 
         Returns the folder of the files for each engine, by its name; on a router for every instance that is up, each on
         its own machine. Perfetto and Chrome's tracing open the files, one for each rank. Cancelling ends it on an

@@ -444,8 +444,8 @@ def check_pause_mode(mode: Any) -> None:
         raise BadInput("mode", f"{mode!r:.100} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
 
 
-#: longest profile, in seconds: its events are in the memory of the process that records it
-MOST_PROFILE_S = 60.0
+#: longest profile, in seconds: steps stop while its file is written, which takes several times as long
+MOST_PROFILE_S = 10.0
 
 
 def checked_profile_s(seconds: Any) -> float:

@@ -25,7 +25,16 @@ from fdasync.engine.runtime import Runtime, to_its_end
 from fdasync.engine.stream import TokenStream
 from fdasync.engine.weights.sleep import Sleep
 from fdasync.engine.weights.weights import Weights
-from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
+from fdasync.errors import (
+    BadInput,
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineFailed,
+    FdasyncError,
+    RunnerError,
+    TaskCancelled,
+)
 from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
 from fdasync.events.tap import TapStats
 from fdasync.generator import Generation, Generator, Load, ModelFacts
@@ -654,6 +663,10 @@ class Engine(Generator):
                 return {"engine": await self._runtime.runner.profile(self.config.profile_folder, name, seconds)}
         except TimeoutError:
             raise DeadlineExceeded("profiling", limit_s) from None
+        except FdasyncError:
+            raise
+        except Exception as error:
+            raise RunnerError(f"profiling raised {type(error).__name__}: {error}") from error
 
     # -- other instances ------------------------------------------------------------------------------
 

@@ -122,14 +122,25 @@ class Seat:
     # rank, ranks, deadline_s, slot_nbytes
     plan_type = tuple[int, int, float, int]
 
-    def __init__(self, plan: tuple[int, int, float, int], fds: Sequence[int]) -> None:
+    def __init__(self, plan: tuple[int, int, float, int], fds: list[int]) -> None:
         self.plan = plan
         self.fds = fds
 
     @classmethod
     def attach(cls, plan: tuple[int, int, float, int], fds: Iterator[int]) -> Seat:
         """A place that came; its descriptors belong to the exchange that `take` makes."""
-        return cls(plan, [next(fds) for _ in range(2 * plan[1] - 1)])
+        seat = cls(plan, [])
+        try:
+            seat.fds += [next(fds) for _ in range(2 * plan[1] - 1)]
+        except BaseException:
+            seat.close()
+            raise
+        return seat
+
+    def close(self) -> None:
+        """Close what came, where nobody takes it."""
+        while self.fds:
+            os.close(self.fds.pop())
 
     def take(self) -> Exchange:
         """The rank's end. Raises as `Exchange`."""

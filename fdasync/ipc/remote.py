@@ -58,6 +58,9 @@ class Mapped(Protocol):
         InvariantBroken where the memory is not as the plan says, OSError."""
         ...
 
+    def close(self) -> None:
+        """Give the mapping and its descriptors back; idempotent."""
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How a marked method is called.
@@ -103,6 +106,12 @@ class _Received:
     def __init__(self, fds: list[int]) -> None:
         self._fds = fds
         self._borrowed = 0
+        # memory that was mapped for this call
+        self.attached: list[Mapped] = []
+
+    def attach(self, kind: type[Mapped], plan: Any) -> Mapped:
+        self.attached.append(kind.attach(plan, self))
+        return self.attached[-1]
 
     def borrow(self) -> Fd:
         self._check()
@@ -169,8 +178,8 @@ class _Memory:
 
     def unpack(self, value: Any, fds: _Received) -> Any:
         if self._several:
-            return [self._kind.attach(plan, fds) for plan in value]
-        return None if value is None else self._kind.attach(value, fds)
+            return [fds.attach(self._kind, plan) for plan in value]
+        return None if value is None else fds.attach(self._kind, value)
 
 
 def _crossing_of(hint: Any) -> _Plain | _Descriptors | _Memory:
@@ -214,7 +223,9 @@ class Method(Generic[T]):
             self.messages = _of_union(hints[parameters[0].name])
         else:
             fields = [(one.name, how.annotation) for one, how in zip(parameters, self._crossing, strict=True)]
-            made = msgspec.defstruct(self.name, fields, frozen=True, array_like=True, tag=self.name)
+            made = msgspec.defstruct(
+                self.name, fields, frozen=True, array_like=True, tag=self.name, forbid_unknown_fields=True
+            )
             self.messages = (made,)
 
     def pack(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[msgspec.Struct, list[int]]:
@@ -240,7 +251,12 @@ class Method(Generic[T]):
         values: Sequence[Any] = msgspec.structs.astuple(message)
         if not self._is_plain:
             received = _Received(fds)
-            values = [one.unpack(value, received) for one, value in zip(self._crossing, values, strict=True)]
+            try:
+                values = [one.unpack(value, received) for one, value in zip(self._crossing, values, strict=True)]
+            except BaseException:
+                for memory in received.attached:
+                    memory.close()
+                raise
         if not self._by_name:
             return function(*values)
         first = len(values) - len(self._by_name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import msgspec
 
-from fdasync.errors import ProtocolError
+from fdasync.errors import ProtocolError, RunnerError
 from fdasync.ipc.child import ChildProcess
 from fdasync.ipc.errors import ErrorTable, Failed
 from fdasync.ipc.remote import Method, method_of
@@ -120,7 +120,8 @@ class RpcClient:
 
         An answer that cannot be decoded, or does not fit the call, breaks the protocol: the child is killed. Raises
         TypeError, ValueError or OverflowError for arguments that cannot be encoded, ProtocolError for a message that is
-        too large. A child that is ending is sent nothing: the future fails when the child is gone.
+        too large, RunnerError where no descriptor is left for a copy of the caller's. A child that is ending is sent
+        nothing: the future fails when the child is gone.
         """
         return self.send(method_of(function), args, kwargs)
 
@@ -139,7 +140,11 @@ class RpcClient:
         message, fds = method.pack(args, kwargs)
         number = self._number + 1
         if self.ending is None:
-            self.process.channel.send(self._encoder.encode(Call(number, message)), fds)
+            payload = self._encoder.encode(Call(number, message))
+            try:
+                self.process.channel.send(payload, fds)
+            except OSError as error:
+                raise RunnerError(f"a call cannot be sent to the {self._name} process: {error.strerror}") from error
         # a call to a child that is ending fails with all others: never before the owner has learned of the end
         self._number = number
         self._calls[number] = answer, method, message

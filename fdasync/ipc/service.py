@@ -24,7 +24,7 @@ from fdasync.ipc.remote import marked
 from fdasync.ipc.rpc import Answer, Call, Cancel, Close, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from fdasync.ipc.errors import ErrorTable, Failed
     from fdasync.ipc.remote import Method
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Service(ABC):
     """The work of one kind of child: its own marked methods (`ipc/remote.py`), and those of other objects.
 
-    Calls begin in the order sent and run at the same time. A method that is no coroutine function has run before a
+    Calls begin in the order sent and run at the same time: what a method does before it first waits is done before a
     later call begins.
 
     Attributes:
@@ -48,9 +48,15 @@ class Service(ABC):
         """The object that has this method."""
         return self
 
-    def perform(self, method: Method[Any], message: Any, fds: list[int]) -> object:
-        """Begin a call; returns its value, or an awaitable of it."""
-        return method.call(self.target(method), message, fds)
+    def perform(self, method: Method[Any], message: Any, fds: list[int]) -> Awaitable[object]:
+        """Begin a call; the awaitable ends with its value. One that is no task yet becomes one, behind those of earlier
+        calls."""
+        return self.performed(method, message, fds)
+
+    async def performed(self, method: Method[Any], message: Any, fds: list[int]) -> object:
+        """Call the method, and wait for its value."""
+        value = method.call(self.target(method), message, fds)
+        return await value if inspect.isawaitable(value) else value
 
     def error_of(self, message: Any, error: BaseException) -> FdasyncError:
         """The error that answers a failed call. A call that cancelled itself has failed, too."""
@@ -118,15 +124,12 @@ class _Server:
             work.add_done_callback(partial(self._answer, number, message, fds))
 
     def _begin(self, message: Any, fds: list[int]) -> asyncio.Future[Any]:
-        ended: asyncio.Future[Any] = self._loop.create_future()
         try:
-            begun = self._service.perform(self._methods[type(message)], message, fds)
-            if inspect.isawaitable(begun):
-                return asyncio.ensure_future(begun)
-            ended.set_result(begun)
+            return asyncio.ensure_future(self._service.perform(self._methods[type(message)], message, fds))
         except Exception as error:
-            ended.set_exception(error)
-        return ended
+            failed = self._loop.create_future()
+            failed.set_exception(error)
+            return failed
 
     def _end(self, error: Exception | None) -> None:
         self._error = self._error or error

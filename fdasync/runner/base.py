@@ -367,7 +367,8 @@ class Runner(ABC):
 
     @remote(words="profiling", beside=True)
     async def profile(self, parent: str, name: str, seconds: float) -> str:
-        """Record for so long what this process does. Steps go on, more slowly. Cancelling ends it, and writes nothing.
+        """Record for so long what this process does. Steps go on, more slowly, and may stop while the file is written.
+        Cancelling ends it, and writes nothing.
 
         Args:
             parent: where a folder called `name` is made; "": where the system has temporary files.

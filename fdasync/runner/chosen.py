@@ -125,6 +125,10 @@ class ChosenRows:
             raise InvariantBroken(f"chosen positions from {position} on came, those from {due} on were due")
         self._count[0] = max(self.count, stop)
 
+    def close(self) -> None:
+        """Drop the mapping and the descriptor; idempotent."""
+        self.region.close()
+
     def close_fd(self) -> None:
         """Close the descriptor, the only one; idempotent. The bytes stay while this object or a view of `rows` does."""
         self.region.close()

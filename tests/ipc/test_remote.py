@@ -186,3 +186,22 @@ def test_what_a_class_does_not_write_is_forwarded():
     assert double.told == [("load", ("a",), {"first": True}), ("tell", (3,), {})]
     assert asyncio.run(double.close()) is None
     assert (Double.load.__name__, Double.load.__doc__) == ("load", Verbs.load.__doc__)
+
+
+async def test_memory_of_a_call_that_cannot_be_mapped_whole_is_given_back():
+    with no_leaks():
+        one = SharedRegion.create("one", PAGE_NBYTES)
+        method = method_of(Verbs.bind)
+        fds = [os.dup(one.fd), os.dup(one.fd)]
+        with pytest.raises(InvariantBroken, match="are needed"):
+            method.call(Told(), method.messages[0](1, None, (PAGE_NBYTES, 2 * PAGE_NBYTES)), fds)
+        one.close()
+        assert fds == []
+
+
+def test_more_values_than_a_method_has_are_refused():
+    load = method_of(Verbs.load)
+    message, _ = load.pack(("a",), {"first": True})
+    data = msgspec.msgpack.encode([*msgspec.msgpack.decode(msgspec.msgpack.encode(message)), 7])
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(data, type=load.messages[0])

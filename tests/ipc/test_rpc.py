@@ -316,3 +316,53 @@ def test_errors_are_made_of_the_table_only():
     for failed in (Failed(1, "ProtocolError", {"problem": "x"}), Failed(1, "RunnerError", {"problem": "x"})):
         with pytest.raises(ProtocolError, match="has no name here"):
             ERRORS.unpack(failed)
+
+
+class InTurn(Service):
+    """Its methods note when they begin: one waits, the other returns at once."""
+
+    errors = ERRORS
+
+    def __init__(self):
+        self.began: list[str] = []
+
+    @remote()
+    async def slow(self) -> None:
+        self.began.append("slow")
+        await asyncio.sleep(0)
+
+    @remote()
+    def quick(self) -> None:
+        self.began.append("quick")
+
+    def otherwise(self, message, problem):
+        return RunnerError(problem)
+
+    async def aclose(self, calls):
+        await asyncio.gather(*calls)
+
+
+@pytest.mark.both_loops
+async def test_calls_that_come_in_one_read_begin_in_the_order_sent():
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    service = InTurn()
+    serving = asyncio.ensure_future(_Server(loop, theirs, service).serve())
+    parent = Channel(loop, ours, lambda *_: None, lambda *_: None)
+    for number, function in enumerate((InTurn.slow, InTurn.quick, InTurn.slow), 1):
+        parent.send(msgspec.msgpack.encode(Call(number, method_of(function).pack((), {})[0])))
+    parent.close()
+    await asyncio.wait_for(serving, 300)
+    assert service.began == ["slow", "quick", "slow"]
+
+
+async def test_a_call_without_a_descriptor_for_its_copies_is_no_call(client, monkeypatch):
+    def none_left(fd):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", none_left)
+    with pytest.raises(RunnerError, match="cannot be sent to the test process: Too many open files"):
+        client.call(Host.read, Fd(0), Fd(1))
+    monkeypatch.undo()
+    assert client.unanswered == 0
+    assert await client.ask(Host.do, "other") == "other"

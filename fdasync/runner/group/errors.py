@@ -30,7 +30,7 @@ def of_rank(error: BaseException, rank: int, ranks: int) -> FdasyncError:
     if isinstance(error, FdasyncError):
         if name in str(error):
             return error
-        if error.words:
+        if error.words in error.fields():
             named: FdasyncError = error.told_by(name)
             named.__cause__ = error
             return named

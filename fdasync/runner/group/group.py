@@ -182,8 +182,9 @@ class GroupRunner(Runner):
         calls = [getattr(runner, method.name)(*args, **kwargs) for runner in ranks]
         if method.options.beside and len(calls) == 1:
             return await calls[0]
-        ask = self._change if method.options.changes else self._ask
-        return (await ask(method.options.words, calls))[0]
+        if method.options.changes:
+            return (await self._change(method.options.words, calls))[0]
+        return (await self._ask(method.options.words, calls, beside=method.options.beside))[0]
 
     async def join_group(self, group: WeightsGroup, interface: str, limit_s: float, _stop: Fd = NO_FD) -> None:
         """See `Runner`: every rank joins, one behind the other, so that each receives the tensors and takes its share.
@@ -293,12 +294,17 @@ class GroupRunner(Runner):
         if self.on_failure is not None:
             self.on_failure(self._named(error, rank))
 
-    async def _ask(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
-        """Begin one call on each rank, and wait for all answers. Raises as `_all` does."""
-        return [task.result() for task in await self._all(what, calls)]  # they are done
+    async def _ask(self, what: str, calls: Sequence[Awaitable[T]], *, beside: bool = False) -> list[T]:
+        """Begin one call on each rank, and wait for all answers. Raises as `_all` does. `beside`: other calls go on."""
+        return [task.result() for task in await self._all(what, calls, beside=beside)]  # they are done
 
     async def _all(
-        self, what: str, calls: Sequence[Awaitable[T]], *, bearable: type[Exception] | tuple[()] = ()
+        self,
+        what: str,
+        calls: Sequence[Awaitable[T]],
+        *,
+        bearable: type[Exception] | tuple[()] = (),
+        beside: bool = False,
     ) -> list[asyncio.Future[T]]:
         """Begin one call on each rank; returns them done. The caller's deadline bounds the wait.
 
@@ -306,7 +312,10 @@ class GroupRunner(Runner):
         once the lowest rank's, with notes of the others. Errors of the class `bearable` stay in their futures.
         """
         tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(call) for call in calls]
-        self._asked = asked = Call[Any](what, len(tasks))
+        asked = Call[Any](what, len(tasks))
+        if not beside:
+            # what `overdue` speaks of
+            self._asked = asked
         for task in tasks:
             # counts as read, also where another error or a cancelling ends the wait
             task.add_done_callback(_read)

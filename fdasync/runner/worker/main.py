@@ -8,7 +8,7 @@ engine may call are the marked methods of `Runner`, of `PeerBlocks` and of the c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -121,13 +121,17 @@ class RunnerService(Service):
             raise InvariantBroken("a call came before a runner was opened")
         return self._runner
 
-    def perform(self, method: Method[Any], message: Any, fds: list[int]) -> object:
+    def perform(self, method: Method[Any], message: Any, fds: list[int]) -> Awaitable[object]:
         if isinstance(message, _WORK) and not self._in_line:
             # the hot path: no task switch between the socket and the runner
             return self._start(message)
+        if method.options.beside and not method.waits:
+            # blocks are copied as between device and host, by a future of the runner's own
+            copied: Awaitable[object] = method.call(self.target(method), message, fds)
+            return copied
         if method.options.beside:
             # steps are in flight, and a step in line would be answered behind a later one
-            return super().perform(method, message, fds)
+            return self.performed(method, message, fds)
         self._in_line += 1
         return self._in_turn(method, message, fds)
 
@@ -135,8 +139,7 @@ class RunnerService(Service):
         try:
             async with self._turn:
                 if not isinstance(message, _WORK):
-                    begun = super().perform(method, message, fds)
-                    return await begun if method.waits else begun  # type: ignore[misc]
+                    return await self.performed(method, message, fds)
                 started = self._start(message)
             # cancelling this task must not cancel the runner's own future
             await asyncio.wait([started])

@@ -81,6 +81,8 @@ class WorkerRunner(Runner):
         # of the last `receive_tensors` that was answered
         self._described: tuple[TensorMeta, ...] = ()
         self._told: set[asyncio.Future[None]] = set()
+        # calls that steps do not wait for
+        self._beside: set[asyncio.Task[Any]] = set()
         self.environment: Mapping[str, str] = {}
 
     @property
@@ -211,8 +213,10 @@ class WorkerRunner(Runner):
         if self._child is None:
             return
         self.on_failure = None
-        if self._told:
-            await wait_within(self._told, self._close_deadline_s)
+        for asking in self._beside:
+            asking.cancel()
+        if ending := self._told | self._beside:
+            await wait_within(ending, self._close_deadline_s)
         closed = RunnerError("the worker is closed")
         if self._child.unanswered or self._transfer.is_open:
             # the worker is busy with a call whose answer has no reader any more
@@ -241,6 +245,8 @@ class WorkerRunner(Runner):
             return await asyncio.shield(self._send(method, args, kwargs))
         assert self._child is not None
         asking = asyncio.ensure_future(self._child.ask_for(method, args, kwargs))
+        self._beside.add(asking)
+        asking.add_done_callback(self._beside.discard)
         try:
             return await asyncio.shield(asking)
         finally:

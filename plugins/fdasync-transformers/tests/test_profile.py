@@ -54,7 +54,7 @@ async def test_each_rank_writes_what_it_computed_while_steps_go_on(tmp_path: Pat
 
 async def test_one_profile_at_a_time_and_a_cancelled_one_writes_nothing(tmp_path: Path) -> None:
     async with engine_of(tmp_path) as engine:
-        first = asyncio.ensure_future(engine.profile(60.0))
+        first = asyncio.ensure_future(engine.profile(10.0))
         # the worker takes calls in the order sent
         await asyncio.sleep(0)
         with pytest.raises(BadInput, match="one is being recorded already; wait for its end"):

@@ -36,16 +36,30 @@ if TYPE_CHECKING:
 
     from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
-    from fdasync.events.actions import Action, SeqStart
+    from fdasync.events.actions import Action, RunStep, SeqStart
     from fdasync.testing.harness.pass_model import Owner
     from tests.support.sim_fleet.workload import InstancePlan
 
 
 class _Passes(PassModel):
-    """Names sequences by the engine's own numbers: a request that is tried again has the same seed again."""
+    """Names sequences by the engine's own numbers: a request that is tried again has the same seed again.
+
+    A prefill instance starts a hand-off anew when its weights change: what it computed before counts no more.
+    """
+
+    prefills = False
 
     def owner_of(self, start: SeqStart) -> Owner:
         return (start.key, start.sampler.index)
+
+    def launched(self, step: RunStep) -> None:
+        for start in step.starts if self.prefills else ():
+            owner = self.owner_of(start)
+            seen = self.seen.get(owner)
+            if seen and seen[-1].weights_id != self.weights_id:
+                seen.clear()
+                self.stamps[owner].clear()
+        super().launched(step)
 
 
 class _Instance(Instance):
@@ -105,6 +119,7 @@ class Machine:
         config = msgspec.structs.replace(plan.config, weight_version=version)
         runner = msgspec.structs.replace(plan.runner, weights_id=weights_id)
         self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base, runs=True)
+        self.passes.prefills = config.role == "prefill"
         limits = config.runner_limits()
         # each rank answers at times of its own, which are not the other ranks'
         self.ranks = [

@@ -20,6 +20,7 @@ from fdasync.errors import (
     DeadlineExceeded,
     FdasyncError,
     ProtocolError,
+    RunnerError,
     StoreRejected,
     StoreUnavailable,
     WorkerDied,
@@ -227,6 +228,9 @@ class ProcessStore(Store):
             return StoreUnavailable(self._name, str(error))
         except FdasyncError as error:
             problem = StoreUnavailable(self._name, str(error)) if isinstance(error, _BROKEN) else error
+            if isinstance(problem, StoreUnavailable) and not problem.store:
+                # it failed before it was told its name
+                problem = StoreUnavailable(self._name, problem.problem)
             self._down = str(problem)
             self._not_before = asyncio.get_running_loop().time() + self._respawn_s
             return problem
@@ -251,6 +255,10 @@ class ProcessStore(Store):
             problem = ConfigError("store_config", f"cannot be sent to a process: {error}")
             await child.kill(problem)
             raise problem from None
+        except RunnerError as error:
+            unavailable = StoreUnavailable(self._name, error.problem)
+            await child.kill(unavailable)
+            raise unavailable from None
         done, _ = await wait_within([opened], self._open_deadline_s)
         if not done:
             why = f"opening it did not end within {self._open_deadline_s:g} s"

@@ -172,6 +172,9 @@ _ERRORS = ErrorTable(
 )  # fmt: skip
 
 
+_Several = Annotated[tuple[Words, ...], Meta(max_length=16)]
+
+
 class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An error of a verb.
 
@@ -181,7 +184,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """
 
     kind: Words
-    fields: Annotated[dict[Words, Count | Words | tuple[Words, ...] | None], Meta(max_length=16)]
+    fields: Annotated[dict[Words, Count | Words | _Several | None], Meta(max_length=16)]
 
 
 def failure_of(error: FdasyncError) -> Failure:
@@ -193,7 +196,9 @@ def failure_of(error: FdasyncError) -> Failure:
 
 
 def _brief(value: Any) -> Any:
-    """A text as `Words` can carry it: cut to the longest length, and encodable as UTF-8."""
+    """A text, or each of several, as `Words` can carry it: cut to the longest length, and encodable as UTF-8."""
+    if isinstance(value, tuple):
+        return tuple([_brief(each) for each in value[:16]])
     return value[:WORDS_CHARS].encode(errors="replace").decode() if isinstance(value, str) else value
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from fdasync.cli.common.numbers import NumberRange
 from fdasync.request import MOST_PROFILE_S
@@ -25,35 +28,65 @@ _MORE_S = 180.0
     default=5.0,
     show_default=True,
     type=NumberRange(0.01, MOST_PROFILE_S),
-    help="How long it lasts. Requests go on meanwhile, more slowly.",
+    help="How long it lasts. Requests go on meanwhile, more slowly, and stop while the files are written.",
 )
 @click.option("--key-file", type=_FILE, help="File with the server's admin key.")
 def profile(url: str, seconds: float, key_file: Path | None) -> None:
     """Record what the processes of a server's model do.
 
     URL is that of `fdasync http`, as http://127.0.0.1:30000. Each engine writes a folder on its own machine, with a
-    file for each GPU; Perfetto (ui.perfetto.dev) and chrome://tracing open them.
+    file for each rank; Perfetto (ui.perfetto.dev) and chrome://tracing open them.
     """
-    if not url.startswith(("http://", "https://")):
-        raise click.BadParameter(f"{url!r} is no http address", param_hint="URL")
-    key = "" if key_file is None else key_file.read_text().strip()
-    begun = _post(f"{url.rstrip('/')}/start_profile", {"seconds": seconds}, key, _MORE_S)
-    click.echo(begun["message"], err=True)
-    written = _post(f"{url.rstrip('/')}/stop_profile", {}, key, seconds + _MORE_S)
-    for name, folder in written["folders"].items():
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise click.BadParameter(f"{url!r} is no http address, such as http://127.0.0.1:30000", param_hint="URL")
+    base = url.rstrip("/")
+    headers = {} if key_file is None else {"authorization": f"Bearer {_key_of(key_file)}"}
+    begun = _post(f"{base}/start_profile", {"seconds": seconds}, headers, _MORE_S)
+    click.echo(begun.message, err=True)
+    written = _post(f"{base}/stop_profile", {}, headers, seconds + _MORE_S)
+    for name, folder in written.folders.items():
         click.echo(f"{name}: {folder}")
 
 
-def _post(url: str, body: dict[str, Any], key: str, within_s: float) -> dict[str, Any]:
-    """The JSON that a path answers. Exits with the server's words where it refuses."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    if key:
-        request.add_header("authorization", f"Bearer {key}")
+def _key_of(path: Path) -> str:
+    """The key in a file, which is one line of ASCII."""
     try:
+        (key,) = path.read_text("ascii").split()
+    except (OSError, ValueError):
+        raise click.BadParameter(f"{str(path)!r} has no key: one line of ASCII", param_hint="--key-file") from None
+    return key
+
+
+class _Told(msgspec.Struct):
+    """What the server answers."""
+
+    message: str
+    folders: dict[str, str] = {}
+
+
+def _post(url: str, body: dict[str, Any], headers: dict[str, str], within_s: float) -> _Told:
+    """What a path answers. Exits with the server's words where it refuses, and with what is wrong otherwise."""
+    try:
+        headers = {**headers, "content-type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=within_s) as answer:
-            return dict(json.load(answer))
+            data = answer.read()
     except urllib.error.HTTPError as error:
         with error:
-            raise click.ClickException(f"{url}: {error.code}: {error.read(2000).decode(errors='replace')}") from None
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"{url} cannot be asked: {error}") from None
+            raise click.ClickException(f"{url}: {error.code}: {_words(error.read(4000))}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise click.ClickException(f"{url} does not answer: {reason}; does `fdasync http` run there?") from None
+    try:
+        return msgspec.json.decode(data, type=_Told)
+    except msgspec.MsgspecError:
+        raise click.ClickException(f"{url} answers in other words than `fdasync http` does") from None
+
+
+def _words(body: bytes) -> str:
+    """The message of a refusal; the whole of it where it has none."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body.decode(errors="replace")

@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync.request import MOST_PROFILE_S
 from fdasync_http.bodies import read_json
+from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
 from fdasync_http.sglang.control import reply
 
@@ -40,14 +41,14 @@ class ProfileBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def start_profile(request: Request, front: Front) -> Response:
-    """`POST /start_profile`: begins one, unless one is being recorded."""
+    """`POST /start_profile`: begins one; 409 while one is being recorded."""
     body = await read_json(request, ProfileBody, front.config)
-    if front.profile is None or front.profile.done():
-        front.profile = asyncio.ensure_future(front.generator.profile(body.seconds))
-        # counts as read: no client may ask for it
-        front.profile.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return reply({"message": f"a profile of {body.seconds:g} s has begun", "status": "ok"})
-    return reply({"message": "a profile is being recorded", "status": "ok"})
+    if front.profile is not None and not front.profile.done():
+        raise Refused(409, "a profile is being recorded; /stop_profile waits for its end")
+    front.profile = asyncio.ensure_future(front.generator.profile(body.seconds))
+    # counts as read: no client may ask for it
+    front.profile.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return reply({"message": f"a profile of {body.seconds:g} s has begun", "status": "ok"})
 
 
 async def stop_profile(_request: Request, front: Front) -> Response:

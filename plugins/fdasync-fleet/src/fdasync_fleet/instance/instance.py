@@ -676,7 +676,7 @@ class Instance:
             state=weights.doing,
             is_delta=weights.is_delta,
         )
-        self._context.tell(peer, Reply(message.number, standing, value or "", failure))
+        self._context.tell(peer, Reply(message.number, standing, brief(value or ""), failure))
 
     def _verbs_of(self, peer: Peer) -> PeerVerbs:
         """What a router may have this instance do."""

@@ -120,8 +120,8 @@ class Engine:
         self.restarts += 1
         self._connected.clear()
         client = self._client = RpcClient(loop, NAME, _MODULE, EngineService.errors)
-        started = client.call(EngineService.start, [self._staging], self._host, self.protocol, self._devices)
         try:
+            started = client.call(EngineService.start, [self._staging], self._host, self.protocol, self._devices)
             await wait_within([started], START_S)
             if not started.done():
                 await self._kill(client, "its start", START_S)

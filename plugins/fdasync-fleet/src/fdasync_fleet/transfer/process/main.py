@@ -59,7 +59,7 @@ class TransferService(Service):
         settle()
         return sources
 
-    # these three are in force before a later call begins
+    # these three wait for nothing, so they are in force before a later call begins
 
     @remote()
     def offer(self, place: int, parts: Sequence[Part]) -> None:

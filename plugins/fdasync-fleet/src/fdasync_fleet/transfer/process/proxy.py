@@ -119,8 +119,8 @@ class TransferProcess:
     async def _start(self, regions: Sequence[SharedRegion]) -> None:
         """Raises OSError, and what a transport's `open` raises, as RunnerError where it is no error of fdasync."""
         client = self._client = RpcClient(asyncio.get_running_loop(), NAME, _MODULE, TransferService.errors)
-        opened = client.call(TransferService.open, self._specs, regions)
         try:
+            opened = client.call(TransferService.open, self._specs, regions)
             await wait_within([opened], _OPEN_S)
             if not opened.done():
                 await self._kill("opening its transports", _OPEN_S)
