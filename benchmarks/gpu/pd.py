@@ -38,7 +38,7 @@ from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 from benchmarks.gpu.models import DEFAULT_MODEL
 from benchmarks.gpu.options import begin, parser_of
 from benchmarks.gpu.scale import Scale, large, tiny, write_folder
-from benchmarks.lib.arguments import names_of
+from benchmarks.lib.arguments import above_zero, names_of
 from fdasync import EngineConfig, RouterConfig, SamplingParams, connect
 
 if TYPE_CHECKING:
@@ -231,8 +231,8 @@ async def measure(parts: Parts, scale: Scale, load: Load, arms: set[str]) -> Non
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals that are measured (default 60)")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second (default 8)")
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="of arrivals that are measured (default 60)")
+    parser.add_argument("--rate", type=above_zero, default=8.0, help="requests a second (default 8)")
     parser.add_argument("--arms", type=names_of(("wire", *_ARMS)), default="pd,mixed", help="(default pd,mixed)")
     args = parser.parse_args(arguments)
     if args.seconds <= 0 or args.rate <= 0:

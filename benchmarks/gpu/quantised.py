@@ -37,6 +37,7 @@ import uvloop
 from benchmarks.gpu.models import DEFAULT_MODEL, MODELS
 from benchmarks.gpu.options import begin, parser_of
 from benchmarks.gpu.scale import Scale, large, tiny, write_folder
+from benchmarks.lib.arguments import at_least_one
 
 if TYPE_CHECKING:
     import argparse
@@ -108,7 +109,7 @@ async def measure(parts: Parts, scales: dict[str, Scale], folder: Path, linears:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--pairs", type=int, default=10, help="stretches of each model (default 10)")
+    parser.add_argument("--pairs", type=at_least_one, default=10, help="stretches of each model (default 10)")
     parser.add_argument("--linears", action="store_true", help="linear layers stay as stored too (FP8)")
     return parser.parse_args(arguments)
 

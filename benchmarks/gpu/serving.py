@@ -47,7 +47,7 @@ import uvloop
 from benchmarks.gpu.models import DEFAULT_MODEL, MODELS
 from benchmarks.gpu.options import begin, parser_of, sizes_of
 from benchmarks.gpu.scale import AIMS, Scale, large, tiny, write_folder
-from benchmarks.lib.arguments import names_of
+from benchmarks.lib.arguments import at_least_one, names_of
 
 if TYPE_CHECKING:
     import argparse
@@ -122,7 +122,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
     parser.add_argument("--only", type=names_of("abdfh"), default="a,b,d,f", help="parts (default: all but h)")
     parser.add_argument("--sizes", type=sizes_of, metavar="N,N", help="running sequences (default 1,64,256)")
-    parser.add_argument("--pairs", type=int, help="stretches of each arm (default 10)")
+    parser.add_argument("--pairs", type=at_least_one, help="stretches of each arm (default 10)")
     parser.add_argument("--quick", action="store_true", help="3 pairs of 0.2 s, one pair of the engine: a look")
     return parser.parse_args(arguments)
 

@@ -40,7 +40,7 @@ import uvloop
 from benchmarks.gpu.models import DEFAULT_MODEL, MODELS
 from benchmarks.gpu.options import begin, parser_of, sizes_of
 from benchmarks.gpu.scale import Scale, tiny, write_folder
-from benchmarks.lib.arguments import names_of
+from benchmarks.lib.arguments import at_least_one, names_of
 from fdasync import Engine
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
     parser.add_argument("--only", type=names_of("xsdw"), default="x,s,d,w", help="parts (default: all)")
     parser.add_argument("--sizes", type=sizes_of, default="1,64,256,512", help="running (default 1,64,256,512)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each figure (default 3)")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="of each figure (default 3)")
     parser.add_argument("--collectives", choices=("auto", "peers", "nccl"), default="auto", help="how ranks sum")
     parser.add_argument("--sum-slices", type=int, choices=(1, 2, 4), help="fixed numerics in d and w, with such sums")
     base = parser.add_mutually_exclusive_group()

@@ -26,7 +26,7 @@ def writable(text: str) -> str:
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be written: make the folder {str(path.parent)!r}, or name another"
         )
