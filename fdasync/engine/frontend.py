@@ -172,8 +172,8 @@ class Frontend:
         # a request that another instance decodes has no text here
         here = ask.hand_off is None
         params = ask.params if here else msgspec.structs.replace(ask.params, stop=())
-        request = RequestState(name, params, start=ask.start, now=now)
-        request.trace, request.part = ask.trace, "whole" if here else "prefill"
+        request = RequestState(name, params, start=ask.start, now=now, part="whole" if here else "prefill")
+        request.trace = ask.trace
         self._live[name] = request
         # a request that another instance decodes takes no rows here: if it is aborted, it returns none of each spec
         request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
@@ -291,8 +291,8 @@ class Frontend:
         if not self._limiter.enter_now(count):
             raise EngineBusy(self._limiter.used, self._limiter.limit)
         now = asyncio.get_running_loop().time()
-        request = RequestState(name, ask.params, start=ask.start, now=now)
-        request.trace, request.part = ask.trace, "decode"
+        request = RequestState(name, ask.params, start=ask.start, now=now, part="decode")
+        request.trace = ask.trace
         request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
         keys = [next(self._keys) for _ in range(count)]
         events = self._preparer.events(

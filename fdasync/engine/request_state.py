@@ -306,14 +306,18 @@ class RequestState:
         "waiter",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, params: SamplingParams, *, start: int, now: float) -> None:
+    def __init__(
+        self, request_id: str, params: SamplingParams, *, start: int, now: float, part: RequestPart = "whole"
+    ) -> None:
         self.request_id = request_id
         self.params = params
         self.prompt: tuple[int, ...] = ()
         self.start = start
         self.specs: tuple[AuxSpec, ...] = ()
         scored = params.prompt_logprobs_start
-        self.scores = None if scored is None else PromptLogprobs(scored, params.prompt_top_logprobs)
+        # what a hand-off computed before it started anew, under other weights too, is given to nobody
+        latest = part == "prefill"
+        self.scores = None if scored is None else PromptLogprobs(scored, params.prompt_top_logprobs, latest=latest)
         self.samples: list[SampleOutput] = []
         self.chosen: list[ChosenOutput] = []
         self.lent: list[int] = []
@@ -328,7 +332,7 @@ class RequestState:
         self.waiter: asyncio.Future[None] | None = None
         self.on_change: Callable[[RequestState], None] | None = None
         self.trace = ""
-        self.part: RequestPart = "whole"
+        self.part = part
 
     @property
     def spoiled(self) -> BaseException | None:

@@ -71,20 +71,22 @@ def scored_runs(batch: Batch, table: InputBatch) -> list[ScoredRun]:
 
 
 class PromptLogprobs:
-    """Log-probs of one request's prompt, as they come: runs of positions, from steps or in messages of an instance. The
-    first completed pass over a position wins, as for rows.
+    """Log-probs of one request's prompt, as they come: runs of positions, from steps or in messages of an instance.
 
     Attributes:
         start: position of the first token whose log-prob is wanted.
         top: how many alternatives beside each.
+        latest: the latest pass over a position wins, and all behind it is computed again. False: the first completed
+            pass wins, as for rows.
         stop: the position behind the last token that is scored.
     """
 
-    __slots__ = ("_runs", "start", "stop", "top")
+    __slots__ = ("_runs", "latest", "start", "stop", "top")
 
-    def __init__(self, start: int, top: int) -> None:
+    def __init__(self, start: int, top: int, *, latest: bool = False) -> None:
         self.start = start
         self.top = top
+        self.latest = latest
         # no logits score the token at position 0
         self.stop = max(start, 1)
         self._runs: list[tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]] = []
@@ -95,13 +97,15 @@ class PromptLogprobs:
         return None if start is None else cls(start, top)
 
     def add(self, run: PromptScores) -> None:
-        """Take a run; positions that are known keep their values. Raises InvariantBroken for a run that leaves a gap,
-        whose numbers do not fit together, or which has NaN."""
+        """Take a run. Raises InvariantBroken for a run that leaves a gap, whose numbers do not fit together, or which
+        has NaN."""
         count, top = run.count, self.top
         sizes = len(run.logprobs), run.top, len(run.top_ids), len(run.top_logprobs)
         if sizes != (4 * count, top, 4 * count * top, 4 * count * top) or run.start > self.stop:
             problem = f"scores of {count} tokens from position {run.start} on, with {run.top} alternatives"
             raise InvariantBroken(f"{problem}; those from {self.stop} on were due, with {top}")
+        if self.latest and run.start < self.stop:
+            self._forget(run.start)
         seen = max(self.stop - run.start, 0)
         if seen >= count:
             return
@@ -112,6 +116,16 @@ class PromptLogprobs:
             raise InvariantBroken(f"scores from position {run.start} on have NaN")
         self._runs.append((values[seen:], ids[seen:], best[seen:]))
         self.stop = run.start + count
+
+    def _forget(self, stop: int) -> None:
+        """Drop what is known from this position on."""
+        while self._runs and stop < self.stop:
+            values, ids, best = self._runs.pop()
+            first = self.stop - len(values)
+            keep = max(stop - first, 0)
+            if keep:
+                self._runs.append((values[:keep], ids[:keep], best[:keep]))
+            self.stop = first + keep
 
     def runs(self, most: int) -> Iterator[PromptScores]:
         """All runs again, each of at most so many tokens; their key is 0."""

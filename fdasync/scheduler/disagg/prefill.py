@@ -162,7 +162,7 @@ class PrefillSide:
             for seq in hand_off.seqs:
                 if seq.state is State.TAIL or seq.state is State.PREFILL:
                     holders.append(seq)
-                del seq.tokens[seq.prompt_len :]
+                seq.start_anew()
             if hand_off.sent:
                 self._fail(hand_off, why)
             elif hand_off.state in ("asked", "granted"):

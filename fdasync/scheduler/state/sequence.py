@@ -288,6 +288,11 @@ class Sequence:
             last = min(last, self.chosen_from)
         return last // block_tokens
 
+    def start_anew(self) -> None:
+        """Nothing that was computed counts: neither its tokens nor the scores of its prompt."""
+        del self.tokens[self.prompt_len :]
+        self.score_from = self.sampler.score_from
+
     def scored(self, stop: int) -> None:
         """A step computed its positions up to `stop`, and scored the tokens up to the one at `stop`."""
         if self.score_from >= 0:

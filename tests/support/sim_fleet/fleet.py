@@ -121,7 +121,8 @@ class Fleet:
         until = asyncio.get_running_loop().time() + _QUIET_S
         well = [machine for machine in self.machines if machine.is_well]
         for machine in well:
-            # the router may have found no way to resume it
+            # the router may have found no way to wake and to resume it
+            await machine.process.start(machine.engine.wake(), "wake")
             await machine.process.start(machine.engine.resume(), "resume")
         while any(machine.held() for machine in well) and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.5)

@@ -44,21 +44,24 @@ if TYPE_CHECKING:
 class _Passes(PassModel):
     """Names sequences by the engine's own numbers: a request that is tried again has the same seed again.
 
-    A prefill instance starts a hand-off anew when its weights change: what it computed before counts no more.
+    A prefill instance hands over what the latest pass over a position wrote: it may start a hand-off anew.
+
+    Attributes:
+        hand_offs: the keys of sequences that another instance decodes.
     """
 
-    prefills = False
+    def __init__(self, block_tokens: int, weights_id: int, stamp_base: int) -> None:
+        super().__init__(block_tokens, weights_id, stamp_base, runs=True)
+        self.hand_offs: set[int] = set()
 
     def owner_of(self, start: SeqStart) -> Owner:
         return (start.key, start.sampler.index)
 
     def launched(self, step: RunStep) -> None:
-        for start in step.starts if self.prefills else ():
-            owner = self.owner_of(start)
-            seen = self.seen.get(owner)
-            if seen and seen[-1].weights_id != self.weights_id:
-                seen.clear()
-                self.stamps[owner].clear()
+        for start in step.starts:
+            if start.key in self.hand_offs:
+                self.seen.pop(self.owner_of(start), None)
+                self.stamps.pop(self.owner_of(start), None)
         super().launched(step)
 
 
@@ -118,8 +121,7 @@ class Machine:
         self.expected: dict[int, int] = {}
         config = msgspec.structs.replace(plan.config, weight_version=version)
         runner = msgspec.structs.replace(plan.runner, weights_id=weights_id)
-        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base, runs=True)
-        self.passes.prefills = config.role == "prefill"
+        self.passes = _Passes(runner.block_tokens, weights_id, runner.stamp_base)
         limits = config.runner_limits()
         # each rank answers at times of its own, which are not the other ranks'
         self.ranks = [
@@ -196,6 +198,8 @@ class Machine:
         def add_and_note(request: RequestState, keys: list[int], tokenizer: Tokenizer | None) -> None:
             hand_off = request.asked is not None and request.asked[0].hand_off is not None
             (self.hand_offs if hand_off else self.keys)[request.request_id] = keys
+            if hand_off:
+                self.passes.hand_offs.update(keys)
             add(request, keys, tokenizer)
 
         processor.add = add_and_note  # type: ignore[method-assign]
