@@ -44,6 +44,12 @@ class _Join:
         self.why = ""
         self.task = asyncio.get_running_loop().create_task(work(self), name="fdasync-join")
 
+    def stop(self, why: str) -> None:
+        """End it in a moment, unless it has ended; its caller hears why."""
+        if not self.task.done() and not self.why:
+            self.why = why
+            self.task.cancel()
+
 
 class Groups:
     """See the module.
@@ -93,7 +99,7 @@ class Groups:
             # bounded by the group's limit
             await asyncio.wait([join.task])
         except asyncio.CancelledError:
-            self.stop("its caller went away")
+            join.stop("its caller went away")
             raise
         if join.task.cancelled() and join.why:
             # before its first step
@@ -102,10 +108,8 @@ class Groups:
 
     def stop(self, why: str) -> None:
         """End a join that is under way, in a moment; its caller hears why."""
-        join = self._join
-        if join is not None and not join.task.done() and not join.why:
-            join.why = why
-            join.task.cancel()
+        if self._join is not None:
+            self._join.stop(why)
 
     async def _reach_and_meet(self, join: _Join, group: WeightsGroup, until: float) -> None:
         loop = asyncio.get_running_loop()
