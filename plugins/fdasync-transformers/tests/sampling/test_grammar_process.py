@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from fdasync_transformers.sampling import grammar_check
 from fdasync_transformers.sampling.grammar_check import check_apart
 from fdasync_transformers.sampling.grammar_process import MEMORY_NBYTES, GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
@@ -133,6 +134,29 @@ async def test_a_machine_that_starts_no_more_processes_costs_no_descriptors(
             with pytest.raises(BlockingIOError):
                 await check_apart(grammars, FINE, MEMORY_NBYTES)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("slow_times", [1, 2])
+async def test_what_was_slow_once_is_checked_again(
+    slow_times: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that has to find memory makes any fork slow."""
+
+    def slow(*_: object) -> None:
+        # in a fork: what it does stays in the folder alone
+        came = len(list(tmp_path.iterdir()))
+        (tmp_path / str(came)).touch()
+        if came < slow_times:
+            raise grammar_check._TooSlow("to compile", 0.05)
+
+    monkeypatch.setattr(grammar_check, "_check", slow)
+    checking = check_apart(Grammars(tokenizer, VOCAB_SIZE, (EOS_ID,)), FINE, MEMORY_NBYTES)
+    if slow_times == 2:
+        with pytest.raises(BadInput, match="too long to compile"):
+            await checking
+    else:
+        await checking
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 async def test_a_load_goes_on_where_its_caller_left(tokenizer: Path) -> None:

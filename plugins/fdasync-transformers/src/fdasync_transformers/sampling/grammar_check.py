@@ -37,6 +37,8 @@ _PLAY_S = 0.15
 _PLAYED_TOKENS = 48
 # of CPU: the kernel ends a check that takes more, wherever in the library it is
 _CHECK_S = 0.3
+# exit status of a fork that took too long
+_SLOW = 2
 # a fork on a busy machine, where it comes last, gets more time than it may use of a CPU
 _PATIENCE_S = 60.0
 # the worker's stack is deeper when it compiles than a fork's, and larger by so much
@@ -56,13 +58,14 @@ async def check_apart(grammars: Grammars, grammar: Grammar, memory_nbytes: int) 
     """
     for attempt in range(2):
         status, told = await _forked(grammars, grammar, memory_nbytes)
-        # killed by an operator, or by a machine without memory: not by this grammar, unless it happens again
-        if status != -signal.SIGKILL or attempt:
+        # killed by an operator, or by a machine without memory, or slowed by pages that such a machine had to find: not
+        # by this grammar, unless it happens again
+        if status not in (-signal.SIGKILL, -signal.SIGPROF, _SLOW) or attempt:
             break
     if told:
         raise _TABLE.unpack(msgspec.msgpack.decode(told, type=Failed))
     if status == -signal.SIGPROF:
-        raise _too_slow("to check", _CHECK_S)
+        raise _TooSlow("to check", _CHECK_S).refusal
     if status:
         how = f"signal {-status}" if status < 0 else f"status {status}"
         problem = f"cannot be checked: its process ended by {how}"
@@ -101,7 +104,7 @@ async def _ended(pid: int) -> int:
         async with Within(_PATIENCE_S):
             await ended
     except TimeoutError:
-        raise _too_slow("to check", _CHECK_S) from None
+        raise _TooSlow("to check", _CHECK_S).refusal from None
     finally:
         loop.remove_reader(pidfd)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -121,15 +124,19 @@ def _in_the_fork(grammars: Grammars, grammar: Grammar, memory_nbytes: int, write
     try:
         die_with_parent()
         _bound(memory_nbytes)
+        status, refusal = 0, None
         try:
             _check(grammars, grammar)
+        except _TooSlow as slow:
+            status, refusal = _SLOW, slow.refusal
         except BadInput as error:
-            os.write(write, msgspec.msgpack.encode(_TABLE.pack(0, error)))  # blocking: a pipe that is empty
+            refusal = error
         except BaseException as error:
             # nothing is swallowed: the pipe carries it to the parent, which raises it, and no frame may go on in a fork
             refusal = BadInput("grammar", f"cannot be checked: {type(error).__name__}: {error}"[:1000])
-            os.write(write, msgspec.msgpack.encode(_TABLE.pack(0, refusal)))  # blocking: as above
-        code = 0
+        if refusal is not None:
+            os.write(write, msgspec.msgpack.encode(_TABLE.pack(0, refusal)))  # blocking: a pipe that is empty
+        code = status
     finally:
         os._exit(code)
 
@@ -145,11 +152,12 @@ def _bound(memory_nbytes: int) -> None:
 
 
 def _check(grammars: Grammars, grammar: Grammar) -> None:
-    """Compile it, then draw a text from what the masks allow, and look how long each takes. Raises BadInput."""
+    """Compile it, then draw a text from what the masks allow, and look how long each takes. Raises BadInput and
+    _TooSlow."""
     began = time.process_time()
     grammars.check(grammar)
     if time.process_time() - began > _COMPILE_S:
-        raise _too_slow("to compile", _COMPILE_S)
+        raise _TooSlow("to compile", _COMPILE_S)
     random = Random(0)
     matcher = grammars.matcher(0, grammar.packed(), array("i"))
     mask = np.zeros(grammars.words, np.int32)
@@ -164,16 +172,19 @@ def _check(grammars: Grammars, grammar: Grammar) -> None:
         spent += time.process_time() - began
         whole_s += spent
         if spent > _MASK_S:
-            raise _too_slow("for a token", _MASK_S)
+            raise _TooSlow("for a token", _MASK_S)
         if whole_s > _PLAY_S:
-            raise _too_slow(f"for {_PLAYED_TOKENS} tokens", _PLAY_S)
+            raise _TooSlow(f"for {_PLAYED_TOKENS} tokens", _PLAY_S)
         if matcher.problem:
             raise BadInput("grammar", f"cannot be kept: {matcher.problem}")
         if matcher.is_ended:
             return
 
 
-def _too_slow(what: str, limit_s: float) -> BadInput:
-    return BadInput(
-        "grammar", f"takes too long {what}", limit=f"{limit_s} s of a CPU", hint="make it simpler or shorter"
-    )
+class _TooSlow(Exception):
+    """It takes too long, and `refusal` says so."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        super().__init__(what)
+        limit = f"{limit_s} s of a CPU"
+        self.refusal = BadInput("grammar", f"takes too long {what}", limit=limit, hint="make it simpler or shorter")
