@@ -5,6 +5,9 @@ requests, lets hand-offs finish (before an update), updates all instances under 
 instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
 each instance has the new weights, is being brought to them or sleeps (`router/weights/agreement.py`), or is dropped.
 
+One change of all instances is under way at a time: an update, a join or leave of a trainer's group, a sleep. Otherwise
+one instance would take two of them in one order, and the next instance in the other.
+
 Knows nothing of requests but which are being handed over. Called by `router/router.py`.
 """
 
@@ -63,19 +66,27 @@ if TYPE_CHECKING:
 _LOOK_S = 0.02
 # after which an instance may be in another state
 _TELL = ("pause", "resume", "sleep")
+# changes that are no updates, for people
+_CHANGES = {
+    "join_group": "a join of a trainer's group",
+    "leave_group": "a leave of a trainer's group",
+    "sleep": "a sleep",
+}
 
 
-class Update(msgspec.Struct, frozen=True):
-    """An update of the weights or their label that is under way.
+class Change(msgspec.Struct, frozen=True):
+    """What all instances are told to change, and not all have changed yet.
 
     Attributes:
         command: the verb as asked for, without an order.
-        task: the update.
-        parts: its calls, where it is one in parts.
+        task: the change.
+        holds: requests are held meanwhile: it is an update of the weights or their label.
+        parts: its calls, where it is an update in parts.
     """
 
     command: Any
     task: asyncio.Task[None]
+    holds: bool
     parts: PartUpdate | None = None
 
 
@@ -108,8 +119,8 @@ class ControlPlane:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Reply]]] = {}
-        # what is under way, and holds requests; `_begin` and `_ended` alone change it
-        self._update: Update | None = None
+        # what is under way; `_begin` and `_ended` alone change it
+        self._change: Change | None = None
         # a pause has returned, and no resume came since; calls of `pause` that have not returned
         self._held = False
         self._pausers: set[object] = set()
@@ -125,12 +136,12 @@ class ControlPlane:
     @property
     def is_updating(self) -> bool:
         """Whether an update of the weights or their label is under way."""
-        return self._update is not None
+        return self._change is not None and self._change.holds
 
     @property
     def _parts(self) -> PartUpdate | None:
         """The update in parts that takes calls; None: there is none."""
-        parts = None if self._update is None else self._update.parts
+        parts = None if self._change is None else self._change.parts
         return None if parts is None or parts.has_ended else parts
 
     # -- one instance -------------------------------------------------------------------------------
@@ -230,8 +241,12 @@ class ControlPlane:
         if mode == "wait":
             # requests end by their own deadlines
             limit_s += self._config.request_deadline_s
-        with self.wakes.falling_asleep(level, named):
-            await self.all(verb(Verbs.sleep, level, mode, named), limit_s)
+        command = verb(Verbs.sleep, level, mode, named)
+        await self._make(command, lambda: self._fall_asleep(command, limit_s))
+
+    async def _fall_asleep(self, command: Any, limit_s: float) -> None:
+        with self.wakes.falling_asleep(command.level, command.tags):
+            await self.all(command, limit_s)
 
     async def _ask_all(
         self, command: Any, limit_s: float, instances: Sequence[InstanceHandle] | None = None
@@ -265,7 +280,7 @@ class ControlPlane:
         weights_id = "" if wanted is None else wanted.weights_id
         command = verb(Verbs.update_weights, label, path, mode, expected=weights_id)
         check_whole("source", Call(0, command))
-        await self._change(command)
+        await self._make(command, lambda: self._play(command))
 
     # -- tensors of a group -----------------------------------------------------------------------------
 
@@ -289,15 +304,13 @@ class ControlPlane:
         weights_id = "" if wanted is None else wanted.weights_id
         command = verb(Verbs.update_weights, label, part, mode, expected=weights_id)
         check_whole("source", Call(0, command))
-        await self._change(command)
+        await self._make(command, lambda: self._play(command))
 
     async def join(self, group: WeightsGroup) -> None:
         """Have all instances join a group, with a rank for each of their workers. Raises the first error, and then none
         of them is in it."""
         if not isinstance(group, WeightsGroup):
             raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
-        if self.is_updating:
-            raise self._under_way()
         asked: list[tuple[InstanceHandle, Any]] = []
         rank = group.rank
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
@@ -311,6 +324,15 @@ class ControlPlane:
             problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
             hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
             raise BadInput("group.world_size", problem, hint=hint)
+        change = self._begin(verb(Verbs.join_group, group), self._join(group, asked))
+        try:
+            await self._end_of(change)
+        except asyncio.CancelledError:
+            # whoever waits for these ranks must not wait for them any longer
+            change.task.cancel()
+            raise
+
+    async def _join(self, group: WeightsGroup, asked: list[tuple[InstanceHandle, Any]]) -> None:
         limit_s = group.timeout_s + self._config.command_s
         joins = {asyncio.ensure_future(self.one(instance, command, limit_s)): instance for instance, command in asked}
         leave = verb(Verbs.leave_group, group.name)
@@ -325,10 +347,9 @@ class ControlPlane:
             if others:
                 await asyncio.wait(others)
         except asyncio.CancelledError:
-            # whoever waits for these ranks must not wait for them any longer
-            self._say_to(joins.values(), leave)
             for join in joins:
                 join.cancel()
+            await self._ask_all(leave, self._config.command_s, list(joins.values()))
             raise
         # an instance that was busy did not begin, and may be joining a group of that name for another caller
         left = [instance for join, instance in joins.items() if not isinstance(join.exception(), UpdateUnderWay)]
@@ -342,24 +363,23 @@ class ControlPlane:
             with contextlib.suppress(FdasyncError):
                 instance.peer.send(Call(self._number(), command))
 
-    def _under_way(self) -> UpdateUnderWay:
-        return UpdateUnderWay(f"of this router, and version {self._table.weight_version} is in use")
-
     async def leave(self, name: Any) -> None:
         command = verb(Verbs.leave_group, name)
         check_whole("name", Call(0, command))
-        if self.is_updating:
-            raise self._under_way()
-        await self.all(command, self._config.command_s)
+        limit_s, change = self._config.command_s, self._change
+        if change is not None and name_of(change.command) == "join_group" and change.command.group.name == name:
+            # whoever leaves a group that is being joined ends that
+            await self.all(command, limit_s)
+        else:
+            await self._make(command, lambda: self.all(command, limit_s))
 
     async def begin(self, mode: Any) -> None:
         """Begin an update in parts at all instances; an instance that cannot is dropped."""
-        if self.is_updating:
-            raise self._under_way()
+        self._check_still()
         check_update_mode(mode)
         command = verb(Verbs.begin_update, mode)
         parts = PartUpdate()
-        self._begin(command, self._play_parts(parts, command), parts)
+        self._begin(command, self._play_parts(parts, command), holds=True, parts=parts)
         # bounded by the limits of what the task waits for
         await asyncio.wait([parts.begun])
         parts.begun.result()  # of a future that is done
@@ -463,7 +483,8 @@ class ControlPlane:
         label = checked_version(version)
         if self._parts is not None and self._parts.label == label:
             return
-        await self._change(verb(Verbs.relabel, label))
+        command = verb(Verbs.relabel, label)
+        await self._make(command, lambda: self._play(command))
 
     async def fingerprint(self) -> str:
         """Have all instances hash their weights that do not wait for others. Raises WeightsDiffer where the weights are
@@ -487,29 +508,53 @@ class ControlPlane:
             raise self._nobody()
         return {instance.peer.name: reply.value for instance, reply in answers}
 
-    async def _change(self, command: Any) -> None:
-        """Make an update, or wait for the same one."""
-        update = self._update
-        if update is None:
-            update = self._begin(command, self._play(command))
-        elif update.command != command:
-            version = getattr(update.command, "version", "")
-            way = f"to version {version}" if version else "in parts"
-            raise UpdateUnderWay(f"of this router, {way}, and version {self._table.weight_version} is in use")
-        # bounded by the limits of what it waits for
-        await asyncio.wait([update.task])
-        if update.task.cancelled():
-            raise EngineClosed("closed")
-        update.task.result()  # of a task that is done
+    def _check_still(self) -> None:
+        """Raise UpdateUnderWay where a change is under way."""
+        change = self._change
+        if change is not None:
+            version = getattr(change.command, "version", "")
+            way = f"to version {version}, " if version else "in parts, " if change.parts is not None else ""
+            what = _CHANGES.get(name_of(change.command), "another update")
+            where = f"of this router, {way}and version {self._table.weight_version} is in use"
+            raise UpdateUnderWay(where, f"{what} is under way")
 
-    def _begin(self, command: Any, work: Coroutine[Any, Any, None], parts: PartUpdate | None = None) -> Update:
+    async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Make a change, or wait for the same one."""
+        change = self._change
+        if change is None or change.command != command:
+            change = self._begin(command, work(), holds=name_of(command) in ("update_weights", "relabel"))
+        await self._end_of(change)
+
+    @staticmethod
+    async def _end_of(change: Change) -> None:
+        # bounded by the limits of what it waits for
+        await asyncio.wait([change.task])
+        if change.task.cancelled():
+            raise EngineClosed("closed")
+        change.task.result()  # of a task that is done
+
+    def _begin(
+        self,
+        command: Any,
+        work: Coroutine[Any, Any, None],
+        *,
+        holds: bool = False,
+        parts: PartUpdate | None = None,
+    ) -> Change:
+        """Raises UpdateUnderWay where a change is under way."""
+        try:
+            self._check_still()
+        except UpdateUnderWay:
+            work.close()
+            raise
         task = self._loop.create_task(work, name="fdasync-weights")
-        self._update = update = Update(command, task, parts)
-        self._dispatch.hold()
-        self.agreement.held = True
-        # also ends an update that is cancelled before its first step. Callers that wait for the task go on after this
+        self._change = change = Change(command, task, holds, parts)
+        if holds:
+            self._dispatch.hold()
+            self.agreement.held = True
+        # also ends a change that is cancelled before its first step. Callers that wait for the task go on after this
         task.add_done_callback(self._ended)
-        return update
+        return change
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         # the error is for the caller; a cancelled caller may never read it, so mark it as read
@@ -517,9 +562,10 @@ class ControlPlane:
         if self._parts is not None:
             # cancelled before its first step
             self._parts.end(EngineClosed("closed"))
-        self._update = None
-        self._dispatch.release()
-        if not self._closed:
+        held, self._change = self.is_updating, None
+        if held:
+            self._dispatch.release()
+        if held and not self._closed:
             self.agreement.held = False
             self.agreement.judge_all()
 
@@ -599,9 +645,9 @@ class ControlPlane:
     async def aclose(self) -> None:
         """Stop an update; instances finish the commands that they have."""
         self._closed = True
-        if self._update is not None:
-            self._update.task.cancel()
-            await wait_within([self._update.task], 1.0)
+        if self._change is not None:
+            self._change.task.cancel()
+            await wait_within([self._change.task], 1.0)
         await self.wakes.aclose()
         await self.agreement.aclose()
         for _, answer in self._waiting.values():
