@@ -17,6 +17,7 @@ from fdasync.testing import FaultRunner, PassModel, check_idle, check_sample, or
 from tests.support.broadcast_runner import GROUP, HALF, halves, part, runner_of
 from tests.support.broadcast_runner import HIGH as HIGH_META
 from tests.support.broadcast_runner import LOW as LOW_META
+from tests.support.weights_play.busy import is_busy
 from tests.support.weights_play.model import HIGH, LOW, PARTS, WHOLE, Compared, WeightsModel
 
 if TYPE_CHECKING:
@@ -200,14 +201,10 @@ class Play:
     def _say(self, words: str) -> None:
         self.said.append(words)
 
-    def _is_busy(self) -> bool:
-        weights = self.engine.weights
-        return bool(self.engine._sleep._tasks) or weights._task.runs or weights.groups.joins
-
     async def _settled(self) -> None:
         """What a caller left has come to its end."""
         async with asyncio.timeout(300):
-            while self._is_busy():  # noqa: ASYNC110
+            while is_busy(self.engine):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def _check(self) -> None:

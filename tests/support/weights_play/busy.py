@@ -1,0 +1,13 @@
+"""Whether a change of an engine that a caller left is still under way. Called by `play.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fdasync import Engine
+
+
+def is_busy(engine: Engine) -> bool:
+    weights = engine.weights
+    return bool(engine._sleep._tasks) or weights._task.runs or weights.groups.joins
