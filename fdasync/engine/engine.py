@@ -23,7 +23,6 @@ from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
 from fdasync.engine.stream import TokenStream
-from fdasync.engine.weights.sleep import Sleep
 from fdasync.engine.weights.weights import Weights
 from fdasync.errors import (
     BadInput,
@@ -218,7 +217,6 @@ class Engine(Generator):
         self._runtime = Runtime(config, runner, tokenizer, store, attendant, drafter)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
-        self._sleep: Sleep | None = None
         self._sights: EngineSights | None = None
         self._failure: BaseException | None = None
         self._attendant = attendant
@@ -294,7 +292,7 @@ class Engine(Generator):
             lateness.cancel()
         if self._failure is None and self._weights is not None:
             try:
-                interrupted = await self._stop_changes(self._weights)
+                interrupted = await self._weights.aclose()
                 await self._runtime.wind_down(resume=not interrupted)
             except Exception as error:
                 self._fail(error)
@@ -310,16 +308,11 @@ class Engine(Generator):
             started.set_exception(error or self._stopped())
         try:
             if self._weights is not None:
-                await to_its_end("ending an update", partial(self._stop_changes, self._weights))
+                await to_its_end("ending an update", self._weights.aclose)
             await self._runtime.release()
         finally:
             if self.state != "failed":
                 self.state = "closed"
-
-    async def _stop_changes(self, weights: Weights) -> bool:
-        """End updates and sleeps that are under way; True: the runner takes no more work."""
-        asleep = self._sleep is not None and await self._sleep.aclose()
-        return await weights.aclose() or asleep
 
     async def _open(self) -> None:
         rng = Random(self.config.seed)
@@ -330,7 +323,6 @@ class Engine(Generator):
         )
         check = partial(self._check_alive, draining_is_fine=True)
         self._weights = Weights(self.config, runtime, preparer, self._fail, check, self._weights_changed)
-        self._sleep = Sleep(self.config, runtime, self._weights, self._fail, check)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
         layers, now = runtime.capacity.moe_layer_ids, asyncio.get_running_loop().time()
         self._sights = EngineSights(self._numbers, lambda: runtime.picks, layers, now)
@@ -341,7 +333,7 @@ class Engine(Generator):
         taps = runtime.taps.stats()
         return Numbers(
             stats=runtime.driver.scheduler.stats(),
-            doing=weights.state.doing,
+            doing=weights.control.doing,
             version=weights.state.version,
             namespace=runtime.namespace,
             waiting_for_place=frontend.num_waiting,
@@ -457,8 +449,8 @@ class Engine(Generator):
 
     def _check_admission(self, draining_is_fine: bool) -> None:
         self._check_open(draining_is_fine)
-        if self._weights is not None and self._weights.state.broken is not None:
-            raise self._weights.state.broken
+        if self._weights is not None and self._weights.control.broken is not None:
+            raise self._weights.control.broken
 
     async def _watch_lateness(self) -> None:
         loop = asyncio.get_running_loop()
@@ -535,7 +527,7 @@ class Engine(Generator):
 
         Raises WeightsBroken, EngineClosed, EngineFailed.
         """
-        await self.weights.pausing.resume()
+        await self.weights.resume()
 
     @_telling
     async def sleep(
@@ -547,16 +539,15 @@ class Engine(Generator):
         EngineClosed; EngineFailed, also where blocks do not leave the device in the time of an update, or the runner
         fails: nobody knows then what its memory holds.
         """
-        self._inside()
-        assert self._sleep is not None
+        memory = self.weights.memory
         level, mode = checked_sleep(level, mode)
         if mode == "abort":
             self._check_open(draining_is_fine=True)
             # a sleep that is refused ends no request
-            self._sleep.check(level, mode, tags)
+            memory.check(level, mode, tags)
             # the scheduler ends those that it knows
             self._inside().abort_unprepared()
-        await self._sleep.sleep(level, mode, tags)
+        await memory.sleep(level, mode, tags)
 
     @_telling
     async def wake(self, tags: Sequence[WakeTag] | None = None) -> Doing:
@@ -567,9 +558,7 @@ class Engine(Generator):
         update, or another wake, mends it), WeightsDiffer where it holds other weights now; UpdateUnderWay;
         EngineClosed; EngineFailed.
         """
-        self._inside()
-        assert self._sleep is not None
-        return await self._sleep.wake(tags)
+        return await self.weights.memory.wake(tags)
 
     async def reset_cache(self) -> None:
         """See `Generator.reset_cache`. Cancelling stops the waiting only. Raises EngineClosed, EngineFailed."""
@@ -755,18 +744,18 @@ class Engine(Generator):
         assert driver is not None
         late, self._late_max_s = self._late_max_s, 0.0
         refused, why = self._runtime.refused_writes
-        weights = self.weights.state
+        control = self.weights.control
         return EngineStats(
             state=self.state,
             live=frontend.num_live,
             waiting_for_place=frontend.num_waiting,
             steps_in_flight=driver.steps_in_flight,
-            doing=weights.doing,
-            updating=weights.updating,
+            doing=control.doing,
+            updating=control.updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
-            reloadable=bool(weights.sources),
-            released=weights.released,
+            reloadable=bool(self.weights.state.sources),
+            released=control.released,
             refused_writes=refused,
             refused_why=why,
             store_problem=self._runtime.store_problem,
@@ -806,7 +795,7 @@ class Engine(Generator):
             raise EngineFailed(self._failure)
         frontend, driver = self._inside(), self._runtime.driver
         assert driver is not None
-        stats, size, doing = driver.scheduler.stats(), self._runtime.capacity.block_tokens, self.weights.state.doing
+        stats, size, doing = driver.scheduler.stats(), self._runtime.capacity.block_tokens, self.weights.control.doing
         return Load(
             running=stats.running,
             waiting=stats.waiting + frontend.num_waiting,
@@ -816,7 +805,7 @@ class Engine(Generator):
             doing=doing,
             paused=doing != "running",
             asleep=doing in ("asleep", "waking"),
-            updating=self.weights.state.updating,
+            updating=self.weights.control.updating,
         )
 
     def sight(self, since: int = 0, *, past_picks: bool = True) -> Sight:

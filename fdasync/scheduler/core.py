@@ -44,7 +44,7 @@ from fdasync.scheduler.disagg.decode import DecodeSide
 from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.scheduler.drafts import StepDrafts
 from fdasync.scheduler.runs import one_each, take_runs
-from fdasync.scheduler.state.pausing import Pausing
+from fdasync.scheduler.state.pausing import PAUSED, Pausing
 from fdasync.scheduler.state.policy import Candidate, own_policy
 from fdasync.scheduler.state.queues import SequenceQueues
 from fdasync.scheduler.state.sequence import Sequence, State
@@ -192,7 +192,7 @@ class Scheduler:
             elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
-        if self.pausing.sleep == "begun":
+        if self.pausing.stage == "clearing":
             # before both sides' ends and answers are taken
             self._fall_asleep()
         if self.prefill_side.hand_offs:
@@ -202,9 +202,9 @@ class Scheduler:
         if self.queues.fresh:
             self.tiers.take_fresh(self._now)
         handed = self._plan_leases()
-        if self.pausing.is_winding_down:
+        if self.pausing.stage == "winding_down":
             self.pausing.settle()
-        paused = self.pausing.paused
+        paused = self.pausing.stage in PAUSED
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not paused:
             preemptions = self.queues.preemptions
@@ -222,8 +222,8 @@ class Scheduler:
         if self.prefill_side.hand_offs or self.prefill_side.actions:
             steps += self.prefill_side.plan(self._now)
         if self._has_tiers or self.tiers.hashes:
-            steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.sleep == "begun")
-        if self.pausing.sleep == "begun":
+            steps += self.tiers.plan(paused=paused, falls_asleep=self.pausing.stage == "clearing")
+        if self.pausing.stage == "clearing":
             # after the copies, which give up what finds no place on the host
             self._settle_sleep()
         return self._gather(steps, handed)
@@ -419,7 +419,7 @@ class Scheduler:
             self.prefill_side.leave(seq, reason)
         if seq.lease >= 0:
             self.decode_side.leave(seq, seq.lease)
-        if self.pausing.is_winding_down:
+        if self.pausing.stage == "winding_down":
             self.pausing.ended(seq)
         self.queues.end(seq)
 
@@ -609,9 +609,8 @@ class Scheduler:
 
     def _on_sleep(self, event: SleepRequested) -> None:
         """What a sleep does to the sequences of each state: docs/design.md, rule 44."""
-        self.pausing.pause(event.at)
-        if self.pausing.sleep != "deep":
-            self.pausing.sleep = "begun"
+        self.pausing.clear(event.at)
+        if self.pausing.stage == "clearing":
             for seq in self.queues.retract():
                 self.swap_planner.forget(seq)
 
@@ -631,7 +630,7 @@ class Scheduler:
             return
         if not (self.tiers.is_copying or self.queues.is_draining) and self.index.is_device_idle:
             self.index.clear_device()
-            self.pausing.sleep = "deep"
+            self.pausing.cleared()
 
     # -- weights ------------------------------------------------------------------------------------
 
@@ -665,7 +664,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counters since the start, gauges of now."""
         return collect_stats(
-            self._counters, self._parts, weight_version=self.weights.version, paused=self.pausing.paused
+            self._counters, self._parts, weight_version=self.weights.version, paused=self.pausing.stage in PAUSED
         )
 
     def check(self) -> None:

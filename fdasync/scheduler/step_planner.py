@@ -382,7 +382,7 @@ class StepPlanner:
             waits = (
                 not seq.wants_room
                 or not self._may_begin(seq, 2)
-                or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
+                or (self._pausing.stage == "winding_down" and not self._pausing.lets_begin(seq))
             )
             waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
             found = None if waits else self._match(seq, plan.step_id)

@@ -140,7 +140,7 @@ async def test_an_update_whose_task_others_cancel_fails_the_engine(when, monkeyp
     await asyncio.wait([update, asked], timeout=300)
     assert [type(task.exception()) for task in (update, asked)] == [EngineFailed, EngineFailed]
     assert isinstance(update.exception().cause, TaskCancelled)
-    assert "fdasync-weights" in str(update.exception())
+    assert "fdasync-update_weights" in str(update.exception())
     await engine.aclose()
     assert engine.state == "failed"
 

@@ -122,6 +122,7 @@ def test_an_update_interrupts_a_pause_that_waits_and_it_goes_on_to_wait(mode):
             pausing = asyncio.create_task(engine.pause("wait"))
             await asyncio.sleep(0.02)
             await engine.update_weights(1, weights(50), mode)
+            await callers_turn()
             # none is left where the update aborts what ran
             assert pausing.done() == (mode == "abort")
             await pausing

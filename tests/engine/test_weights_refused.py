@@ -221,7 +221,7 @@ async def test_one_update_at_a_time():
         await ask(engine, 5)
 
 
-def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch):
+def test_an_update_that_meets_the_last_turn_of_another_is_refused_and_the_next_one_is_ended_by_the_close(monkeypatch):
     async def work():
         engine, _ = held_engine()
         await engine.start()
@@ -241,12 +241,13 @@ def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch
         with pytest.raises(WeightsRejected):
             await engine.update_weights(1, "/some/folder")
         with pytest.raises(UpdateUnderWay):
-            await engine.update_weights(3, weights(8))
+            await second[0]
+        third = asyncio.ensure_future(engine.update_weights(3, weights(8)))
         await loading.wait()
         await engine.aclose()
-        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "fdasync-weights"] == []
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "fdasync-update_weights"] == []
         with pytest.raises(EngineClosed):
-            await second[0]
+            await third
 
     play(work)
 

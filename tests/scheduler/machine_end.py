@@ -61,9 +61,9 @@ class EndOfPlay:
             self.queue.append(SleepRequested())
         for _ in range(1000):
             self.finish_everything()
-            if self.scheduler.pausing.sleep == "deep":
+            if self.scheduler.pausing.stage == "clear":
                 break
-        assert self.scheduler.pausing.sleep == "deep"
+        assert self.scheduler.pausing.stage == "clear"
         assert self.scheduler.stats().free_blocks == self.config.num_blocks
         self.runner.cells.clear()
         if resume:

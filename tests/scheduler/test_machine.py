@@ -330,7 +330,7 @@ class SchedulerMachine(EndOfPlay, Ledger, RuleBasedStateMachine):
             elif isinstance(action, FinishRequest):
                 self.finish(action)
             elif isinstance(action, SwapOut | SwapIn):
-                assert not self.paused() or self.scheduler.pausing.sleep, "a copy was begun while paused"
+                assert self.scheduler.pausing.stage != "paused", "a copy was begun while paused"
                 self.runner.copy(action)
             elif isinstance(action, LookUp):
                 assert action.lookup_id not in self.lookups

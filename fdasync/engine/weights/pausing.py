@@ -1,7 +1,7 @@
 """Pauses of one engine: stop planning, let steps end, and go on when nothing keeps the engine from it any more.
 
-Each caller has a pause of its own: a caller that is cancelled takes back its own pause and no other's. Updates, groups
-and sleeps of this room pause by `quiet` and end by `go_on`. Knows no weights (docs/design.md, rules 10 and 36). Called
+Each caller has a pause of its own: a caller that is cancelled takes back its own pause and no other's. Changes pause by
+`quiet`; at their end `changes.py` calls `go_on`. Knows no weights (docs/design.md, rules 10 and 36). Called
 by `engine/engine.py`.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.runtime import Runtime
-    from fdasync.engine.weights.state import WeightsState
+    from fdasync.engine.weights.control import Control
     from fdasync.request import PauseMode
 
 
@@ -32,13 +32,13 @@ class Pausing:
 
     def __init__(
         self,
-        state: WeightsState,
+        control: Control,
         config: EngineConfig,
         runtime: Runtime,
         fail: Callable[[BaseException], None],
         check: Callable[[], None],
     ) -> None:
-        self._state = state
+        self._control = control
         self._config = config
         self._runtime = runtime
         self._fail = fail
@@ -51,15 +51,15 @@ class Pausing:
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
         self._check()
-        state = self._state
+        control = self._control
         pauser = object()
         self._pausers[pauser] = mode
         try:
             await self.quiet(mode, pauser)
-            state.held = state.held or pauser in self._pausers
+            control.held = control.held or pauser in self._pausers
         except asyncio.CancelledError:
             # a cancelled call takes its own pause back, and no other's
-            if self._pausers.pop(pauser, None) is not None and not state.updating:
+            if self._pausers.pop(pauser, None) is not None:
                 self.go_on()
             raise
         finally:
@@ -68,15 +68,10 @@ class Pausing:
     async def resume(self) -> None:
         """See `Engine.resume`."""
         self._check()
-        state = self._state
-        if state.broken is not None:
-            raise state.broken
-        state.held = False
-        state.goes_on = None
+        self._control.check("resume")
+        self._control.held = False
         self._pausers.clear()
-        if not state.updating:
-            # an update resumes at its own end
-            self.go_on()
+        self.go_on()
         if self._runtime.driver is not None:
             # pauses that wait have been undone
             self._runtime.driver.tell()
@@ -103,8 +98,10 @@ class Pausing:
             return pauser is not None and pauser not in self._pausers
 
         if mode == "wait":
-            # bounded by the deadlines of the requests that run; this caller does not wait for the pause of an update
-            await driver.wait_until(lambda: resumed() or (paused() and not self._state.updating))
+            # bounded by the deadlines of the requests that run; a caller does not wait for the pause of an update
+            await driver.wait_until(
+                lambda: resumed() or (paused() and not (self._control.updating and pauser is not None))
+            )
             self._check()
         limit_s = self._config.step_deadline_s * self._config.pipeline_depth
         try:
@@ -115,12 +112,9 @@ class Pausing:
         self._check()
 
     def go_on(self) -> None:
-        """Resume, unless the weights are broken or away, a sleep or a pause is left, or the engine ends. A pause that
-        waits for requests lets them go on."""
-        state = self._state
-        if state.closing or state.sleeps or state.dropped:
-            return
-        if state.held or state.broken is not None or any(mode != "wait" for mode in self._pausers.values()):
+        """Resume, unless a change is under way, the weights are broken or away, or a sleep or a pause is left. A pause
+        that waits for requests lets them go on."""
+        if not self._control.may_go_on or any(mode != "wait" for mode in self._pausers.values()):
             return
         self._runtime.bus.publish(ResumeRequested())
         if self._pausers:

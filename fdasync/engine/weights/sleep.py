@@ -3,32 +3,23 @@
 A sleep pauses, has what runs give its blocks up, waits until no block is left on the device, and has the runner release
 memory. A wake takes memory back, part by part, and the engine goes on when all of it is there. The scheduler learns of
 a sleep by one event (`SleepRequested`); releasing and taking back are calls of the runner, made while nothing is in
-flight. Both are tasks of the engine, one after the other: a caller that is cancelled stops waiting. Knows no blocks and
-no bytes (docs/design.md, rule 44). Called by `engine/engine.py` and `fdasync_fleet/instance/instance.py`.
+flight. One waits for the other. Knows no blocks and no bytes (docs/design.md, rule 44). Called by `engine/engine.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, get_args
 
-from fdasync.engine.weights.tasks import take_end
-from fdasync.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    TaskCancelled,
-    WakeFailed,
-)
+from fdasync.errors import ConfigError, DeadlineExceeded, WakeFailed
 from fdasync.events.catalog import SleepRequested
-from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.deadlines import Within
 from fdasync.request import MemoryPart, checked_sleep, checked_tags
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Sequence
 
-    from fdasync.engine.config import EngineConfig
-    from fdasync.engine.runtime import Runtime
-    from fdasync.engine.weights.weights import Weights
+    from fdasync.engine.weights.room import Room
+    from fdasync.engine.weights.update import Updater
     from fdasync.request import Doing, PauseMode, SleepMode, WakeTag
 
 #: in the order in which they are taken back
@@ -42,170 +33,101 @@ class Sleep:
     """See the module.
 
     Args:
-        weights: of the same engine; they hold its pause.
-        fail: ends the engine.
-        check: raises unless the engine is running.
+        updater: brings weights that were dropped again.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runtime: Runtime,
-        weights: Weights,
-        fail: Callable[[BaseException], None],
-        check: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._runtime = runtime
-        self._weights = weights
-        self._state = weights.state
-        self._fail = fail
-        self._check = check
-        self._turn = asyncio.Lock()
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        self._closing = False
+    def __init__(self, room: Room, updater: Updater) -> None:
+        self._room = room
+        self._updater = updater
 
     def check(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> tuple[MemoryPart, ...]:
         """Raise where a sleep is refused, before it has changed anything; returns what the sleep would release."""
         level, _ = checked_sleep(level, mode)
         named = _PARTS if parts is None else checked_tags(parts)
         wanted = tuple([part for part in _PARTS if part in named]) if level else ()
-        self._check()
-        if wanted and (why := self._runtime.capacity.no_sleep):
+        self._room.check()
+        if wanted and (why := self._room.runtime.capacity.no_sleep):
             raise ConfigError("sleep", why)
-        self._refuse()
+        self._room.control.check("sleep")
         return wanted
 
     async def sleep(self, level: Any, mode: Any, parts: Sequence[Any] | None = None) -> None:
         """See `Engine.sleep`."""
         wanted = self.check(level, mode, parts)
-        await self._finish(self._fall_asleep(wanted, mode, keep_weights=level < 2), "sleep")
+        await self._room.changes.make("sleep", lambda: self._fall_asleep(wanted, mode, keep_weights=level < 2))
 
     async def wake(self, tags: Sequence[Any] | None) -> Doing:
         """See `Engine.wake`."""
         named: tuple[WakeTag, ...] = () if tags is None else checked_tags(tags)
-        self._check()
-        self._state.check_idle()
-        await self._finish(self._wake(named or _PARTS), "wake")
-        return self._state.doing
+        self._room.check()
+        self._room.control.check("wake")
+        if self._room.control.waits("wake") or not self._is_awake():
+            await self._room.changes.make("wake", lambda: self._wake(named or _PARTS))
+        return self._room.control.doing
 
-    async def aclose(self) -> bool:
-        """Stop what is under way; True: memory is released, and the runner takes no more work."""
-        self._closing = True
-        if self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await wait_within(list(self._tasks), self._config.close_deadline_s)
-        return self._state.sleeps
-
-    def _refuse(self) -> None:
-        if self._state.broken is not None:
-            raise self._state.broken
-        self._state.check_idle()
-
-    async def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Do it when its turn comes; a caller who is cancelled leaves it to its end."""
-        task = asyncio.get_running_loop().create_task(self._in_turn(work), name=f"fdasync-{what}")
-        self._tasks[task] = None
-        task.add_done_callback(self._ended)
-        # bounded by the deadlines of what it waits for
-        await asyncio.wait([task])
-        take_end(task, self._check)
-
-    async def _in_turn(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            async with self._turn:
-                await work
-        finally:
-            # a call that was cancelled before its turn
-            work.close()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if task.cancelled():
-            if not self._closing:
-                # `asyncio.run` cancels all tasks at its end: nobody knows what the runner holds
-                self._fail(TaskCancelled(task.get_name()))
-        elif (error := task.exception()) is not None and not isinstance(error, Exception):
-            # an interrupt, which has reached the program: what the runner holds is not known
-            self._fail(error)
+    def _is_awake(self) -> bool:
+        return not self._room.control.sleeps and self._room.control.weights != "dropped"
 
     # -- sleep --------------------------------------------------------------------------------------
 
     async def _fall_asleep(self, parts: tuple[MemoryPart, ...], mode: SleepMode, *, keep_weights: bool) -> None:
-        # of calls that came in one turn the first one has its way
-        self._refuse()
-        state = self._state
-        state.sleeps = True
-        state.moving = True
-        try:
-            await self._weights.pausing.quiet(_PAUSES[mode])
-            if "kv_cache" in parts and "kv_cache" not in state.released:
-                await self._clear_device()
-            fresh = tuple([part for part in parts if part not in state.released])
-            if "weights" in parts and not keep_weights and not state.dropped:
-                # deeper than before, maybe
-                state.dropped = True
-                fresh = tuple([part for part in _PARTS if part in (*fresh, "weights")])
-            if fresh:
-                await self._of_runner(
-                    "releasing memory", self._runtime.runner.release_memory(fresh, keep_weights=not state.dropped)
-                )
-                state.released = tuple([part for part in _PARTS if part in (*state.released, *fresh)])
-        finally:
-            state.moving = False
+        control = self._room.control
+        control.sleeps = True
+        await self._room.pausing.quiet(_PAUSES[mode])
+        if "kv_cache" in parts and "kv_cache" not in control.released:
+            await self._clear_device()
+        fresh = tuple([part for part in parts if part not in control.released])
+        if "weights" in parts and not keep_weights and control.weights != "dropped":
+            # deeper than before, maybe
+            control.weights = "dropped"
+            fresh = tuple([part for part in _PARTS if part in (*fresh, "weights")])
+        if fresh:
+            keep_weights = control.weights != "dropped"
+            await self._of_runner(
+                "releasing memory", self._room.runtime.runner.release_memory(fresh, keep_weights=keep_weights)
+            )
+            control.released = tuple([part for part in _PARTS if part in (*control.released, *fresh)])
 
     async def _clear_device(self) -> None:
-        driver, limit_s = self._runtime.driver, self._runtime.update_limit_s
+        driver, limit_s = self._room.runtime.driver, self._room.runtime.update_limit_s
         assert driver is not None
         pausing = driver.scheduler.pausing
-        self._runtime.bus.publish(SleepRequested())
+        self._room.runtime.bus.publish(SleepRequested())
         try:
             async with Within(limit_s):
-                await driver.wait_until(lambda: pausing.sleep == "deep" and driver.is_idle)
+                await driver.wait_until(lambda: pausing.stage == "clear" and driver.is_idle)
         except TimeoutError:
-            self._fail(DeadlineExceeded("clearing the device of blocks", limit_s))
-        self._check()
+            self._room.fail(DeadlineExceeded("clearing the device of blocks", limit_s))
+        self._room.check()
 
     async def _of_runner(self, what: str, work: Awaitable[None]) -> None:
         """Wait for work of the runner; an error, but WakeFailed, fails the engine: nobody knows what its memory
         holds."""
-        limit_s = self._runtime.update_limit_s
         try:
-            async with Within(limit_s):
-                await work
+            await self._room.changes.in_time(what, work)
         except WakeFailed:
             # raises the engine's failure where the worker died
-            self._check()
+            self._room.check()
             raise
-        except TimeoutError as error:
-            late = not isinstance(error, DeadlineExceeded)
-            self._fail(self._runtime.runner.overdue(what, limit_s) if late else error)
         except Exception as error:
-            self._fail(error)
-        self._check()
+            self._room.fail(error)
+        self._room.check()
 
     # -- wake ---------------------------------------------------------------------------------------
 
     async def _wake(self, tags: tuple[WakeTag, ...]) -> None:
-        state = self._state
-        state.check_idle()
-        if not state.sleeps and not state.dropped:
+        control = self._room.control
+        if self._is_awake():
             return
-        state.moving = state.waking = True
-        try:
-            for part in _PARTS:
-                # graphs come back when nothing else is missing, named or not, and not before
-                wanted = state.released == _LAST if part in _LAST else part in tags
-                if wanted and part in state.released:
-                    await self._of_runner("taking memory back", self._runtime.runner.regain_memory(part))
-                    state.released = tuple([other for other in state.released if other != part])
-            if state.released:
-                return
-            # from here on only dropped weights keep it from going on, and an update ends that
-            state.sleeps = False
-            if state.dropped and state.sources:
-                await self._weights.updater.reload()
-        finally:
-            state.moving = state.waking = False
-        self._weights.pausing.go_on()
+        for part in _PARTS:
+            # graphs come back when nothing else is missing, named or not, and not before
+            wanted = control.released == _LAST if part in _LAST else part in tags
+            if wanted and part in control.released:
+                await self._of_runner("taking memory back", self._room.runtime.runner.regain_memory(part))
+                control.released = tuple([other for other in control.released if other != part])
+        if control.released:
+            return
+        # from here on only dropped weights keep it from going on, and an update ends that
+        control.sleeps = False
+        if control.weights == "dropped" and self._room.state.sources:
+            await self._updater.reload()

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fdasync.engine.weights.changes import Changes
+from fdasync.engine.weights.control import UPDATES, Control
 from fdasync.engine.weights.groups import Groups
 from fdasync.engine.weights.loaders import Loaders
 from fdasync.engine.weights.parts import PartUpdates
 from fdasync.engine.weights.pausing import Pausing
+from fdasync.engine.weights.room import Room
+from fdasync.engine.weights.sleep import Sleep
 from fdasync.engine.weights.source import folder_of, group_tensors_of
 from fdasync.engine.weights.state import WeightsState
-from fdasync.engine.weights.tasks import UpdateTask
 from fdasync.engine.weights.update import Asked, Updater
-from fdasync.errors import Asleep, ConfigError, WeightsBroken
+from fdasync.errors import ConfigError, WeightsBroken
 from fdasync.events.catalog import WeightsRelabelled
 from fdasync.request import check_update_mode, checked_fingerprint, checked_version, next_order
 
@@ -40,11 +43,13 @@ class Weights:
         changed: called when the weights or their label have changed; None: nothing is.
 
     Attributes:
-        state: what is known of the weights in use, and what the engine does.
+        state: what is known of the weights in use.
+        control: what the engine does.
+        changes: what changes it.
         pausing: its pauses.
         parts: updates in parts.
         groups: trainers' groups.
-        updater: brings weights that a sleep dropped again.
+        memory: sleeps and wakes.
     """
 
     def __init__(
@@ -58,12 +63,16 @@ class Weights:
     ) -> None:
         state = WeightsState(str(config.weight_version), str(config.model), changed)
         self.state = state
-        self.pausing = pausing = Pausing(state, config, runtime, fail, check)
-        self._task = task = UpdateTask(state, runtime, fail, check)
-        self._loaders = loaders = Loaders(runtime)
-        self.updater = Updater(state, pausing, task, runtime, preparer, check)
-        self.parts = PartUpdates(state, pausing, task, self.updater, loaders, runtime, check)
-        self.groups = Groups(state, pausing, task, runtime, config.weights_interface, fail, check)
+        self.control = control = Control()
+        self.pausing = pausing = Pausing(control, config, runtime, fail, check)
+        self.changes = changes = Changes(control, pausing, runtime, fail, check)
+        self._loaders = Loaders(runtime)
+        room = Room(runtime, state, control, pausing, changes, self._loaders, fail, check)
+        updater = Updater(room, preparer)
+        self._updater = updater
+        self.parts = PartUpdates(room, updater)
+        self.groups = Groups(room, config.weights_interface)
+        self.memory = Sleep(room, updater)
         self._config = config
         self._runtime = runtime
         self._check = check
@@ -81,21 +90,20 @@ class Weights:
     ) -> None:
         """See `Engine.update_weights`. `order`, `weights_id`: as in `Asked`."""
         self._check()
-        state = self.state
+        state, control = self.state, self.control
         wanted = checked_fingerprint(expected)
         checked_fingerprint(weights_id or None)
         part = group_tensors_of(source, self._known)
         self._known = self._known if part is None else part.tensors
-        if state.is_open:
+        if control.in_parts:
             await self.parts.take(version, part, wanted)
             return
         label = state.new_label(version, goes_on=part is not None)
         check_update_mode(mode)
-        state.check_idle()
-        state.check_awake("update_weights")
+        control.check("update_weights")
         folder = None if part is not None else folder_of(source)
         # tensors that this update leaves out would stay from the refused update, unless the whole is compared
-        whole = state.differs and wanted is None
+        whole = control.weights == "differs" and wanted is None
         if part is not None:
             load = self._loaders.group(part, whole=whole)
         elif folder is None:
@@ -108,20 +116,18 @@ class Weights:
             mode=mode,
             expected=wanted,
             weights_id=weights_id,
-            by_group=part is not None and state.held,
+            by_group=part is not None and control.held,
         )
-        await self._task.run(self.updater.update(asked, load, folder))
+        await self.changes.make("update_weights", lambda: self._updater.update(asked, load, folder))
 
     def relabel(self, version: str | int, order: int = 0) -> None:
         """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
         self._check()
         state = self.state
-        if self.parts.has_label(version):
+        if self.control.in_parts and self.parts.has_label(version):
             return
-        if state.broken is not None:
-            raise state.broken
+        self.control.check("set_weight_version")
         label = checked_version(version)
-        state.check_idle()
         if label != state.version:
             self._runtime.bus.publish(WeightsRelabelled(version=label))
             order = order or next_order(state.order, label)
@@ -131,36 +137,27 @@ class Weights:
     async def fingerprint(self) -> str:
         """See `Engine.weights_fingerprint`."""
         self._check()
-        state = self.state
-        if state.broken is not None:
-            raise state.broken
-        state.check_idle()
-        state.check_awake("weights_fingerprint")
-        if state.dropped:
-            raise Asleep("weights_fingerprint", ("weights",))
         told: list[str] = []
-        await self._task.run(self._hash(told))
+        await self.changes.make("weights_fingerprint", lambda: self._hash(told))
         return told[0]
 
     async def _hash(self, told: list[str]) -> None:
         try:
             await self.pausing.quiet()
             read = self._runtime.runner.fingerprint_weights()
-            told.append((await self._task.in_time("hashing weights", read)).weights_id)
+            told.append((await self.changes.in_time("hashing weights", read)).weights_id)
         except WeightsBroken as error:
             # raises the engine's failure where the worker died
             self._check()
             raise ConfigError("runner", error.problem) from error
-        finally:
-            self._task.finish()
-            self.pausing.go_on()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self.pausing.resume()
+        self.state.goes_on = None
 
     async def aclose(self) -> bool:
-        """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""
-        state = self.state
-        state.closing = True
-        await self.groups.aclose(self._config.close_deadline_s)
-        interrupted = state.updating
+        """Stop what is under way; True: the runner may lack whole weights or memory, and takes no more work."""
         self.parts.stop()
-        await self._task.aclose(self._config.close_deadline_s)
-        return interrupted or state.broken is not None or state.dropped
+        interrupted = await self.changes.aclose(self._config.close_deadline_s) in UPDATES
+        return interrupted or self.control.weights != "in_place" or self.control.sleeps

@@ -13,47 +13,59 @@ if TYPE_CHECKING:
 
     from fdasync.scheduler.state.sequence import Sequence
 
+Stage = Literal["running", "winding_down", "paused", "clearing", "clear"]
+#: stages in which no steps are planned
+PAUSED: tuple[Stage, ...] = ("paused", "clearing", "clear")
+
 
 class Pausing:
     """See the module.
 
     Attributes:
-        paused: no steps are planned.
-        is_winding_down: sequences that had begun run to their end; no other one starts. Then steps are planned no more.
+        stage: "winding_down": sequences that had begun run to their end, no other one starts, and then it is "paused":
+            no steps are planned. "clearing": likewise, and blocks leave the device for a sleep; "clear": none is left.
         requests: how many `PauseRequested` were read.
-        sleep: of the device's memory: "" while it is in use; "begun" while blocks leave it; "deep" when none is left.
     """
 
     def __init__(self) -> None:
-        self.paused = False
-        self.is_winding_down = False
+        self.stage: Stage = "running"
         self.requests = 0
-        self.sleep: Literal["", "begun", "deep"] = ""
         self._finishing: dict[int, None] = {}
         self._since = 0.0
 
+    @property
+    def paused(self) -> bool:
+        """No steps are planned."""
+        return self.stage in PAUSED
+
+    @property
+    def is_winding_down(self) -> bool:
+        return self.stage == "winding_down"
+
     def lets_begin(self, seq: Sequence) -> bool:
         """Whether the sequence may take blocks, and ask for a lease."""
-        if self.is_winding_down:
-            return seq.key in self._finishing
-        return not self.paused
+        return self.stage == "running" or (self.stage == "winding_down" and seq.key in self._finishing)
 
     def pause(self, now: float) -> None:
         """Plan no more steps from now on."""
-        self._begin(now)
-        self.paused = True
-        self.is_winding_down = False
+        if not self.paused:
+            self._begin("paused", now)
 
     def wind_down(self, begun: Iterable[Sequence], now: float) -> None:
         """Let these run to their end, then plan no more steps. While paused, nothing runs, so this changes nothing."""
-        if not self.paused and not self.is_winding_down:
-            self._begin(now)
-            self.is_winding_down = True
+        if self.stage == "running":
+            self._begin("winding_down", now)
             self._finishing = dict.fromkeys(seq.key for seq in begun)
 
-    def _begin(self, now: float) -> None:
-        if not self.paused and not self.is_winding_down:
-            self._since = now
+    def clear(self, now: float) -> None:
+        """Pause, and have blocks leave the device, unless none is left."""
+        self.pause(now)
+        if self.stage == "paused":
+            self.stage = "clearing"
+
+    def cleared(self) -> None:
+        """No block is left on the device."""
+        self.stage = "clear"
 
     def ended(self, seq: Sequence) -> None:
         """The sequence has ended."""
@@ -61,13 +73,16 @@ class Pausing:
 
     def settle(self) -> None:
         """Called before steps are planned: a pause begins when the last sequence that it waited for has ended."""
-        if self.is_winding_down and not self._finishing:
-            self.paused = True
-            self.is_winding_down = False
+        if self.stage == "winding_down" and not self._finishing:
+            self.stage = "paused"
 
     def resume(self, now: float) -> float:
         """Undo any pause; returns for how many seconds it held sequences up."""
-        held_s = now - self._since if self.paused or self.is_winding_down else 0.0
-        self.paused = self.is_winding_down = False
-        self.sleep = ""
+        held_s = now - self._since if self.stage != "running" else 0.0
+        self.stage = "running"
         return held_s
+
+    def _begin(self, stage: Stage, now: float) -> None:
+        if self.stage == "running":
+            self._since = now
+        self.stage = stage

@@ -102,7 +102,7 @@ def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
     # what failed holds connections in cycles until they are collected, which an idle process does not
     gc.collect()
     prefill_service, decode_service = instance._prefill_service, instance._decode_service
-    context, weights = instance._context, instance._weights.state
+    context, control = instance._context, instance._weights.control
     assert context is not None
     held = {
         "live samples": stats.live,
@@ -123,8 +123,8 @@ def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
         "responses not sent": instance._responses.num_live,
         "services' tasks": len(context.tasks()),
         "services' backlogs": len(context._backlogs),
-        "sleeps": int(weights.sleeps),
-        "sets of weights broken or dropped": int(weights.broken is not None or weights.dropped),
+        "sleeps": int(control.sleeps),
+        "sets of weights broken or dropped": int(control.weights != "in_place"),
     }
     return Probe(
         state=stats.state,
@@ -137,11 +137,11 @@ def probe(instance: Instance, update: tuple[str, str] = ("", "")) -> Probe:
         sockets=open_sockets(),
         children=children(),
         data_port=ProxiedTcp.real_port,
-        broken="" if weights.broken is None else str(weights.broken),
+        broken="" if control.broken is None else str(control.broken),
         paused=scheduler_stats.paused,
-        asleep=weights.sleeps,
-        released=list(weights.released),
-        dropped=weights.dropped,
+        asleep=control.sleeps,
+        released=list(control.released),
+        dropped=control.weights == "dropped",
         update=update,
     )
 

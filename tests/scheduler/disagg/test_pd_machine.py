@@ -292,7 +292,7 @@ class PdMachine(RuleBasedStateMachine):
             side.queue.append(side.runner.complete())
             side.turn()
         self.turns()
-        if side.scheduler.pausing.sleep == "deep":
+        if side.scheduler.pausing.stage == "clear":
             side.runner.cells.clear()
         if resume:
             self.resume_one(side)

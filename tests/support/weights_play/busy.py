@@ -9,5 +9,4 @@ if TYPE_CHECKING:
 
 
 def is_busy(engine: Engine) -> bool:
-    weights = engine.weights
-    return bool(engine._sleep._tasks) or weights._task.runs or weights.groups.joins
+    return bool(engine.weights.changes._made)

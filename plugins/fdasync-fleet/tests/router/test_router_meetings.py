@@ -48,6 +48,12 @@ def test_instances_take_two_changes_in_one_order(first: str, second: str, stage:
         check(Meeting(((first,), (second,)), (0, turn)), stage)
 
 
+def test_a_change_waits_for_a_join_that_its_caller_gave_up(stage: Opens) -> None:
+    for turn in range(0, 48, 3):
+        outcome = check(Meeting((("join", "update"),), (0,), cancels=((0, 0, turn),)), stage)
+        assert outcome.made[1].result == ""
+
+
 @pytest.mark.ci
 def test_any_two_calls_meet_at_many_turns(stage: Opens) -> None:
     results = set()

@@ -673,7 +673,7 @@ class Instance:
             namespace=self._context.namespace(),
             weight_version=weights.version,
             weight_order=weights.order,
-            state=weights.doing,
+            state=self._weights.control.doing,
             is_delta=weights.is_delta,
         )
         self._context.tell(peer, Reply(message.number, standing, brief(value or ""), failure))

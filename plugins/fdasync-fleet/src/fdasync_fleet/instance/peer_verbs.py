@@ -68,7 +68,7 @@ class PeerVerbs(Verbs):
         try:
             yield
         finally:
-            if not self._weights.state.is_open:
+            if not self._weights.control.in_parts:
                 self._claims.release(self._peer)
 
     async def claim(self, limit_s: float) -> None:
@@ -102,7 +102,7 @@ class PeerVerbs(Verbs):
 
     async def update_part(self, part: GroupTensors) -> None:
         with self._changing():
-            if not self._weights.state.is_open:
+            if not self._weights.control.in_parts:
                 raise BadInput("part", "no update is open here")
             # a part goes on as its update has begun
             await self._weights.update(None, part, "abort")

@@ -82,12 +82,14 @@ class Change(msgspec.Struct, frozen=True):
         task: the change.
         holds: requests are held meanwhile: it is an update of the weights or their label.
         parts: its calls, where it is an update in parts.
+        until: of a join: when it has ended, by the loop's clock.
     """
 
     command: Any
     task: asyncio.Task[None]
     holds: bool
     parts: PartUpdate | None = None
+    until: float = 0.0
 
 
 class ControlPlane:
@@ -324,7 +326,9 @@ class ControlPlane:
             problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
             hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
             raise BadInput("group.world_size", problem, hint=hint)
-        change = self._begin(verb(Verbs.join_group, group), self._join(group, asked))
+        await self._settle()
+        until = self._loop.time() + group.timeout_s
+        change = self._begin(verb(Verbs.join_group, group), self._join(group, asked), until=until)
         try:
             await self._end_of(change)
         except asyncio.CancelledError:
@@ -375,8 +379,8 @@ class ControlPlane:
 
     async def begin(self, mode: Any) -> None:
         """Begin an update in parts at all instances; an instance that cannot is dropped."""
-        self._check_still()
         check_update_mode(mode)
+        await self._settle()
         command = verb(Verbs.begin_update, mode)
         parts = PartUpdate()
         self._begin(command, self._play_parts(parts, command), holds=True, parts=parts)
@@ -513,13 +517,24 @@ class ControlPlane:
         change = self._change
         if change is not None:
             version = getattr(change.command, "version", "")
-            way = f"to version {version}, " if version else "in parts, " if change.parts is not None else ""
+            way = f", to version {version}" if version else ", in parts" if change.parts is not None else ""
+            if change.until:
+                group, left_s = change.command.group, max(change.until - self._loop.time(), 0.0)
+                by = f"joins the group {group.name!r} by {group.address}:{group.port}"
+                way = f": it {by}, for up to {left_s:.0f} s more unless that group is left"
             what = _CHANGES.get(name_of(change.command), "another update")
-            where = f"of this router, {way}and version {self._table.weight_version} is in use"
+            where = f"of this router{way}, and version {self._table.weight_version} is in use"
             raise UpdateUnderWay(where, f"{what} is under way")
+
+    async def _settle(self) -> None:
+        """Wait for the end of a join that its caller has given up."""
+        if self._change is not None and self._change.task.cancelling():
+            # bounded by `command_s`: the instances leave
+            await asyncio.wait([self._change.task])
 
     async def _make(self, command: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Make a change, or wait for the same one."""
+        await self._settle()
         change = self._change
         if change is None or change.command != command:
             change = self._begin(command, work(), holds=name_of(command) in ("update_weights", "relabel"))
@@ -540,6 +555,7 @@ class ControlPlane:
         *,
         holds: bool = False,
         parts: PartUpdate | None = None,
+        until: float = 0.0,
     ) -> Change:
         """Raises UpdateUnderWay where a change is under way."""
         try:
@@ -548,7 +564,7 @@ class ControlPlane:
             work.close()
             raise
         task = self._loop.create_task(work, name="fdasync-weights")
-        self._change = change = Change(command, task, holds, parts)
+        self._change = change = Change(command, task, holds, parts, until)
         if holds:
             self._dispatch.hold()
             self.agreement.held = True
