@@ -97,7 +97,7 @@ def random_stage(rng):
         for _ in range(rng.randrange(3)):
             stage.has(name, *range(rng.randrange(9)))
         stage[name].peer.is_up = rng.random() < 0.9
-        stage[name].behind = rng.random() < 0.1
+        stage[name].stands("behind" if rng.random() < 0.1 else "alike")
         stage[name].leaving = rng.random() < 0.1
     return stage, names
 

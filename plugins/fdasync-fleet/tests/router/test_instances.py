@@ -116,7 +116,7 @@ def test_the_instances_that_the_caller_names_serve_it():
 
 def test_a_named_instance_that_cannot_take_it_now_is_passed_over():
     stage = Stage("p0", "p1", "d0", "d1", "d2", "m0")
-    stage["d1"].behind = True
+    stage["d1"].stands("behind")
     stage["d2"].peer.is_up = False
     # one that is not there may be to p0
     assert stage.choose(decoders=["p1", "d1", "d2", "d0", "m0"]) == ("p0", ["d2", "d0", "m0"])

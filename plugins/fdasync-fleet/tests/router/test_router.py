@@ -399,11 +399,11 @@ async def test_no_request_waits_to_its_deadline_for_instances_that_drain(scene):
 
 @in_scene("m0", absent_s=10.0)
 async def test_one_that_is_being_brought_up_to_date_is_waited_for(scene):
-    scene.router.table.find(scene.m0.address).behind = True
+    scene.router.table.find(scene.m0.address).stands("behind")
     task = ask(scene)
     await settle(60.0)
     assert not task.done()
-    scene.router.table.find(scene.m0.address).behind = False
+    scene.router.table.find(scene.m0.address).stands("alike")
     await settle(2.0)
     scene.m0.end(scene.m0.submits[0].request, (7,))
     await task

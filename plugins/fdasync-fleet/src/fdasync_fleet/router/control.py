@@ -471,7 +471,7 @@ class ControlPlane:
             raise next((error for error in errors if not isinstance(error, Asleep)), errors[0])
         for instance, error in refused + silent if drops else ():
             if isinstance(error, Asleep) or (isinstance(error, WeightsRejected) and instance.lacks_weights):
-                self.agreement.keep(instance, awaits_memory=isinstance(error, Asleep))
+                self.agreement.keep(instance, sleeps=isinstance(error, Asleep))
             elif not isinstance(error, UpdateUnderWay):
                 self.agreement.drop(instance, str(error))
         return took

@@ -226,7 +226,7 @@ class Dispatch:
                 problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
                 if away := [each.address for each in self._table.instances.values() if not each.peer.is_up]:
                     problem += f"; missing: {', '.join(away)}"
-                if waiting := [f"{each.peer.name}: {each.waits}" for each in self._table.up() if each.waits]:
+                if waiting := [f"{each.peer.name}: {each.why}" for each in self._table.up() if each.why]:
                     problem += f"; {'; '.join(waiting)}"
                 raise PeerUnreachable("router", problem)
             before = self._loop.time()

@@ -6,7 +6,7 @@ Pure, but it reads the state of each instance's peer. `router/router.py` passes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _IN_USE = 1 / 16
 # from running on
 _DOING: tuple[Doing, ...] = get_args(Doing)
+#: "alike": it has the weights that all must have; "behind": it has others, and it is not decided what comes of that;
+#: "bringing": this router brings it theirs; "asleep": it has no memory for them yet; "waits": somebody else must bring
+#: them; "dropped": this router has stopped using it
+WeightsStanding = Literal["alike", "behind", "bringing", "asleep", "waits", "dropped"]
 # every instance can hold this
 LEAST = Need()
 
@@ -54,14 +58,12 @@ class InstanceHandle:
         beats: number of statuses so far.
         leaving: this router sends it no more requests.
         sessions: how often it came up.
-        behind: it has other weights than this router's instances must have, and gets no requests.
-        waits: while `behind`: why it gets no requests until another router updates it; "" where this router will.
+        standing: of its weights among those of this router's instances; `stands` changes it.
+        why: it gets no requests, or this router has stopped using it; "" where `standing` says all.
         changed: its weights have changed since this process of it first came up.
         kept: it slept, or had no whole weights, when the others got some: it is not dropped, whatever keeps it from
             getting them, and the next whole update mends it.
-        awaits_memory: it slept then, and has no memory for them; it gets them when it has.
         owes_wake: it missed a wake of this router, or did not wake: it gets no requests until it has woken.
-        dropped: why the router has stopped using it; "" while it uses it.
     """
 
     def __init__(self, peer: Peer, loads: Loads, index: BlockIndex) -> None:
@@ -73,9 +75,9 @@ class InstanceHandle:
         self.weight_order = 0
         self.beats = 0
         self.sessions = 0
-        self.waits = ""
-        self.changed = self.kept = self.awaits_memory = False
-        self.dropped = ""
+        self.standing: WeightsStanding = "alike"
+        self.why = ""
+        self.changed = self.kept = False
         self._loads = loads
         self._index = index
         index.open(self.slot)
@@ -88,7 +90,7 @@ class InstanceHandle:
         self._size = 0
         self._room: Room | None = None
         self._room_of: Hello | None = None
-        self._leaving = self._behind = self._owes_wake = False
+        self._leaving = self._owes_wake = False
         self._incarnation = b""
 
     @property
@@ -130,12 +132,13 @@ class InstanceHandle:
 
     @property
     def behind(self) -> bool:
-        return self._behind
+        """It has not the weights, or the label, of this router's instances, and gets no requests."""
+        return self.standing != "alike"
 
-    @behind.setter
-    def behind(self, behind: bool) -> None:
-        if behind != self._behind:
-            self._behind = behind
+    def stands(self, standing: WeightsStanding, why: str = "") -> None:
+        """One that was dropped stays so."""
+        if self.standing != "dropped":
+            self.standing, self.why = standing, why
             self.refresh()
 
     @property
@@ -216,7 +219,7 @@ class InstanceHandle:
     @property
     def is_out(self) -> bool:
         """It gets no more requests from this router, unless another router or an operator changes that."""
-        return self.is_leaving or (self.peer.is_up and bool(self.waits) and not self.awaits_memory)
+        return self.is_leaving or (self.peer.is_up and self.standing == "waits")
 
     @property
     def takes_work(self) -> bool:
@@ -243,8 +246,7 @@ class InstanceHandle:
     def doing(self) -> Doing:
         """What it has said that it does; or that it waits for weights, if it is awake, lacks the weights of the others,
         and this router cannot bring them."""
-        waits = self.behind and self.waits and not self.awaits_memory
-        return farthest([self.said, "waits_for_weights"]) if waits else self.said
+        return farthest([self.said, "waits_for_weights"]) if self.standing == "waits" else self.said
 
     @property
     def lacks_weights(self) -> bool:
@@ -266,8 +268,9 @@ class InstanceHandle:
         self.sessions += 1
         self.status = None
         self._told = "running"
-        # it is asked anew
-        self.awaits_memory = False
+        if self.standing == "asleep":
+            # it is asked anew
+            self.stands("behind")
         self._forget_blocks()
         before, self._incarnation = self._incarnation, self.peer.incarnation
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
@@ -286,8 +289,8 @@ class InstanceHandle:
         if namespace != self.namespace:
             self._forget_blocks()
         self.namespace, self.weight_version, self.weight_order = namespace, version, order
-        self.behind = self.changed = self.kept = self.awaits_memory = False
-        self.waits = ""
+        self.changed = self.kept = False
+        self.stands("alike")
 
     def came_to(self, namespace: bytes) -> None:
         """It has got other weights, on its way to the weights that it must have."""

@@ -190,7 +190,7 @@ class Router(Generator):
         try:
             await instance.peer.ready(self.config.connect_s)
         except PeerUnreachable:
-            if not instance.dropped:
+            if instance.standing != "dropped":
                 raise
 
     async def add(self, address: str) -> None:
@@ -209,12 +209,12 @@ class Router(Generator):
         await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
         await self.commands.agreement.quiet(self.config.command_s, instance)
-        refused = instance.waits and not instance.kept
+        refused = instance.standing == "waits" and not instance.kept
         if refused and self.commands.agreement.lacking(instance.namespace) is not None:
             # it refused this router's update
-            self.commands.agreement.drop(instance, instance.waits)
-        if instance.dropped:
-            raise PeerRefused(address, "weights", instance.dropped)
+            self.commands.agreement.drop(instance, instance.why)
+        if instance.standing == "dropped":
+            raise PeerRefused(address, "weights", instance.why)
 
     async def drain(self, address: str, limit_s: float = 3600.0) -> None:
         """Have an instance take no new requests, and wait until all of its requests have ended.

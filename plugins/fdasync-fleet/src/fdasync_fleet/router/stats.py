@@ -179,7 +179,7 @@ def _unused(instance: InstanceHandle) -> str:
     if not instance.peer.is_up:
         return ""
     if instance.behind:
-        return instance.waits or BEHIND
+        return instance.why or BEHIND
     return OWES_WAKE if instance.owes_wake else ""
 
 

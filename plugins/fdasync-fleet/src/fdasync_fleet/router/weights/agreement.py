@@ -136,18 +136,20 @@ class WeightAgreement:
         if instance in self._tasks:
             # its reply to the command decides
             return
-        instance.behind, instance.waits = instance.namespace != self._table.namespace, ""
-        if not instance.behind:
-            instance.changed = instance.kept = instance.awaits_memory = False
+        was_asleep = instance.standing == "asleep"
+        if instance.namespace == self._table.namespace:
+            instance.stands("alike")
+            instance.changed = instance.kept = False
             self._compare_labels(instance)
             return
+        instance.stands("asleep" if was_asleep else "behind")
         if self.held:
             return
         if instance.changed:
             self._follow(instance)
         elif (updates := self.lacking(instance.namespace)) is not None:
-            if instance.awaits_memory:
-                instance.waits = _ASLEEP
+            if was_asleep:
+                instance.stands("asleep", _ASLEEP)
             else:
                 self._spawn(instance, updates)
         elif self._is_earlier(instance):
@@ -155,17 +157,18 @@ class WeightAgreement:
         elif not any(other.namespace == self._table.namespace for other in self._table.up()):
             # no instance is up with the weights that all must have
             self._serve(instance)
-            instance.behind = False
+            instance.stands("alike")
         elif not self._followed:
             self.drop(instance, _OTHER)
         else:
             # the router that updates the others is expected to update this one
-            instance.waits = BEHIND
+            self._let_wait(instance, BEHIND)
 
-    def keep(self, instance: InstanceHandle, *, awaits_memory: bool) -> None:
-        """It has refused weights that others took, for it sleeps (`awaits_memory`), or has none that a delta could be
-        applied to; or a sleep dropped its own."""
-        instance.kept, instance.awaits_memory = True, awaits_memory
+    def keep(self, instance: InstanceHandle, *, sleeps: bool) -> None:
+        """It has refused weights that others took, for it sleeps, or has none that a delta could be applied to; or a
+        sleep dropped its own."""
+        instance.kept = True
+        instance.stands("asleep" if sleeps else "behind")
 
     def woke(self, instance: InstanceHandle, *, lacks_all: bool) -> None:
         """It may have memory for weights again: bring it the weights that it lacks. `lacks_all`: a sleep dropped its
@@ -175,11 +178,10 @@ class WeightAgreement:
         goes_on = instance.said in ("running", "paused") and instance.namespace == self._table.namespace
         if lacks_all and not instance.behind:
             if self._whole and not self.held:
-                instance.behind = True
-                self.keep(instance, awaits_memory=False)
+                self.keep(instance, sleeps=False)
                 self._spawn(instance, self._whole)
-        elif instance.awaits_memory or (instance.kept and goes_on):
-            instance.awaits_memory = False
+        elif instance.standing == "asleep" or (instance.kept and goes_on):
+            instance.stands("behind")
             self.judge(instance)
 
     def _compare_labels(self, instance: InstanceHandle) -> None:
@@ -190,7 +192,6 @@ class WeightAgreement:
             if self.last is not None:
                 self._relabel(self.last, table.weight_version, table.weight_order)
         elif self.last is not None and not self.held and not self._has_label(instance):
-            instance.behind = True
             relabel = verb(Verbs.relabel, self.last.version, self.last.order)
             self._spawn(instance, (_Update(relabel, b"", table.namespace),))
 
@@ -208,11 +209,12 @@ class WeightAgreement:
         """It has an earlier version than the others have or had; most likely it was started again since."""
         return instance.weight_order < self._table.weight_order
 
-    def _let_wait(self, instance: InstanceHandle) -> None:
-        instance.waits = (
+    def _let_wait(self, instance: InstanceHandle, why: str = "") -> None:
+        why = why or (
             f"it has other weights than the others, of version {instance.weight_version}, which is earlier than version"
             f" {self._table.weight_version}: it gets no requests until it is updated"
         )
+        instance.stands("asleep" if instance.standing == "asleep" else "waits", why)
 
     def judge_all(self) -> None:
         """The start or an update is over: judge all instances."""
@@ -267,9 +269,9 @@ class WeightAgreement:
 
     def drop(self, instance: InstanceHandle, problem: str) -> None:
         """Stop using an instance; its link is hung up in the next turn of the loop."""
-        if instance.dropped:
+        if instance.standing == "dropped":
             return
-        instance.behind, instance.dropped = True, problem
+        instance.stands("dropped", problem)
         self.dropped.append(Dropped(instance.address, problem))
         self._loop.call_soon(self._forget, instance)
 
@@ -286,9 +288,11 @@ class WeightAgreement:
         # this router's last update is older than the adopted weights
         self.last, self._updates, self._followed = None, (), True
         for other in up:
-            other.behind = other.namespace != instance.namespace
-            other.changed = other.changed and other.behind
-            other.waits = other.waits if other.behind else ""
+            if other.namespace == instance.namespace:
+                other.stands("alike")
+                other.changed = False
+            elif not other.behind:
+                other.stands("behind")
 
     # -- bringing an instance up to date --------------------------------------------------------------
 
@@ -306,6 +310,7 @@ class WeightAgreement:
         await self.quiet(1.0)
 
     def _spawn(self, instance: InstanceHandle, updates: tuple[_Update, ...]) -> None:
+        instance.stands("bringing")
         task = self._loop.create_task(self._bring(instance, updates), name="fdasync-weights")
         self._tasks[instance] = task
 
@@ -314,7 +319,7 @@ class WeightAgreement:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
-            elif instance.peer.is_up and not (self.held or instance.dropped or instance.waits):
+            elif instance.peer.is_up and not self.held and instance.standing in ("alike", "behind", "bringing"):
                 # it was lost and came back meanwhile, or has told of other weights
                 self.judge(instance)
 
@@ -361,8 +366,8 @@ class WeightAgreement:
                         instance.came_to(has.namespace)
                     return True
                 if reply.error == "Asleep":
-                    self.keep(instance, awaits_memory=True)
-                    instance.waits = _ASLEEP
+                    instance.kept = True
+                    instance.stands("asleep", _ASLEEP)
                     return False
                 if reply.error == "WeightsRejected" and may_fail:
                     return None
@@ -372,7 +377,7 @@ class WeightAgreement:
                 problem = f"it has other weights, and did not come to version {command.version}: {problem}"
                 if instance.kept or (reply is not None and reply.error and not self._has_like(instance)):
                     # a trainer may have deleted the folder; without this instance no later update would help
-                    instance.waits = f"{problem}; it gets no requests until it is updated"
+                    instance.stands("waits", f"{problem}; it gets no requests until it is updated")
                 else:
                     self.drop(instance, problem)
                 return False
