@@ -15,7 +15,7 @@ import pytest
 from fdasync.engine.weights.control import CALLS, CHANGES, NEXT, PARTS, WEIGHTS_ARE, Control
 from fdasync.errors import Asleep, BadInput, FdasyncError, UpdateUnderWay, WeightsBroken
 from fdasync.request import Doing, MemoryPart
-from tests.support.control_table import tables
+from tests.support.control_table import new_control, tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def state_of(control: Control) -> State:
 
 
 def copy_of(control: Control) -> Control:
-    other = Control()
+    other = new_control()
     other.__dict__.update(control.__dict__)
     return other
 
@@ -43,7 +43,7 @@ def all_states() -> Iterator[Control]:
     for change, weights, sleeps, released, held in itertools.product(
         CHANGES, WEIGHTS_ARE, (False, True), _RELEASED, (False, True)
     ):
-        control = Control()
+        control = new_control()
         if weights in ("broken", "differs"):
             control.breaks(_BROKEN, differs=weights == "differs")
         control.change, control.weights, control.sleeps, control.held = change, weights, sleeps, held
@@ -139,7 +139,7 @@ def _reloads(control: Control) -> None:
 
 
 def reachable() -> dict[State, Control]:
-    found = {state_of(Control()): Control()}
+    found = {state_of(new_control()): new_control()}
     todo = list(found.values())
     while todo:
         control = todo.pop()
@@ -211,7 +211,7 @@ def test_from_every_state_calls_lead_back_to_one_that_goes_on() -> None:
 
 def test_a_change_follows_no_other_than_the_table_says() -> None:
     for change, following in itertools.product(CHANGES, CHANGES):
-        control = Control()
+        control = new_control()
         control.change = change
         if change == "closing" or following == "closing" or following in NEXT[change]:
             control.move(following)

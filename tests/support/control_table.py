@@ -6,6 +6,7 @@ python -m tests.support.control_table
 from __future__ import annotations
 
 from fdasync.engine.weights.control import CALLS, CHANGES, NEXT, Change, Control
+from fdasync.engine.weights.state import WeightsState
 from fdasync.errors import Asleep, BadInput, FdasyncError, UpdateUnderWay, WeightsBroken
 
 _NAMES = {
@@ -14,6 +15,10 @@ _NAMES = {
     Asleep: "`Asleep`",
     WeightsBroken: "`WeightsBroken`",
 }
+
+
+def new_control() -> Control:
+    return Control(WeightsState("0", ""))
 
 
 def word_of(control: Control, call: str) -> str:
@@ -28,7 +33,7 @@ def word_of(control: Control, call: str) -> str:
 
 
 def _in_change(change: Change) -> Control:
-    control = Control()
+    control = new_control()
     control.change = change
     return control
 
@@ -48,7 +53,7 @@ def _grid(states: dict[str, Control]) -> list[str]:
 
 
 def _weights() -> dict[str, Control]:
-    broken, dropped, away = Control(), Control(), Control()
+    broken, dropped, away = new_control(), new_control(), new_control()
     broken.breaks(WeightsBroken("they are"))
     dropped.weights = "dropped"
     away.sleeps, away.released = True, ("weights",)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from fdasync.errors import Asleep, BadInput, UpdateUnderWay
 
 if TYPE_CHECKING:
+    from fdasync.engine.weights.state import WeightsState
     from fdasync.errors import WeightsBroken
     from fdasync.request import Doing, MemoryPart
 
@@ -114,6 +115,9 @@ class Joining(NamedTuple):
 class Control:
     """See the module.
 
+    Args:
+        state: of the weights; its label is in the words of an error.
+
     Attributes:
         change: what is under way. "reaching": of a join, steps go on until somebody answers; "open": an update in parts
             waits for its next part; "closing": the engine ends.
@@ -126,7 +130,8 @@ class Control:
         held: a pause has returned, and no resume came since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: WeightsState) -> None:
+        self._state = state
         self.change: Change = "nothing"
         self.joining: Joining | None = None
         self.weights: WeightsAre = "in_place"
@@ -204,7 +209,7 @@ class Control:
         if self.joining is not None:
             return UpdateUnderWay(f"{where}: {self.joining.words}", "a join of a trainer's group is under way")
         if self.in_parts:
-            return UpdateUnderWay(f"{where}: one in parts is open")
+            return UpdateUnderWay(f"{where}: one in parts is open, and version {self._state.version} is in use")
         if self.change in SLEEPS:
             return UpdateUnderWay(where, "a sleep or a wake is under way")
         return UpdateUnderWay(where)

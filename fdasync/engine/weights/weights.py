@@ -63,7 +63,7 @@ class Weights:
     ) -> None:
         state = WeightsState(str(config.weight_version), str(config.model), changed)
         self.state = state
-        self.control = control = Control()
+        self.control = control = Control(state)
         self.pausing = pausing = Pausing(control, config, runtime, fail, check)
         self.changes = changes = Changes(control, pausing, runtime, fail, check)
         self._loaders = Loaders(runtime)
