@@ -1,7 +1,8 @@
 """The change that is under way, as a task.
 
-A caller who is cancelled leaves it to its end. What it asks of the runner has a deadline. At its end the engine goes
-on, unless something else keeps it from that. Knows no weights and no memory. Called by the other modules of this room.
+A caller who is cancelled leaves it to its end. A join, and the begin of an update in parts, end with their caller. What
+a change asks of the runner has a deadline. At its end the engine goes on, unless something else keeps it from that.
+Knows no weights and no memory. Called by the other modules of this room.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Changes:
     async def make(self, call: str, work: Work, *, leaves: bool = False) -> None:
         """Make the change of this call, and wait for its end. Raises what refuses the call, and what the change raises.
 
-        A caller who is cancelled stops waiting. `leaves`: then the change ends, too.
+        A caller who is cancelled stops waiting. `leaves`: then the change ends, and the caller waits for that.
         """
         self._control.check(call)
         if self._control.waits(call):
@@ -94,6 +95,8 @@ class Changes:
         except asyncio.CancelledError:
             if leaves:
                 made.stop("its caller went away")
+                # the caller's next call meets nothing of it; a second cancellation ends this wait
+                await asyncio.wait([made.task])
             raise
         self._take_end(made)
 
@@ -169,7 +172,8 @@ class Changes:
         elif error is not None and not isinstance(error, Exception):
             # an interrupt, which has reached the program: what the runner holds is not known
             self._fail(error)
-        elif ran and control.change != "open":
+        elif ran and control.change not in ("open", "nothing"):
+            # an update in parts is open, or was closed in the turn in which it came to be
             self.end()
 
     def _take_end(self, made: _Made) -> None:

@@ -1,4 +1,4 @@
-"""What control calls have made of an engine, as one state, and what each call may do in it. Pure.
+"""What control calls have made of an engine, as one state, and what each call may do in it.
 
 One change is under way at a time: a load, a join, a sleep and so on. `CALLS` says which change a call begins, and where
 it is refused; `NEXT` says what follows a change. docs/weights.md has both as tables, and a test compares them. Knows no

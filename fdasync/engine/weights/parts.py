@@ -53,7 +53,14 @@ class PartUpdates:
         """See `Engine.begin_weight_update`."""
         self._room.check()
         check_update_mode(mode)
-        await self._room.changes.make("begin_weight_update", lambda: self._begin(_OpenUpdate(mode)), leaves=True)
+        update = _OpenUpdate(mode)
+        try:
+            await self._room.changes.make("begin_weight_update", lambda: self._begin(update), leaves=True)
+        except asyncio.CancelledError:
+            if self._open is update:
+                # it had begun in the turn in which its caller went away
+                self._close()
+            raise
 
     async def _begin(self, update: _OpenUpdate) -> None:
         await self._room.pausing.quiet()

@@ -97,19 +97,23 @@ class Pausing:
             # after a resume the engine may never be idle again
             return pauser is not None and pauser not in self._pausers
 
-        if mode == "wait":
-            # bounded by the deadlines of the requests that run; a caller does not wait for the pause of an update
-            await driver.wait_until(
-                lambda: resumed() or (paused() and not (self._control.updating and pauser is not None))
-            )
+        while True:
+            if mode == "wait":
+                # bounded by the deadlines of the requests that run; a caller does not wait for the pause of an update
+                await driver.wait_until(
+                    lambda: resumed() or (paused() and not (self._control.updating and pauser is not None))
+                )
+                self._check()
+            limit_s = self._config.step_deadline_s * self._config.pipeline_depth
+            try:
+                async with Within(limit_s):
+                    # another caller took its pause back meanwhile: requests run on, and this one waits on
+                    await driver.wait_until(lambda: resumed() or (driver.is_idle if paused() else mode == "wait"))
+            except TimeoutError:
+                self._fail(self._runtime.runner.overdue("the steps in flight at a pause", limit_s))
             self._check()
-        limit_s = self._config.step_deadline_s * self._config.pipeline_depth
-        try:
-            async with Within(limit_s):
-                await driver.wait_until(lambda: resumed() or (paused() and driver.is_idle))
-        except TimeoutError:
-            self._fail(self._runtime.runner.overdue("the steps in flight at a pause", limit_s))
-        self._check()
+            if resumed() or paused():
+                return
 
     def go_on(self) -> None:
         """Resume, unless a change is under way, the weights are broken or away, or a sleep or a pause is left. A pause

@@ -116,9 +116,13 @@ class Updater:
 
     async def _load(self, asked: Asked, load: Loader, folder: str | None) -> None:
         runtime, state, control, changes = self._room.runtime, self._room.state, self._room.control, self._room.changes
-        dropped = control.weights == "dropped"
+        away = control.weights != "in_place"
         # a delta to weights that a sleep dropped: these come first, and the delta is the last of their sources
-        again = state.sources if dropped and folder is not None and folder in state.sources[-1:] else ()
+        again = (
+            state.sources
+            if control.weights == "dropped" and folder is not None and folder in state.sources[-1:]
+            else ()
+        )
         base = ""
         try:
             if folder is not None:
@@ -138,8 +142,8 @@ class Updater:
                 weights_id = told.weights_id
             await self._match(asked.expected, weights_id)
             self._room.check()
-        # dropped weights that came back: what was computed with them is still of use
-        is_back = dropped and weights_id == runtime.capacity.weights_id and asked.label == state.version
+        # weights that were dropped or broken came back: what was computed with them is still of use
+        is_back = away and weights_id == runtime.capacity.weights_id and asked.label == state.version
         if again:
             state.sources, state.is_delta = again, bool(base)
         else:

@@ -159,5 +159,7 @@ class Weights:
     async def aclose(self) -> bool:
         """Stop what is under way; True: the runner may lack whole weights or memory, and takes no more work."""
         self.parts.stop()
-        interrupted = await self.changes.aclose(self._config.close_deadline_s) in UPDATES
+        change = await self.changes.aclose(self._config.close_deadline_s)
+        # ranks that meet change no weights
+        interrupted = change in UPDATES and change != "meeting"
         return interrupted or self.control.weights != "in_place" or self.control.sleeps

@@ -122,8 +122,8 @@ class Fleet:
         until = asyncio.get_running_loop().time() + _QUIET_S
         well = [machine for machine in self.machines if machine.is_well]
         for machine in well:
-            while machine.engine.stats().updating and asyncio.get_running_loop().time() < until:
-                # of a router that has died, or brings it up to date
+            # of a router that has died, or brings it up to date
+            while machine.engine.stats().updating and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
             # the router may have found no way to wake and to resume it
             try:

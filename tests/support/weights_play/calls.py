@@ -29,6 +29,8 @@ class Call(NamedTuple):
         aborts: it may end requests.
         ended_by: a call that ends this one with `WeightsRejected` where both meet.
         cut: what it may have done when it was cancelled, beside all and nothing.
+        merges: at a router, it may be one with an equal call that it meets.
+        is_refused: it may be, where it meets another.
     """
 
     run: Callable[[Any, Stage], Awaitable[Any]]
@@ -36,6 +38,8 @@ class Call(NamedTuple):
     aborts: bool = False
     ended_by: str = ""
     cut: Callable[[WeightsModel], object] | None = None
+    merges: bool = False
+    is_refused: bool = True
 
 
 async def _abort_all(called: Generator) -> None:
@@ -48,11 +52,14 @@ def _update(number: int, mode: Any, *, label: int | None = None, wrong: bool = F
         lambda called, stage: called.update_weights(label, str(stage.root / name), mode, expected=expected),
         lambda model: model.folder(name, "wrong" if wrong else "not", label),
         mode == "abort",
+        merges=True,
     )
 
 
 def _pause(mode: Any) -> Call:
-    return Call(lambda called, _: called.pause(mode), lambda model: model.pause(mode), mode == "abort")
+    return Call(
+        lambda called, _: called.pause(mode), lambda model: model.pause(mode), mode == "abort", is_refused=False
+    )
 
 
 def _sleep(level: Any) -> Call:
@@ -64,17 +71,17 @@ CALLS = {
     "pause retract": _pause("retract"),
     "pause wait": _pause("wait"),
     "pause abort": _pause("abort"),
-    "resume": Call(lambda called, _: called.resume(), lambda model: model.resume()),
+    "resume": Call(lambda called, _: called.resume(), lambda model: model.resume(), is_refused=False),
     "update": _update(_OTHER, "keep"),
     "update abort": _update(_OTHER, "abort"),
     "update differs": _update(_OTHER, "keep", wrong=True),
     "update again": _update(FIRST, "keep", label=0),
-    "label": Call(lambda called, _: called.set_weight_version(3), lambda model: model.relabel(3)),
+    "label": Call(lambda called, _: called.set_weight_version(3), lambda model: model.relabel(3), merges=True),
     "sleep": _sleep(1),
     "sleep 2": _sleep(2),
     "wake": Call(lambda called, _: called.wake(), lambda model: model.wake(None, 0)),
-    "reset": Call(lambda called, _: called.reset_cache(), lambda _: ""),
-    "abort": Call(lambda called, _: _abort_all(called), lambda _: "", aborts=True),
+    "reset": Call(lambda called, _: called.reset_cache(), lambda _: "", is_refused=False),
+    "abort": Call(lambda called, _: _abort_all(called), lambda _: "", aborts=True, is_refused=False),
     "begin": Call(lambda called, _: called.begin_weight_update("keep"), lambda model: model.begin()),
     "end": Call(lambda called, _: called.end_weight_update(), lambda model: model.end("not")),
     "abandon": Call(lambda called, _: called.abandon_weight_update(), lambda model: model.abandon()),

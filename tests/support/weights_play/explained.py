@@ -110,14 +110,16 @@ def _gives(outcome: Outcome, order: tuple[int, ...], effects: tuple[Effect, ...]
 def _is_refused(outcome: Outcome, one: Made) -> bool:
     """Whether a call did nothing because it met another."""
     if one.result == "UpdateUnderWay":
-        return _met(outcome.made, one)
+        return CALLS[one.name].is_refused and _met(outcome.made, one)
     return one.result == "WeightsRejected" and _met(outcome.made, one, CALLS[one.name].ended_by)
 
 
 def _is_merged(outcome: Outcome, one: Made, before: list[Made]) -> bool:
     """Whether a call was one with an equal one that it met."""
-    return outcome.merges and any(
-        (other.name, other.result) == (one.name, one.result) and _met((other, one), other) for other in before
+    return (
+        outcome.merges
+        and CALLS[one.name].merges
+        and any((other.name, other.result) == (one.name, one.result) and _met((other, one), other) for other in before)
     )
 
 

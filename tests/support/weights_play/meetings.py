@@ -118,6 +118,9 @@ class _Play:
     def __init__(self, meeting: Meeting, stage: Stage, loop: _TurnLoop) -> None:
         self._meeting, self._stage, self._loop = meeting, stage, loop
         self._made: list[Made] = []
+        # of callbacks, which nobody awaits
+        self._problems: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, problem: self._problems.append(problem))
         self._at: dict[int, int] = {}
 
     async def play(self) -> Outcome:
@@ -154,6 +157,7 @@ class _Play:
             if request is not None:
                 self._check_request(await request)
             stage.check_idle()
+            assert not self._problems, self._problems
             return outcome
 
     async def _call(self, called: Generator, caller: int, first: int) -> None:

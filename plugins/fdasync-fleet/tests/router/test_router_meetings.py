@@ -49,9 +49,17 @@ def test_instances_take_two_changes_in_one_order(first: str, second: str, stage:
 
 
 def test_a_change_waits_for_a_join_that_its_caller_gave_up(stage: Opens) -> None:
-    for turn in range(0, 48, 3):
+    for turn in range(48):
         outcome = check(Meeting((("join", "update"),), (0,), cancels=((0, 0, turn),)), stage)
         assert outcome.made[1].result == ""
+
+
+def test_a_sleep_behind_a_wake_that_an_equal_sleep_met_still_comes(stage: Opens) -> None:
+    """It was one with the sleep before the wake, and all instances ran in the end."""
+    for turn in range(2, 12):
+        outcome = check(Meeting((("sleep",), ("wake", "sleep")), (0, turn), cancels=((1, 0, turn + 2),)), stage)
+        assert outcome.made[-1].result == ""
+        assert outcome.state.doing == "asleep"
 
 
 @pytest.mark.ci

@@ -244,7 +244,11 @@ class ControlPlane:
             # requests end by their own deadlines
             limit_s += self._config.request_deadline_s
         command = verb(Verbs.sleep, level, mode, named)
-        await self._make(command, lambda: self._fall_asleep(command, limit_s))
+        await self._settle()
+        while self._change is not None and name_of(self._change.command) == "sleep":
+            # as instances do it. An equal one counts, too: a wake may have come between them
+            await asyncio.wait([self._change.task])
+        await self._end_of(self._begin(command, self._fall_asleep(command, limit_s)))
 
     async def _fall_asleep(self, command: Any, limit_s: float) -> None:
         with self.wakes.falling_asleep(command.level, command.tags):
@@ -313,6 +317,7 @@ class ControlPlane:
         of them is in it."""
         if not isinstance(group, WeightsGroup):
             raise BadInput("group", f"{type(group).__name__} is no WeightsGroup")
+        await self._settle()
         asked: list[tuple[InstanceHandle, Any]] = []
         rank = group.rank
         for instance in sorted(self._table.up(), key=lambda instance: instance.address):
@@ -326,7 +331,6 @@ class ControlPlane:
             problem = f"ranks {group.rank} to {rank - 1} are needed of a group of {group.world_size}"
             hint = f"the instances have {rank - group.rank} workers, and the trainer is rank 0"
             raise BadInput("group.world_size", problem, hint=hint)
-        await self._settle()
         until = self._loop.time() + group.timeout_s
         change = self._begin(verb(Verbs.join_group, group), self._join(group, asked), until=until)
         try:
@@ -370,6 +374,7 @@ class ControlPlane:
     async def leave(self, name: Any) -> None:
         command = verb(Verbs.leave_group, name)
         check_whole("name", Call(0, command))
+        await self._settle()
         limit_s, change = self._config.command_s, self._change
         if change is not None and name_of(change.command) == "join_group" and change.command.group.name == name:
             # whoever leaves a group that is being joined ends that
@@ -528,7 +533,7 @@ class ControlPlane:
 
     async def _settle(self) -> None:
         """Wait for the end of a join that its caller has given up."""
-        if self._change is not None and self._change.task.cancelling():
+        if self._change is not None and (self._change.task.done() or self._change.task.cancelling()):
             # bounded by `command_s`: the instances leave
             await asyncio.wait([self._change.task])
 

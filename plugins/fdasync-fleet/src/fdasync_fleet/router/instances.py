@@ -59,7 +59,7 @@ class InstanceHandle:
         leaving: this router sends it no more requests.
         sessions: how often it came up.
         standing: of its weights among those of this router's instances; `stands` changes it.
-        why: it gets no requests, or this router has stopped using it; "" where `standing` says all.
+        why: the reason for its standing, for people; "" where that word says all.
         changed: its weights have changed since this process of it first came up.
         kept: it slept, or had no whole weights, when the others got some: it is not dropped, whatever keeps it from
             getting them, and the next whole update mends it.
