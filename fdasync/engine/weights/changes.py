@@ -81,7 +81,7 @@ class Changes:
     async def make(self, call: str, work: Work, *, leaves: bool = False) -> None:
         """Make the change of this call, and wait for its end. Raises what refuses the call, and what the change raises.
 
-        A caller who is cancelled stops waiting. `leaves`: then the change ends, and the caller waits for that.
+        A cancelled caller stops waiting. `leaves`: the change then ends, and the caller waits for its end.
         """
         self._control.check(call)
         if self._control.waits(call):
