@@ -28,6 +28,7 @@ class Call(NamedTuple):
         told: what the model says of it.
         aborts: it may end requests.
         ended_by: a call that ends this one with `WeightsRejected` where both meet.
+        undone_by: a call that ends this one, which then has done nothing, where both meet.
         cut: what it may have done when it was cancelled, beside all and nothing.
         merges: at a router, it may be one with an equal call that it meets.
         is_refused: it may be, where it meets another.
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     told: Callable[[WeightsModel], str]
     aborts: bool = False
     ended_by: str = ""
+    undone_by: str = ""
     cut: Callable[[WeightsModel], object] | None = None
     merges: bool = False
     is_refused: bool = True
@@ -58,7 +60,12 @@ def _update(number: int, mode: Any, *, label: int | None = None, wrong: bool = F
 
 def _pause(mode: Any) -> Call:
     return Call(
-        lambda called, _: called.pause(mode), lambda model: model.pause(mode), mode == "abort", is_refused=False
+        lambda called, _: called.pause(mode),
+        lambda model: model.pause(mode),
+        mode == "abort",
+        # a pause that waits is over with a resume
+        undone_by="resume" if mode == "wait" else "",
+        is_refused=False,
     )
 
 

@@ -7,11 +7,14 @@ none. Called by `meetings.py`.
 from __future__ import annotations
 
 from itertools import permutations, product
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from tests.support.weights_play.calls import CALLS
 from tests.support.weights_play.model import WeightsModel
 from tests.support.weights_play.play import FIRST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Effect = Literal["all", "nothing", "cut"]
 _EFFECTS: tuple[Effect, ...] = get_args(Effect)
@@ -71,10 +74,17 @@ def explained(outcome: Outcome) -> bool:
     for order in permutations(range(len(made))):
         if not _may_follow(made, order):
             continue
-        choices = [_EFFECTS if made[at].result == "cancelled" else _EFFECTS[:1] for at in order]
+        choices = [_effects_of(outcome, made[at]) for at in order]
         if any(_gives(outcome, order, effects) for effects in product(*choices)):
             return True
     return False
+
+
+def _effects_of(outcome: Outcome, one: Made) -> tuple[Effect, ...]:
+    if one.result == "cancelled":
+        return _EFFECTS
+    may_do_nothing = _is_undone(outcome, one) or _is_merged(outcome, one, outcome.made)
+    return ("all", "nothing") if may_do_nothing else ("all",)
 
 
 def _may_follow(made: tuple[Made, ...], order: tuple[int, ...]) -> bool:
@@ -98,8 +108,10 @@ def _gives(outcome: Outcome, order: tuple[int, ...], effects: tuple[Effect, ...]
         call = CALLS[one.name]
         if effect == "cut" and call.cut is not None:
             call.cut(model)
-        stands_alone = not _is_refused(outcome, one) and not _is_merged(outcome, one, before)
-        if effect == "all" and stands_alone and call.told(model) != one.result != "cancelled":
+        if effect == "all" and not _is_refused(outcome, one) and call.told(model) != one.result != "cancelled":
+            return False
+        is_undone = one.result == "cancelled" or _is_undone(outcome, one)
+        if effect == "nothing" and not is_undone and not _is_merged(outcome, one, before):
             return False
         before.append(one)
     if state_of(model) != outcome.state and outcome.lapses:
@@ -114,12 +126,20 @@ def _is_refused(outcome: Outcome, one: Made) -> bool:
     return one.result == "WeightsRejected" and _met(outcome.made, one, CALLS[one.name].ended_by)
 
 
-def _is_merged(outcome: Outcome, one: Made, before: list[Made]) -> bool:
-    """Whether a call was one with an equal one that it met."""
+def _is_undone(outcome: Outcome, one: Made) -> bool:
+    undone_by = CALLS[one.name].undone_by
+    return bool(undone_by) and _met(outcome.made, one, undone_by)
+
+
+def _is_merged(outcome: Outcome, one: Made, others: Sequence[Made]) -> bool:
+    """Whether a call may have been one with an equal call of these that it met."""
     return (
         outcome.merges
         and CALLS[one.name].merges
-        and any((other.name, other.result) == (one.name, one.result) and _met((other, one), other) for other in before)
+        and any(
+            other is not one and (other.name, other.result) == (one.name, one.result) and _met((other, one), other)
+            for other in others
+        )
     )
 
 

@@ -156,6 +156,8 @@ class _Play:
             await self._undo(called)
             if request is not None:
                 self._check_request(await request)
+                # blocks that were on their way to the host arrive
+                await asyncio.sleep(1.0)
             stage.check_idle()
             assert not self._problems, self._problems
             return outcome
