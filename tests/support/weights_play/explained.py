@@ -83,6 +83,9 @@ def explained(outcome: Outcome) -> bool:
 def _effects_of(outcome: Outcome, one: Made) -> tuple[Effect, ...]:
     if one.result == "cancelled":
         return _EFFECTS
+    if one.result == "WeightsRejected" and _is_refused(outcome, one):
+        # a join that a leave ended may have left the group that was joined before
+        return ("all", "cut")
     may_do_nothing = _is_undone(outcome, one) or _is_merged(outcome, one, outcome.made)
     return ("all", "nothing") if may_do_nothing else ("all",)
 
