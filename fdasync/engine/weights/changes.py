@@ -95,7 +95,7 @@ class Changes:
         except asyncio.CancelledError:
             if leaves:
                 made.stop("its caller went away")
-                # the caller's next call meets nothing of it; a second cancellation ends this wait
+                # the caller's next call meets nothing of it. Bounded by the change, and by a second cancellation
                 await asyncio.wait([made.task])
             raise
         self._take_end(made)

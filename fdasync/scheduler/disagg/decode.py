@@ -210,7 +210,7 @@ class DecodeSide:
         """
         before = now - self._rules.age_s
         first = self._queues.first_aged(before)
-        grants = not self._pausing.is_winding_down
+        grants = self._pausing.stage != "winding_down"
         held_for = None
         for lease in list(self._line):
             if grants and held_for is None and (first is None or lease.order < first) and self._grant(lease):

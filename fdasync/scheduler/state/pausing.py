@@ -38,10 +38,6 @@ class Pausing:
         """No steps are planned."""
         return self.stage in PAUSED
 
-    @property
-    def is_winding_down(self) -> bool:
-        return self.stage == "winding_down"
-
     def lets_begin(self, seq: Sequence) -> bool:
         """Whether the sequence may take blocks, and ask for a lease."""
         return self.stage == "running" or (self.stage == "winding_down" and seq.key in self._finishing)

@@ -246,7 +246,7 @@ class ControlPlane:
         command = verb(Verbs.sleep, level, mode, named)
         await self._settle()
         while self._change is not None and name_of(self._change.command) == "sleep":
-            # as instances do it. An equal one counts, too: a wake may have come between them
+            # as instances do it, also for an equal one: a wake may have come between them. Bounded by its `limit_s`
             await asyncio.wait([self._change.task])
         await self._end_of(self._begin(command, self._fall_asleep(command, limit_s)))
 
@@ -336,7 +336,7 @@ class ControlPlane:
         try:
             await self._end_of(change)
         except asyncio.CancelledError:
-            # whoever waits for these ranks must not wait for them any longer
+            # the other ranks of the group must not wait for these any longer
             change.task.cancel()
             raise
 
@@ -377,7 +377,7 @@ class ControlPlane:
         await self._settle()
         limit_s, change = self._config.command_s, self._change
         if change is not None and name_of(change.command) == "join_group" and change.command.group.name == name:
-            # whoever leaves a group that is being joined ends that
+            # the leave ends the join
             await self.all(command, limit_s)
         else:
             await self._make(command, lambda: self.all(command, limit_s))
