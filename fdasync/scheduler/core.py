@@ -669,4 +669,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
-        check(self._sequences.values(), self._parts, steps=bool(self._inflight), paused=self.pausing.paused)
+        check(self._sequences.values(), self._parts, steps=bool(self._inflight), stage=self.pausing.stage)

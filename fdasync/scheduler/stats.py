@@ -12,6 +12,7 @@ from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
 from fdasync.scheduler.drafts import NO_DRAFTS
 from fdasync.scheduler.state.config import SchedulerStats
+from fdasync.scheduler.state.pausing import PAUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fdasync.scheduler.disagg.decode import DecodeSide
     from fdasync.scheduler.disagg.prefill import PrefillSide
     from fdasync.scheduler.drafts import StepDrafts
+    from fdasync.scheduler.state.pausing import Stage
     from fdasync.scheduler.state.queues import SequenceQueues
     from fdasync.scheduler.state.sequence import Sequence
     from fdasync.scheduler.tiers.store_planner import StorePlanner
@@ -125,16 +127,18 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
     )
 
 
-def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: bool) -> None:
+def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, stage: Stage) -> None:
     """Raise InvariantBroken unless blocks, slots, pins, moves and queues agree, and every sequence waits for something.
 
     Args:
         sequences: the live ones.
         steps: some are in flight.
-        paused: no steps are planned.
+        stage: of a pause.
     """
     index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
     index.check()
+    if stage == "clear" and index.pool.num_free - index.reserved != index.pool.num_blocks:
+        raise InvariantBroken("blocks of a device are used, and its memory may be another program's")
     live = list(sequences)
     if drafts is not None:
         drafts.check(live)
@@ -176,5 +180,5 @@ def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: b
     hashing = any(seq.hashing for seq in live)
     moving = swap_planner.num_in_flight or store_planner.num_waits
     elsewhere = prefill_side.num_asked or prefill_side.num_out or decode_side.num_leases or index.lent
-    if live and not (steps or queues.tail or moving or hashing or paused or elsewhere):
+    if live and not (steps or queues.tail or moving or hashing or stage in PAUSED or elsewhere):
         raise InvariantBroken(f"{len(live)} sequences wait for nothing: the scheduler stalled")

@@ -64,7 +64,6 @@ class EndOfPlay:
             if self.scheduler.pausing.stage == "clear":
                 break
         assert self.scheduler.pausing.stage == "clear"
-        assert self.scheduler.stats().free_blocks == self.config.num_blocks
         self.runner.cells.clear()
         if resume:
             self.queue.append(ResumeRequested())

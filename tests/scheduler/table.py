@@ -33,6 +33,7 @@ from fdasync.events.catalog import (
     PauseRequested,
     RequestPrepared,
     ResumeRequested,
+    SleepRequested,
     StepDone,
     StopChecked,
     StopMatched,
@@ -149,6 +150,9 @@ class Table:
 
     def resume(self) -> ResumeRequested:
         return ResumeRequested(at=self.now)
+
+    def sleep(self) -> SleepRequested:
+        return SleepRequested(at=self.now)
 
     def reset(self) -> CacheResetRequested:
         return CacheResetRequested(at=self.now)

@@ -206,11 +206,12 @@ class DecodeSide:
         """Grant the leases that fit; returns the order of the first lease that has aged and does not fit.
 
         Leases in line and samples that wait for room here have one order: none passes an aged one. A pause that lets
-        requests end waits for every granted lease, so none is granted meanwhile, and no lease holds up the end.
+        requests end waits for every granted lease, so none is granted meanwhile, and no lease holds up the end. Nor is
+        one granted during a sleep: its blocks would have no device, and its samples would wait here for the wake.
         """
         before = now - self._rules.age_s
         first = self._queues.first_aged(before)
-        grants = self._pausing.stage != "winding_down"
+        grants = self._pausing.stage in ("running", "paused")
         held_for = None
         for lease in list(self._line):
             if grants and held_for is None and (first is None or lease.order < first) and self._grant(lease):

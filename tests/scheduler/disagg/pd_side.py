@@ -59,6 +59,9 @@ class Side(Ledger):
             self.scheduler.check()
             for action in actions:
                 self.perform(action)
+            if self.scheduler.pausing.stage == "clear":
+                # another program has the memory
+                self.runner.cells.clear()
 
     def perform(self, action: Any) -> None:
         if isinstance(action, RunStep):

@@ -283,7 +283,7 @@ class PdMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), resume=st.booleans())
     def sleep(self, data, resume):
-        """One side's blocks leave the device as soon as nothing is in flight; then its memory has other content."""
+        """One side's blocks leave the device as soon as nothing is in flight."""
         side = data.draw(st.sampled_from(self.world.sides))
         side.queue.append(SleepRequested())
         side.turn()
@@ -292,8 +292,6 @@ class PdMachine(RuleBasedStateMachine):
             side.queue.append(side.runner.complete())
             side.turn()
         self.turns()
-        if side.scheduler.pausing.stage == "clear":
-            side.runner.cells.clear()
         if resume:
             self.resume_one(side)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.events.actions import AnswerLease, AskLease, GiveUpLease, HandOver
+from fdasync.events.actions import AnswerLease, AskLease, DropLease, GiveUpLease, HandOver
 from tests.support.pd_table import PdTable, of, only
 
 A, B = range(10), range(500, 510)
@@ -211,3 +211,32 @@ def test_an_abort_ends_leased_samples_and_tells_the_other_side():
     assert [(end.key, end.reason) for end in turned.finishes] == [(1, "abort"), (2, "abort")]
     assert [(drop.group, drop.ended) for drop in table.dropped] == [(1, True), (2, True)]
     assert table.is_empty()
+
+
+# -- the decode side asleep
+
+
+def test_a_side_that_sleeps_grants_leases_when_it_goes_on():
+    table = PdTable(RULES)
+    table.turn(table.sleep())
+    # there is room for it, and another program has the memory
+    assert only(table.turn(table.lease(1, A, 3)), AnswerLease).verdict == "queued"
+    # another sleep before anything was woken
+    table.turn(table.sleep())
+    assert table.stats.reserved_blocks == 0
+    assert only(table.turn(table.resume()), AnswerLease).verdict == "granted"
+    table.arrive(1, A)
+    table.run()
+    assert table.finished[1].reason == "length"
+    assert table.is_empty()
+
+
+def test_a_side_that_falls_asleep_grants_no_lease_that_it_would_drop():
+    table = PdTable(RULES)
+    table.turn(table.request(9, B))
+    table.turn(table.sleep())
+    # the step in flight ends first
+    turned = table.turn(table.lease(1, A, 3))
+    assert only(turned, AnswerLease).verdict == "queued"
+    turned = table.turn(table.done())
+    assert only(turned, DropLease).group == turned.finish.key == 1
