@@ -126,6 +126,22 @@ def test_what_waits_to_be_written_is_not():
     assert table.is_empty()
 
 
+def test_what_is_computed_again_is_written_again_whatever_becomes_of_the_first_write():
+    table = make_table(write_through="all", prefill_tokens_per_s=1e9)
+    for key in (1, 2):
+        table.turn(table.request(key, A, 1))
+        table.turn(table.done())
+        (put,) = table.turn(table.copied()).puts
+        assert list(put.keys) == table.keys(A)
+        table.turn(*[table.looked_up() for _ in list(table.lookups)], table.reset())
+    # other blocks under the same identities: the store takes one of them, whole
+    first, second = table.puts.values()
+    assert not set(first.host) & set(second.host)
+    table.turn(table.stored(second.put_id), table.stored(first.put_id, "--"))
+    assert table.stats.writing == 0
+    assert table.is_empty()
+
+
 def test_routers_are_told_of_each_block_that_is_gone():
     table = Table(kv_events=True)
     turned = table.turn(table.request(1, A, 1))
