@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from fdasync_fleet.router.stats import InstanceStats, RouterStats
 
     from fdasync.engine.config import EngineConfig
-    from fdasync.engine.engine import Engine, EngineStats
+    from fdasync.engine.engine import Engine
     from fdasync.engine.stream import TokenStream
-    from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load, ModelFacts
+    from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load
     from fdasync.request import (
         Doing,
         GenerateOptions,
@@ -45,13 +45,15 @@ if TYPE_CHECKING:
         Usage,
         WeightSpan,
     )
+    from fdasync.runner.facts import ModelFacts
+    from fdasync.stats import EngineStats
 
 # the module of each name, in the order of docs/embed.md
 _HOMES = {
     # an engine
     "EngineConfig": "fdasync.engine.config",
     "Engine": "fdasync.engine.engine",
-    "EngineStats": "fdasync.engine.engine",
+    "EngineStats": "fdasync.stats",
     "TokenStream": "fdasync.engine.stream",
     # requests
     "GenerateOptions": "fdasync.request",
@@ -85,7 +87,7 @@ _HOMES = {
     "Generator": "fdasync.generator",
     "InstanceLoad": "fdasync.generator",
     "Load": "fdasync.generator",
-    "ModelFacts": "fdasync.generator",
+    "ModelFacts": "fdasync.runner.facts",
     # several instances: of fdasync-fleet
     "Instance": "fdasync_fleet.instance.instance",
     "RouterConfig": "fdasync_fleet.router.config",

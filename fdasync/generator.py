@@ -1,8 +1,9 @@
 """The face that an engine and a router share: code that takes a `Generator` runs on either.
 
 `Generator` declares methods only. `DeltaStream` and `Generation` are how a request is read on both: `engine/stream.py`
-and `fdasync_fleet/router/stream.py` add where deltas and results come from. `ModelFacts` and `Load` are what both tell
-of themselves. Knows neither `Engine` nor `Router`; both name `Generator` as a base, so mypy holds them to it.
+and `fdasync_fleet/router/stream.py` add where deltas and results come from. `Load` is how busy both say that they are;
+`facts.py` has what they tell of their model. Knows neither `Engine` nor `Router`; both name `Generator` as a base, so
+mypy holds them to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
-from fdasync.request import Doing, Numerics
+from fdasync.request import Doing
+from fdasync.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -33,92 +35,50 @@ if TYPE_CHECKING:
         WeightSource,
     )
     from fdasync.result import Delta, Result, Sample
+    from fdasync.runner.facts import ModelFacts
     from fdasync.telemetry.sight.sight import Watched
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The model behind a generator, and its limits. They stay the same from the start on, but for `weight_version`,
-    `num_instances`, and on a router `max_context_tokens`.
-
-    Attributes:
-        model: its name, for people.
-        model_path: checkpoint folder, as configured; "" where the runner needs none.
-        tokenizer: entry-point name in `fdasync.tokenizers` of the tokenizer that was made of `model_path`; "" without
-            one, and where an object was given instead.
-        takes_text: prompts may be text, and results have text.
-        dtype: dtype that the model computes in ("bfloat16"); "" where the runner does not tell.
-        kv_dtype: dtype of its KV.
-        numerics: "fixed": every number of a token depends on its prefix and the weights alone, to the last bit
-            (`EngineConfig.numerics`); else "default".
-        tensor_parallel: processes that compute each step together (`EngineConfig.tensor_parallel`); on a router 0:
-            instances may differ in it.
-        vocab_size: token ids are below it.
-        eos_ids: token ids that end a sample, sorted.
-        max_context_tokens: most tokens of a sample, prompt and output; on a router, of the instance that takes the
-            longest.
-        block_tokens: tokens of a KV block.
-        captures_routing: results have expert routing.
-        num_hidden_layers: of the model, dense ones included; 0 where the runner does not tell.
-        moe_layer_ids: hidden-layer numbers of the routing's rows; () where none is captured.
-        num_experts, top_k: of the routing; 0 where none is captured.
-        top_k_by_layer: where layers differ, else None.
-        aux: names of the other data that results have for each token, in order.
-        can_sleep: `sleep` can release memory; on a router: at every instance.
-        weight_version: the caller's label of the weights in use.
-        num_instances: engines that serve it: 1, or on a router the instances that it has a link to.
-    """
-
-    model: str
-    model_path: str
-    tokenizer: str
-    takes_text: bool
-    dtype: str
-    kv_dtype: str
-    numerics: Numerics
-    tensor_parallel: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    max_context_tokens: int
-    block_tokens: int
-    captures_routing: bool
-    num_hidden_layers: int
-    moe_layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    top_k_by_layer: tuple[int, ...] | None
-    aux: tuple[str, ...]
-    can_sleep: bool
-    weight_version: str
-    num_instances: int
-
-
 class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one instance of a router, as its latest heartbeat told it, with the requests of other routers.
+    """One instance of a router, as its latest heartbeat told it, with the requests of other routers.
 
     Attributes:
         name, role: from its handshake; "" before the first.
         address: the address that the router dials.
         is_up: whether there is a link to it; without one the numbers are the last that it sent.
-        running, waiting, used_tokens, capacity_tokens, doing, paused: as in `Load`; 0 and "running" before the first
-            heartbeat.
-        live: requests of this router that it serves.
+        problem: why there is no link, or why it gets no requests although there is one; else "".
+        doing: what it does, by its latest heartbeat or this router's last call.
+        stats: the numbers of its engine; None before the first heartbeat.
+        age_s: age of `stats`, in seconds.
+        live: requests of this router that it serves or prefills.
         weight_version: label of its weights.
-        problem: why it gets no requests although there is a link to it; "" where it gets some.
     """
 
     name: str
-    address: str
     role: str
+    address: str
     is_up: bool
-    running: int
-    waiting: int
-    live: int
-    used_tokens: int
-    capacity_tokens: int
+    problem: str
     doing: Doing
-    paused: bool
+    stats: EngineStats | None
+    age_s: float
+    live: int
     weight_version: str
-    problem: str = ""
+
+    @property
+    def running(self) -> int:
+        """Samples that hold KV blocks; 0 before the first heartbeat."""
+        return 0 if self.stats is None else self.stats.scheduler.running
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait to be computed; 0 before the first heartbeat."""
+        return 0 if self.stats is None else self.stats.scheduler.waiting
+
+    @property
+    def paused(self) -> bool:
+        """It plans no steps."""
+        return self.doing != "running"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,12 +35,12 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.errors": (), "fdasync.pd": (), "fdasync.routing": ()},
     {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
     {"fdasync.ipc.peers": ("fdasync.ipc.*",), "fdasync.request": ("fdasync.registry.mapping",)},
-    {"fdasync.telemetry.sight": ("fdasync.request",)},
+    {"fdasync.stats": ("fdasync.request",)},
+    {"fdasync.telemetry.sight": ("fdasync.request", "fdasync.stats")},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
-        "fdasync.events": ("fdasync.request", "fdasync.result"),
-        "fdasync.generator": ("fdasync.request", "fdasync.result", "fdasync.telemetry.sight.sight"),
+        "fdasync.events": ("fdasync.request", "fdasync.result", "fdasync.stats"),
     },
     {
         "fdasync.cache.store.file": (
@@ -63,6 +63,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
     {
+        "fdasync.generator": (
+            "fdasync.request", "fdasync.result", "fdasync.runner.facts", "fdasync.stats",
+            "fdasync.telemetry.sight.sight",
+        ),
         "fdasync.runner.synthetic": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.*",
@@ -98,13 +102,12 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.scheduler": (
             *_PURE_CACHE, "fdasync.drafting", "fdasync.events.*", "fdasync.scheduler.disagg.*",
-            "fdasync.scheduler.state.*", "fdasync.scheduler.tiers.*",
+            "fdasync.scheduler.state.*", "fdasync.scheduler.tiers.*", "fdasync.stats",
         ),
     },
     {
         "fdasync.telemetry.sight.recording": (
-            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.request", "fdasync.scheduler",
-            "fdasync.telemetry.sight.*",
+            "fdasync.cache.picks", "fdasync.events.catalog", "fdasync.stats", "fdasync.telemetry.sight.*",
         ),
     },
     {
@@ -113,7 +116,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.drafting",
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
-            "fdasync.result", "fdasync.runner.base", "fdasync.runner.chosen", "fdasync.runner.grammar_checks",
+            "fdasync.result", "fdasync.runner.base", "fdasync.runner.chosen", "fdasync.runner.facts",
+            "fdasync.runner.grammar_checks", "fdasync.stats",
             "fdasync.runner.group.*",
             "fdasync.runner.plugins", "fdasync.runner.prompt_scores", "fdasync.runner.shares",
             "fdasync.runner.worker.proxy", "fdasync.scheduler", "fdasync.scheduler.state.policy",
@@ -123,8 +127,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_fleet": (
             "fdasync.cache.aux", "fdasync.ipc.errors", "fdasync.ipc.remote", "fdasync.ipc.shared_memory",
-            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.prompt_scores",
-            "fdasync.telemetry.sight.sight",
+            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.facts",
+            "fdasync.runner.prompt_scores", "fdasync.stats", "fdasync.telemetry.sight.sight",
         ),
     },
     {
@@ -138,20 +142,23 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_fleet.instance": (
             *_ARENAS, "fdasync.cache.identity", "fdasync.cache.store.base", "fdasync.drafting", "fdasync.engine",
             "fdasync.engine.request_state", "fdasync.engine.tokenizer", "fdasync.events.*", "fdasync.ipc.*",
-            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync_fleet.*",
+            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.stats", "fdasync_fleet.*",
         ),
         "fdasync_fleet.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.request",
-            "fdasync.result", "fdasync.telemetry.sight.*", "fdasync_fleet.fields", "fdasync_fleet.link.*",
+            "fdasync.result", "fdasync.runner.facts", "fdasync.stats", "fdasync.telemetry.sight.*",
+            "fdasync_fleet.fields", "fdasync_fleet.link.*",
             "fdasync_fleet.messages", "fdasync_fleet.results", "fdasync_fleet.verbs",
         ),
-        "fdasync.telemetry": ("fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.telemetry.sight.*"),
+        "fdasync.telemetry": (
+            "fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.stats", "fdasync.telemetry.sight.*",
+        ),
     },
     {
         # the names of fleets are lazy
         "fdasync": (
-            "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result", "fdasync_fleet.instance.*",
-            "fdasync_fleet.router.*",
+            "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result", "fdasync.runner.facts",
+            "fdasync.stats", "fdasync_fleet.instance.*", "fdasync_fleet.router.*",
         ),
     },
     # embedders: they start engines, instances, stores and their parts
@@ -268,15 +275,15 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_fleet.cli": (
             "fdasync.cache.store.*", "fdasync.cli.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator",
-            "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.telemetry.*", "fdasync_fleet.*",
-            "fdasync_trainer", "fdasync_transformers",
+            "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.facts", "fdasync.stats",
+            "fdasync.telemetry.*", "fdasync_fleet.*", "fdasync_trainer", "fdasync_transformers",
         ),
     },
     {
         "fdasync_trainer.cli": (
             "fdasync.cli.common.*", "fdasync.engine.*", "fdasync.generator", "fdasync.request", "fdasync.result",
-            "fdasync.runner.*", "fdasync_fleet.cli.demo.*", "fdasync_fleet.cli.local.*", "fdasync_fleet.router.*",
-            "fdasync_trainer",
+            "fdasync.runner.*", "fdasync.stats", "fdasync_fleet.cli.demo.*", "fdasync_fleet.cli.local.*",
+            "fdasync_fleet.router.*", "fdasync_trainer",
         ),
     },
     # an app over the public names; its command starts instances as the command line does
@@ -286,7 +293,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.engine.tokenizer", "fdasync.ipc.child", "fdasync.ipc.deadlines", "fdasync.ipc.errors",
             "fdasync.ipc.remote", "fdasync.ipc.rpc", "fdasync.ipc.service", "fdasync_fleet.router.*",
             "fdasync.registry.*", "fdasync.request", "fdasync.telemetry.sight.*", "fdasync.telemetry.otel",
-            "fdasync.telemetry.vllm_names",
+            "fdasync.telemetry.stats_metrics", "fdasync.telemetry.vllm_names",
         ),
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 from fdasync_fleet.link.links import Links
 from fdasync_fleet.link.zmq_wire import ZmqWire
-from fdasync_fleet.messages import BlocksTaken, LeaseDrop, LeaseRequest, Shape, Wanted
+from fdasync_fleet.messages import BlocksTaken, Hello, LeaseDrop, LeaseRequest, Wanted
 
 from benchmarks.fleet.link_end import BLOCK_TOKENS, LINKS, MOST_LEASES, PROMPT_TOKENS, End
 from benchmarks.lib.arguments import at_least_one, parser_of
@@ -86,9 +86,9 @@ def wanted(caller: bytes, namespace: bytes, salt: str) -> Wanted:
     )
 
 
-async def measure_leases(address: str, shape: Shape, in_flight: int, count: int) -> list[float]:
+async def measure_leases(address: str, fits: Hello, in_flight: int, count: int) -> list[float]:
     """Milliseconds from question to grant, in order of size, of `count` leases after a tenth as many to warm up."""
-    asker = End(shape)
+    asker = End(fits)
     links = Links(ZmqWire(), asker, LINKS)
     loop = asyncio.get_running_loop()
     spent: list[float] = []
@@ -138,8 +138,8 @@ def main() -> None:
             for in_flight, most in LEASES.items():
                 count = max(int(most * args.messages / 300_000), 20)
                 with Child("benchmarks.fleet.link_end", address, "leases") as other:
-                    shape = msgspec.json.decode(other.line(), type=Shape)
-                    spent[in_flight].append(uvloop.run(measure_leases(address, shape, in_flight, count)))
+                    fits = msgspec.json.decode(other.line(), type=Hello)
+                    spent[in_flight].append(uvloop.run(measure_leases(address, fits, in_flight, count)))
     report.add("link_msgs_per_s", rates, aim=AIMS["link_msgs_per_s"])
     for in_flight, runs in spent.items():
         for part in (50, 99):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
-from fdasync_fleet.instance.instance import Instance, shape_of
+from fdasync_fleet.instance.instance import Instance
 from fdasync_fleet.link.links import Links
 from fdasync_fleet.link.session import LinkConfig
 from fdasync_fleet.link.zmq_wire import ZmqWire
-from fdasync_fleet.messages import PROTOCOL, Heartbeat, Hello, LeaseAnswer, Message, Shape
+from fdasync_fleet.messages import PROTOCOL, Heartbeat, Hello, LeaseAnswer, Message
 
 from benchmarks.lib.child import stay
 from fdasync.engine.config import EngineConfig
@@ -42,7 +42,7 @@ class End:
     """An owner of links that plays a prefill instance, or any process that takes messages.
 
     Args:
-        shape: of the instance that it plays.
+        fits: the handshake of an instance that it fits.
 
     Attributes:
         namespace: of the peer's weights.
@@ -50,13 +50,13 @@ class End:
             turn later.
     """
 
-    def __init__(self, shape: Shape | None = None) -> None:
+    def __init__(self, fits: Hello | None = None) -> None:
         self.namespace = b""
         self.granted: dict[str, asyncio.Future[tuple[float, LeaseAnswer]]] = {}
-        self._shape = shape
+        self._fits = fits or Hello(PROTOCOL, "end", "prefill", "")
 
     def hello(self) -> Hello:
-        return Hello(PROTOCOL, "end", "prefill", "", self._shape)
+        return msgspec.structs.replace(self._fits, name="end", role="prefill", address="", sources=())
 
     def check(self, hello: Hello) -> None:
         self.namespace = hello.namespace
@@ -105,11 +105,11 @@ async def take_messages(address: str) -> None:
 
 
 async def grant_leases(address: str) -> None:
-    """The line that it prints is the instance's shape, which the asker has to have, too."""
+    """The line that it prints is the instance's handshake, which the asker has to fit."""
     async with Instance(decode_config(), listen=address) as instance:
         # as `fdasync serve` does
         settle()
-        await stay(msgspec.json.encode(shape_of(instance.engine.capacity)).decode())
+        await stay(msgspec.json.encode(instance.hello()).decode())
 
 
 if __name__ == "__main__":

@@ -21,13 +21,11 @@ from fdasync_fleet.messages import (
     PROTOCOL,
     Abort,
     Call,
-    Facts,
     Heartbeat,
     Hello,
     Piece,
     Progress,
     Reply,
-    Shape,
     Standing,
     Status,
     Submit,
@@ -38,6 +36,8 @@ from fdasync.cache.identity import block_keys, root_key
 from fdasync.errors import PeerRefused, PeerUnreachable
 from fdasync.events.actions import TellBlocks
 from fdasync.result import CachedTokens, Sample, WeightSpan
+from fdasync.runner.facts import ModelFacts
+from fdasync.stats import EngineStats, SchedulerStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,10 +57,11 @@ BLOCK_TOKENS = 16
 NUM_BLOCKS = 20_000
 MAX_REQUESTS = 256
 MAX_STEP_TOKENS = 8192
-SHAPE = Shape(
-    bytes(16), "layout", "bfloat16", BLOCK_TOKENS, 2 * 48 * 4 * 128 * 2 * BLOCK_TOKENS, (), VOCAB_SIZE, (), False, b""
-)
-FACTS = Facts("m", VOCAB_SIZE, 32_768, NUM_BLOCKS, (), 0, None, "", "", MAX_STEP_TOKENS, "0", MAX_REQUESTS)
+FACTS = ModelFacts(
+    model="m", vocab_size=VOCAB_SIZE, eos_ids=(), max_context_tokens=32_768, block_tokens=BLOCK_TOKENS,
+    num_blocks=NUM_BLOCKS, block_nbytes=2 * 48 * 4 * 128 * 2 * BLOCK_TOKENS, kv_layout="layout", kv_dtype="bfloat16",
+    max_step_tokens=MAX_STEP_TOKENS, max_requests=MAX_REQUESTS,
+)  # fmt: skip
 
 
 def decode_s(running: int) -> float:
@@ -70,7 +71,7 @@ def decode_s(running: int) -> float:
 
 def hello_of(name: str, address: str) -> Hello:
     """The handshake of an instance."""
-    return Hello(PROTOCOL, name, "mixed", address, SHAPE, (), NAMESPACE, FACTS)
+    return Hello(PROTOCOL, name, "mixed", address, namespace=NAMESPACE, facts=FACTS, namespace_base=bytes(16))
 
 
 class _Request:
@@ -141,7 +142,11 @@ class StandIn:
         used = sum([len(one.keys) for one in self._running.values()])
         queued = sum([one.left for one in self._waiting.values()])
         free = max(NUM_BLOCKS - used, 0)
-        return Heartbeat((), Status("running", len(self._waiting), queued, len(self._running), 0, free, NUM_BLOCKS))
+        told = SchedulerStats(
+            waiting=len(self._waiting), queued_tokens=queued, running=len(self._running), free_blocks=free,
+            used_blocks=NUM_BLOCKS - free,
+        )  # fmt: skip
+        return Heartbeat((), Status(EngineStats(scheduler=told)))
 
     def on_up(self, peer: Peer) -> None:
         self._kv_events.add(peer)

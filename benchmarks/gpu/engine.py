@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu.scale import Scale
     from benchmarks.lib.parts import Parts
-    from fdasync.scheduler.state.config import SchedulerStats
+    from fdasync.stats import SchedulerStats
 
 # decode steps at the head of a round that the steady rate leaves out, at most
 _EDGE = 8

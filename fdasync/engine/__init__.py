@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
-    from fdasync.engine.engine import Engine, EngineStats
+    from fdasync.engine.engine import Engine
 
-_HOMES = {"Engine": "engine", "EngineConfig": "config", "EngineStats": "engine"}
+_HOMES = {"Engine": "engine", "EngineConfig": "config"}
 
-__all__ = ["Engine", "EngineConfig", "EngineStats"]
+__all__ = ["Engine", "EngineConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,6 @@ from functools import partial, wraps
 from random import Random
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-import msgspec
-
-from fdasync.cache.aux import ROUTING
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
@@ -35,12 +32,10 @@ from fdasync.errors import (
     TaskCancelled,
 )
 from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
-from fdasync.events.tap import TapStats
-from fdasync.generator import Generation, Generator, Load, ModelFacts
+from fdasync.generator import Generation, Generator, Load
 from fdasync.ipc.deadlines import Within
 from fdasync.ipc.home_loop import check_loop
 from fdasync.request import (
-    Doing,
     ask_of,
     check_name,
     check_pause_mode,
@@ -48,8 +43,9 @@ from fdasync.request import (
     checked_profile_s,
     checked_sleep,
 )
-from fdasync.scheduler import SchedulerStats
-from fdasync.telemetry.sight.recording.engine_sights import EngineSights, Numbers
+from fdasync.runner.facts import ModelFacts
+from fdasync.stats import EngineStats, cut
+from fdasync.telemetry.sight.recording.engine_sights import EngineSights
 from fdasync.telemetry.sight.sight import Watched
 
 if TYPE_CHECKING:
@@ -68,6 +64,7 @@ if TYPE_CHECKING:
     from fdasync.events.trace import TraceRing
     from fdasync.ipc.peers.blocks import PeerBlocks
     from fdasync.request import (
+        Doing,
         GenerateOptions,
         MemoryPart,
         PauseMode,
@@ -90,6 +87,7 @@ _LATENESS_PERIOD_S = 0.1
 _HELD_UP_S = 0.05
 
 EngineState = Literal["new", "starting", "running", "draining", "closing", "closed", "failed"]
+_ENDS = ("draining", "closing", "closed", "failed")
 
 
 class Shared(NamedTuple):
@@ -115,43 +113,6 @@ class Shared(NamedTuple):
     capacity: Callable[[], Capacity]
     namespace: Callable[[], bytes]
     fail: Callable[[BaseException], None]
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of an engine.
-
-    Attributes:
-        state: what the engine does: "running" takes requests, "draining" lets live ones end.
-        live: samples inside.
-        waiting_for_place: requests that wait until fewer samples than `max_requests` are live.
-        steps_in_flight: launched and not completed.
-        doing: in one word, whether it plans steps, and why not (`request.Doing`).
-        updating: a weight update is under way.
-        reloadable: a wake can load the weights in use again after a sleep has dropped them: they came from a checkpoint
-            folder, with at most 64 deltas since.
-        released: the parts of the device's memory that a sleep has released ("weights", "kv_cache", "cuda_graph").
-        loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
-        scheduler: what the scheduler counts.
-        refused_writes: blocks that the store did not take.
-        refused_why: the store's words about the latest refusal, e.g. how much room it needs and how much there is.
-        store_problem: why the store is left alone for now; "" while it is used, and where there is none.
-        taps: the taps that the configuration names.
-    """
-
-    state: EngineState
-    live: int
-    waiting_for_place: int
-    steps_in_flight: int
-    doing: Doing
-    updating: bool
-    loop_late_max_s: float
-    scheduler: SchedulerStats
-    reloadable: bool
-    released: tuple[str, ...] = ()
-    refused_writes: int = 0
-    refused_why: str = ""
-    store_problem: str = ""
-    taps: tuple[TapStats, ...] = ()
 
 
 P = ParamSpec("P")
@@ -325,23 +286,9 @@ class Engine(Generator):
         self._weights = Weights(self.config, runtime, preparer, self._fail, check, self._weights_changed)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
         layers, now = runtime.capacity.moe_layer_ids, asyncio.get_running_loop().time()
-        self._sights = EngineSights(self._numbers, lambda: runtime.picks, layers, now)
-
-    def _numbers(self) -> Numbers:
-        runtime, frontend, weights = self._runtime, self._inside(), self.weights
-        assert runtime.driver is not None
-        taps = runtime.taps.stats()
-        return Numbers(
-            stats=runtime.driver.scheduler.stats(),
-            doing=weights.control.doing,
-            version=weights.state.version,
-            namespace=runtime.namespace,
-            waiting_for_place=frontend.num_waiting,
-            steps_in_flight=runtime.driver.steps_in_flight,
-            live_tokens=sum([len(one.tokens) for request in runtime.processor.requests() for one in request.samples]),
-            store_problem=runtime.store_problem,
-            tap_problem="; ".join([f"{tap.name}: {tap.problem}" for tap in taps if tap.problem]),
-            dropped_events=sum([tap.dropped for tap in taps]),
+        weights = self._weights.state
+        self._sights = EngineSights(
+            self.stats, lambda: (runtime.namespace, weights.version), lambda: runtime.picks, layers, now
         )
 
     def _request_ended(self, request: RequestState) -> None:
@@ -740,54 +687,38 @@ class Engine(Generator):
 
     def stats(self) -> EngineStats:
         """Gauges and counters, now. Raises EngineClosed before the start."""
-        frontend, driver = self._inside(), self._runtime.driver
+        frontend, runtime = self._inside(), self._runtime
+        driver, control = runtime.driver, self.weights.control
         assert driver is not None
-        late, self._late_max_s = self._late_max_s, 0.0
-        refused, why = self._runtime.refused_writes
-        control = self.weights.control
+        refused, why = runtime.refused_writes
         return EngineStats(
-            state=self.state,
+            state=self.state if self.state in _ENDS else control.doing,  # type: ignore[arg-type]  # one of `_ENDS`
             live=frontend.num_live,
+            live_tokens=sum([len(one.tokens) for request in runtime.processor.requests() for one in request.samples]),
             waiting_for_place=frontend.num_waiting,
             steps_in_flight=driver.steps_in_flight,
-            doing=control.doing,
             updating=control.updating,
-            loop_late_max_s=late,
-            scheduler=driver.scheduler.stats(),
             reloadable=bool(self.weights.state.sources),
             released=control.released,
+            loop_late_max_s=self._late_max_s,
             refused_writes=refused,
-            refused_why=why,
-            store_problem=self._runtime.store_problem,
-            taps=self._runtime.taps.stats(),
+            refused_why=cut(why),
+            store_problem=cut(runtime.store_problem),
+            scheduler=driver.scheduler.stats(),
+            taps=runtime.taps.stats(),
         )
 
     def facts(self) -> ModelFacts:
         capacity, runtime = self.capacity, self._runtime
-        names = [spec.name for spec in capacity.aux_specs]
-        return ModelFacts(
-            model=capacity.model,
-            model_path=self.config.model,
-            tokenizer=runtime.tokenizer_name,
-            takes_text=runtime.tokenizer is not None,
-            dtype=capacity.dtype,
-            kv_dtype=capacity.kv_dtype,
-            numerics=capacity.numerics,
-            tensor_parallel=capacity.tensor_parallel,
-            vocab_size=capacity.vocab_size,
+        return ModelFacts.of(
+            capacity,
             eos_ids=tuple(sorted(capacity.eos_ids)),
-            max_context_tokens=capacity.max_context_tokens,
-            block_tokens=capacity.block_tokens,
-            captures_routing=ROUTING in names,
-            num_hidden_layers=capacity.num_hidden_layers,
-            moe_layer_ids=capacity.moe_layer_ids,
-            num_experts=capacity.num_experts,
-            top_k=capacity.top_k,
-            top_k_by_layer=capacity.top_k_by_layer,
-            aux=tuple([name for name in names if name != ROUTING]),
-            can_sleep=not capacity.no_sleep,
+            tokenizer=runtime.tokenizer_name,
+            model_path=self.config.model,
+            takes_text=runtime.tokenizer is not None,
+            max_step_tokens=self.config.max_step_tokens,
+            max_requests=self.config.max_requests,
             weight_version=self.weights.state.version,
-            num_instances=1,
         )
 
     def load(self) -> Load:
@@ -800,7 +731,7 @@ class Engine(Generator):
             running=stats.running,
             waiting=stats.waiting + frontend.num_waiting,
             live=len(frontend.requests()),
-            used_tokens=(stats.num_blocks - stats.free_blocks - stats.idle_blocks) * size,
+            used_tokens=stats.used_blocks * size,
             capacity_tokens=stats.num_blocks * size,
             doing=doing,
             paused=doing != "running",
@@ -821,10 +752,7 @@ class Engine(Generator):
             raise EngineFailed(self._failure)
         self._inside()
         assert self._sights is not None
-        sight = self._sights.sight(since, past_picks=past_picks)
-        if self.state in ("draining", "closing", "closed"):
-            sight = msgspec.structs.replace(sight, state=self.state)
-        return sight
+        return self._sights.sight(since, past_picks=past_picks)
 
     async def watch(self) -> tuple[Watched, ...]:
         """See `Generator.watch`: the engine alone. It waits for nothing."""

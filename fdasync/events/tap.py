@@ -14,6 +14,7 @@ import msgspec
 
 from fdasync.errors import INTERRUPTS, DeadlineExceeded
 from fdasync.events.catalog import TapFailed
+from fdasync.stats import TapStats, cut
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -57,25 +58,6 @@ class Tap(ABC):
         on. When it has not returned by the engine's close deadline, the engine cancels it, and waits a second more for
         its end.
         """
-
-
-class TapStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One tap of an engine's configuration.
-
-    Attributes:
-        name: in the configuration.
-        delivered: events that the tap took.
-        dropped: events that the tap lost because too many waited.
-        pending: events that wait for the tap now.
-        problem: the error that ended the tap, or that it did not end when it was cancelled; "" while it runs, and when
-            it ended by itself.
-    """
-
-    name: str
-    delivered: int
-    dropped: int
-    pending: int
-    problem: str
 
 
 class TapTasks:
@@ -145,7 +127,7 @@ class TapTasks:
                     delivered=events.delivered,
                     dropped=events.dropped,
                     pending=events.pending,
-                    problem="" if name not in self.failures else self.failures[name].problem,
+                    problem="" if name not in self.failures else cut(self.failures[name].problem),
                 )
                 for name, events in self._subscriptions.items()
             ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.snapshots import StateSpec, snapshot_nbytes
@@ -33,6 +32,7 @@ from fdasync.request import Grammar, GroupTensors, MemoryPart, Numerics, Weights
 from fdasync.request import TensorMeta as TensorMeta
 from fdasync.result import TopLogprobs
 from fdasync.runner.chosen import ChosenRows, ChosenShape
+from fdasync.runner.facts import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,85 +83,38 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int | None = None
 
 
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded and profiled runner offers the engine.
+class Capacity(Facts, frozen=True, kw_only=True):
+    """What a loaded and profiled runner offers the engine: what `Facts` tell, and what the engine alone has to know.
 
     Attributes:
-        model: name for people.
-        fingerprint: hex digest of all that KV depends on, except the weights (architecture, config).
+        fingerprint: hex digest of all that KV depends on, except the weights (architecture, config); of the whole
+            model, whatever `tensor_parallel` is, as `weights_id` is.
         weights_id: hex XXH3-128 over the tensor bytes as loaded (docs/design.md, rule 1).
-        vocab_size, eos_ids: of the model; sampled ids are below vocab_size.
-        max_context_tokens: most tokens of one sequence, prompt and output.
-        block_tokens, num_blocks: of the KV cache that `bind` will allocate.
-        block_nbytes: of one block over all layers.
-        kv_layout, kv_dtype: names; blocks of other layouts or dtypes are never mixed.
-        aux_specs: all data that each step writes per token (`AuxArena.scatter`), among them the routing where it is
-            captured.
         state_specs: the recurrent state of a sequence, part by part; empty for a model that has KV alone. Its blocks
             carry snapshots of it, and a sequence starts behind cached tokens only from one (`SeqStart.snapshot`).
         num_snapshots: places of snapshots on the device that `bind` will allocate, beside a live state for each of
             `max_running` sequences.
         state_every_tokens: the engine's: sequences take snapshots at its multiples, and stores keep these snapshots.
-        moe_layer_ids: hidden-layer numbers of the routing's rows.
-        num_hidden_layers: of the model, dense ones included; 0: not told.
-        num_experts, top_k: of the routing.
-        top_k_by_layer: where layers differ (docs/design.md, rule 3), else None.
-        tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
         max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more, or
             less.
         drafter: name of the runner's own drafter ("mtp"), which drafts as many tokens as `RunStep.own_drafts` says, and
             whose drafts each step tells (`StepOutput.own_drafts`); "": it has none, or does not tell.
-        grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
-        scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         chosen: what the model's indexers choose for a token, where steps write it to memory that they are lent
             (`Runner.lend`); None: they do not, or there are none.
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
             blocks, against fetching them from a store, until steps give a better figure.
-        routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
-        dtype: that the model computes in ("bfloat16"); "": not told.
-        tensor_parallel: how many ranks compute each step, as `RunnerLimits` asked; all that is told of blocks
-            (`block_nbytes`, `kv_layout`, `fingerprint`, `weights_id`) is of the whole model and does not depend on it.
-        numerics: what the runner promises of its numbers. "fixed" only where `RunnerLimits` asked for it and every
-            path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
-            by itself, with a ConfigError that says which part of the model stands in the way.
-        sum_slices: of fixed numerics, as `RunnerLimits` asked: with them the numbers do not depend on the ranks.
-        no_sleep: why the runner cannot release its memory (`Runner.release_memory`); "": it can.
         notes: for people, such as special cases in force.
     """
 
-    model: str
     fingerprint: str
     weights_id: str
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    max_context_tokens: int
-    block_tokens: int
-    num_blocks: int
-    block_nbytes: int
-    kv_layout: str
-    kv_dtype: str
-    aux_specs: tuple[AuxSpec, ...] = ()
     state_specs: tuple[StateSpec, ...] = ()
     num_snapshots: int = 0
     state_every_tokens: int = 0
-    moe_layer_ids: tuple[int, ...] = ()
-    num_hidden_layers: int = 0
-    num_experts: int = 0
-    top_k: int = 0
-    top_k_by_layer: tuple[int, ...] | None = None
-    tokenizer: str = ""
     max_run_tokens: int = 1
     drafter: str = ""
-    grammars: bool = False
-    scores_prompts: bool = False
     chosen: ChosenShape | None = None
     prefill_tokens_per_s: float = 0.0
-    routing_debug: bool = False
-    dtype: str = ""
-    tensor_parallel: int = 1
-    numerics: Numerics = "default"
-    sum_slices: int = 1
-    no_sleep: str = "this runner cannot release its memory"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -62,8 +62,9 @@ if TYPE_CHECKING:
 
     from fdasync.drafting import Drafter
     from fdasync.events.actions import FinishReason
-    from fdasync.scheduler.state.config import SchedulerConfig, SchedulerStats
+    from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.policy import Policy
+    from fdasync.stats import SchedulerStats
 
 _NEVER = float("inf")
 

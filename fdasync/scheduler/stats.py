@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fdasync.cache.snapshots import SnapshotPool
 from fdasync.errors import InvariantBroken
 from fdasync.scheduler.drafts import NO_DRAFTS
-from fdasync.scheduler.state.config import SchedulerStats
 from fdasync.scheduler.state.pausing import PAUSED
+from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,14 +63,15 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
     """Counters since the start, gauges of now."""
     index, queues, swap_planner, store_planner, prefill_side, decode_side, drafts = parts
     pool, snapshots = index.pool, index.pool.snapshots or SnapshotPool(0)
+    device_hits, host_hits, store_hits = counters.hits
     drafted, own = (NO_DRAFTS, NO_DRAFTS) if drafts is None else (drafts.counters, drafts.own_counters)
     return SchedulerStats(
         waiting=len(queues.waiting),
         running=queues.num_running + len(queues.tail),
         steps=queues.done_step + 1,
-        free_blocks=pool.num_free,
+        used_blocks=pool.num_blocks - index.num_idle - pool.num_free,
         idle_blocks=index.num_idle,
-        num_blocks=pool.num_blocks,
+        free_blocks=pool.num_free,
         preemptions=queues.preemptions,
         evictions=index.evictions,
         finished=counters.finished,
@@ -78,12 +79,12 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         dropped_tokens=counters.dropped,
         late_aborts=counters.late_aborts,
         prompt_tokens=counters.prompt_tokens,
-        hit_tokens=sum(counters.hits),
-        hit_tokens_host=counters.hits[1],
-        hit_tokens_store=counters.hits[2],
-        num_slots=pool.num_slots,
+        hit_tokens_device=device_hits,
+        hit_tokens_host=host_hits,
+        hit_tokens_store=store_hits,
+        used_slots=pool.num_slots - pool.num_free_slots,
         free_slots=pool.num_free_slots,
-        num_host_blocks=pool.num_host_blocks,
+        used_host_blocks=pool.num_host_blocks - pool.num_host_free,
         free_host_blocks=pool.num_host_free,
         host_evictions=index.host_evictions,
         swapped_in_blocks=swap_planner.in_blocks,
@@ -116,9 +117,9 @@ def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paus
         own_drafted_tokens=own.drafted,
         own_accepted_tokens=own.accepted,
         own_drafting_steps=own.steps,
-        num_snapshots=snapshots.num_places,
+        used_snapshots=snapshots.num_places - snapshots.num_free,
         free_snapshots=snapshots.num_free,
-        num_host_snapshots=snapshots.num_host_places,
+        used_host_snapshots=snapshots.num_host_places - snapshots.num_host_free,
         free_host_snapshots=snapshots.num_host_free,
         taken_snapshots=snapshots.taken,
         resumed_snapshots=snapshots.resumed,

@@ -4,12 +4,9 @@
         port = await metrics.serve(9400)  # http://127.0.0.1:9400/metrics
 
 A tap is a subscription behind a bounded queue: it never holds up the engine, and counts the events that it lost.
-Numbers that the engine counts (tokens, blocks, hits, steps) are read from `engine.stats()` at the scrape and are exact;
-`event_metrics.py` counts what only events tell (latencies, calls to the store). One registry per tap, no thread, no
-module state: two engines do not meet. docs/metrics.md explains every metric.
-
-A scrape reads `engine.stats()`, whose `loop_late_max_s` begins anew with each reader. Watch
-`fdasync_loop_held_up_seconds` instead, which every reader sees whole.
+Numbers that the engine counts (tokens, blocks, hits, steps) are read from `engine.stats()` at the scrape and are exact
+(`stats_metrics.py`); `event_metrics.py` counts what only events tell (latencies, calls to the store). One registry per
+tap, no thread, no module state: two engines do not meet. docs/metrics.md explains every metric.
 
 Knows the engine by its public methods only. Made by users and by `fdasync serve`; `metrics_http.py` has the endpoint.
 """
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -26,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from fdasync.errors import ConfigError, FdasyncError
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.metrics_http import ScrapeServer
-from fdasync.telemetry.sight.sight import State
+from fdasync.telemetry.stats_metrics import LABELS, stats_metrics
 from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
@@ -37,50 +34,7 @@ if TYPE_CHECKING:
     from fdasync.engine import Engine
     from fdasync.events.bus import Subscription
 
-# the values of a metric's own labels
-K = TypeVar("K", bound=tuple[str, ...])
-
-STATES: Final[tuple[str, ...]] = get_args(State)
 BREAKER_STATES: Final = {"closed": 0, "half_open": 1, "open": 2}
-
-# one number of `EngineStats` or of `SchedulerStats`: the metric's name, its text, the field
-_ENGINE_GAUGES = (
-    ("fdasync_requests_waiting_for_place", "Requests that wait for a place.", "waiting_for_place"),
-    ("fdasync_samples_live", "Samples inside the engine.", "live"),
-    ("fdasync_steps_in_flight", "Steps launched and not done.", "steps_in_flight"),
-)
-_SCHEDULER_GAUGES = (
-    ("fdasync_paused", "1 while no steps are planned.", "paused"),
-    ("fdasync_samples_running", "Samples that steps compute.", "running"),
-    ("fdasync_samples_waiting", "Samples that wait to be computed.", "waiting"),
-    ("fdasync_swaps_in_flight", "Copies between device and host, now.", "moving"),
-    ("fdasync_store_writing_blocks", "Blocks being written, or queued for it.", "writing"),
-    ("fdasync_store_waits", "Lookups and fetches in flight.", "waiting_for_store"),
-    ("fdasync_store_late_transfers_held", "Late transfers that hold blocks.", "late_transfers"),
-    ("fdasync_samples_leased", "Samples that other instances prefill for this one.", "leased"),
-    ("fdasync_hand_offs", "Requests on their way to other instances.", "hand_offs"),
-)
-_SCHEDULER_COUNTERS = (
-    ("fdasync_steps_total", "Steps that were planned.", "steps"),
-    ("fdasync_preemptions_total", "Samples that gave their blocks up.", "preemptions"),
-    ("fdasync_late_aborts_total", "Aborts of samples that had ended.", "late_aborts"),
-    ("fdasync_prompt_tokens_total", "Prompt tokens of admitted samples.", "prompt_tokens"),
-    ("fdasync_generated_tokens_total", "Tokens that were sampled.", "generated_tokens"),
-    ("fdasync_overrun_tokens_total", "Tokens sampled after a sample's end, and dropped.", "dropped_tokens"),
-    ("fdasync_store_fetched_blocks_total", "Blocks that came from the store in time.", "fetched_blocks"),
-    ("fdasync_store_late_fetched_blocks_total", "Blocks that came from the store too late.", "late_fetched_blocks"),
-    ("fdasync_store_written_blocks_total", "Blocks that the store took.", "written_blocks"),
-    ("fdasync_store_dropped_writes_total", "Blocks that were not kept or written.", "dropped_writes"),
-    ("fdasync_store_forgotten_blocks_total", "Blocks that the store should have had.", "forgotten_blocks"),
-    ("fdasync_store_fetch_cut_offs_total", "Waits for the store that ended at their bound.", "fetch_cut_offs"),
-    ("fdasync_received_blocks_total", "Blocks that came from other instances.", "received_blocks"),
-)
-# of an engine that drafts, and of a runner that does: their names in `SchedulerStats`
-_DRAFTER_COUNTERS = (
-    ("fdasync_drafted_tokens_total", "Drafts that the runner forwarded.", "drafted_tokens"),
-    ("fdasync_accepted_tokens_total", "Drafts that equalled the sampled token.", "accepted_tokens"),
-    ("fdasync_drafting_steps_total", "Steps that had drafts.", "drafting_steps"),
-)
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _TURN_EVENTS = 256
@@ -187,17 +141,23 @@ class PrometheusTap:
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, now. Called by the registry, on the engine's loop."""
-        yield from self._from_stats()
+        yield from stats_metrics(self._common, [(self._values, self._engine.stats())])
         for family in self._told.families:
             yield family.export(self._common, self._values)
         yield from self._under_vllms_names()
-        states = {(store,): BREAKER_STATES[state] for store, state in self._told.breakers.items()}
         text = "0: the store is used, 1: it is tried, 2: it is left alone."
-        yield self._gauge("fdasync_store_breaker_state", text, states, "store")
+        breakers = GaugeMetricFamily("fdasync_store_breaker_state", text, labels=(*self._common, "store"))
+        for store, state in self._told.breakers.items():
+            breakers.add_metric((*self._values, store), BREAKER_STATES[state])
+        yield breakers
         assert self._events is not None
-        yield self._counter("fdasync_tap_events_total", "Events that this tap counted.", {(): self._events.delivered})
-        text = "Events that this tap lost, being slow."
-        yield self._counter("fdasync_tap_dropped_events_total", text, {(): self._events.dropped})
+        for name, text, count in (
+            ("fdasync_tap_events_total", "Events that this tap counted.", self._events.delivered),
+            ("fdasync_tap_dropped_events_total", "Events that this tap lost, being slow.", self._events.dropped),
+        ):
+            counter = CounterMetricFamily(name, text, labels=self._common)
+            counter.add_metric(self._values, count)
+            yield counter
 
     def _under_vllms_names(self) -> Iterator[Metric]:
         try:
@@ -209,83 +169,10 @@ class PrometheusTap:
         facts = self._engine.facts()
         yield from vllm_metrics([("engine", sight)], facts.model, facts.block_tokens, common)
 
-    def _from_stats(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        numbers = stats.scheduler
-        for name, text, field in _ENGINE_GAUGES:
-            yield self._gauge(name, text, {(): getattr(stats, field)})
-        for name, text, field in _SCHEDULER_GAUGES:
-            yield self._gauge(name, text, {(): float(getattr(numbers, field))})
-        for name, text, field in _SCHEDULER_COUNTERS:
-            yield self._counter(name, text, {(): getattr(numbers, field)})
-        drafters = [(own, name) for own, name in (("", numbers.drafter), ("own_", numbers.own_drafter)) if name]
-        if drafters:
-            for name, text, field in _DRAFTER_COUNTERS:
-                counts = {(drafter,): getattr(numbers, own + field) for own, drafter in drafters}
-                yield self._counter(name, text, counts, "drafter")
-        # as in what `Engine.sight` shows
-        now = stats.doing if stats.state == "running" else stats.state
-        states = {(state,): float(state == now) for state in STATES}
-        yield self._gauge("fdasync_engine_state", "1 for what the engine does.", states, "state")
-        text = "1 for the label of the weights in use."
-        yield self._gauge("fdasync_weight_version", text, {(numbers.weight_version,): 1.0}, "version")
-        hits = {("host",): numbers.hit_tokens_host, ("store",): numbers.hit_tokens_store}
-        hits["device",] = numbers.hit_tokens - sum(hits.values())
-        text = "Prompt tokens that were not computed, by the tier that had them."
-        yield self._counter("fdasync_hit_tokens_total", text, hits, "tier")
-        blocks = {
-            ("device", "used"): numbers.num_blocks - numbers.free_blocks - numbers.idle_blocks,
-            ("device", "idle"): numbers.idle_blocks,
-            ("device", "free"): numbers.free_blocks,
-            ("host", "used"): numbers.num_host_blocks - numbers.free_host_blocks,
-            ("host", "free"): numbers.free_host_blocks,
-        }
-        text = "KV blocks by tier; idle: cached, and no sample uses them."
-        yield self._gauge("fdasync_kv_blocks", text, blocks, "tier", "state")
-        evictions = {("device",): numbers.evictions, ("host",): numbers.host_evictions}
-        yield self._counter("fdasync_evictions_total", "Blocks that made room, by tier.", evictions, "tier")
-        swapped = {("in",): numbers.swapped_in_blocks, ("out",): numbers.swapped_out_blocks}
-        yield self._counter("fdasync_swapped_blocks_total", "in: from host to device.", swapped, "direction")
-        places = {
-            ("device", "used"): numbers.num_snapshots - numbers.free_snapshots,
-            ("device", "free"): numbers.free_snapshots,
-            ("host", "used"): numbers.num_host_snapshots - numbers.free_host_snapshots,
-            ("host", "free"): numbers.free_host_snapshots,
-        }
-        text = "Places for snapshots of recurrent state, by tier."
-        yield self._gauge("fdasync_snapshot_places", text, places, "tier", "state")
-        snapshots = {
-            ("taken",): numbers.taken_snapshots,
-            ("resumed",): numbers.resumed_snapshots,
-            ("lost",): numbers.lost_snapshots,
-            ("refused",): numbers.refused_snapshots,
-        }
-        yield self._counter("fdasync_snapshots_total", "What became of snapshots.", snapshots, "outcome")
-        leases = {
-            ("granted",): numbers.leases_granted,
-            ("denied",): numbers.leases_denied,
-            ("dropped",): numbers.leases_dropped,
-        }
-        yield self._counter("fdasync_leases_total", "Leases that were asked for here, by outcome.", leases, "state")
-
-    def _gauge(self, name: str, text: str, values: Mapping[K, float], *labels: str) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=(*self._common, *labels))
-        for own, value in values.items():
-            family.add_metric((*self._values, *own), value)
-        return family
-
-    def _counter(self, name: str, text: str, values: Mapping[K, float], *labels: str) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=(*self._common, *labels))
-        for own, value in values.items():
-            family.add_metric((*self._values, *own), value)
-        return family
-
 
 def _labels(labels: Mapping[str, str], told: EventMetrics) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and values, checked. Raises ConfigError."""
-    taken = {"le", "tier", "state", "direction", "version", "model_name", "finished_reason"}.union(
-        *[family.labels for family in told.families]
-    )
+    taken = {"le", "model_name", "finished_reason", *LABELS}.union(*[family.labels for family in told.families])
     for name, value in labels.items():
         if not _LABEL.fullmatch(name) or name.startswith("__") or name in taken:
             raise ConfigError("labels", f"{name!r} cannot be a label", hint="a name of letters that no metric uses")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from fdasync.stats import EngineStats
     from fdasync.telemetry.sight.latencies import Counts
     from fdasync.telemetry.sight.sight import Sight
 
@@ -26,25 +27,25 @@ _TOLD_EACH = 2
 # reasons of ours by vLLM's; samples that ended differently, and requests that went elsewhere, have none
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort", "deadline": "abort", "failed": "error"}
 
-_GAUGES: tuple[tuple[str, str, Callable[[Sight], float]], ...] = (
-    ("vllm:num_requests_running", "Samples that hold blocks.", lambda one: one.running),
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_running", "Samples that hold blocks.", lambda one: one.scheduler.running),
     (
         "vllm:num_requests_waiting",
         "Samples that wait to be computed, and requests that wait for a place.",
-        lambda one: one.waiting + one.waiting_for_place,
+        lambda one: one.scheduler.waiting + one.waiting_for_place,
     ),
     (
         "vllm:kv_cache_usage_perc",
         "Device blocks that samples use, of all; 1: all.",
-        lambda one: (one.num_blocks - one.idle_blocks - one.free_blocks) / max(one.num_blocks, 1),
+        lambda one: one.scheduler.used_blocks / max(one.scheduler.num_blocks, 1),
     ),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Sight], float]], ...] = (
-    ("vllm:num_preemptions", "Samples that gave their blocks up to others.", lambda one: one.preemptions),
-    ("vllm:prompt_tokens", "Prompt tokens of admitted samples.", lambda one: one.prompt_tokens),
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_preemptions", "Samples that gave their blocks up to others.", lambda one: one.scheduler.preemptions),
+    ("vllm:prompt_tokens", "Prompt tokens of admitted samples.", lambda one: one.scheduler.prompt_tokens),
     ("vllm:generation_tokens", "Tokens that were sampled.", lambda one: one.tokens),
-    ("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", lambda one: one.prompt_tokens),
-    ("vllm:prefix_cache_hits", "Those that a tier had.", lambda one: sum(one.hits)),
+    ("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", lambda one: one.scheduler.prompt_tokens),
+    ("vllm:prefix_cache_hits", "Those that a tier had.", lambda one: one.scheduler.hit_tokens),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Sight], tuple[Counts, float]]], ...] = (
     ("vllm:time_to_first_token_seconds", "To the first token.", lambda one: (one.ttft, one.ttft_s)),
@@ -77,18 +78,18 @@ def vllm_metrics(
         "vllm:cache_config_info", "1; the labels say how large the cache is.", labels=[*labels, *sizes]
     )
     for values, sight in rows:
-        tokens = sight.num_blocks * block_tokens
-        cache.add_metric([*values, str(block_tokens), str(sight.num_blocks), str(tokens)], 1)
+        blocks = sight.stats.scheduler.num_blocks
+        cache.add_metric([*values, str(block_tokens), str(blocks), str(blocks * block_tokens)], 1)
     yield cache
     for name, text, of in _GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=labels)
         for values, sight in rows:
-            gauge.add_metric(values, of(sight))
+            gauge.add_metric(values, of(sight.stats))
         yield gauge
     for name, text, of in _COUNTERS:
         counter = CounterMetricFamily(name, text, labels=labels)
         for values, sight in rows:
-            counter.add_metric(values, of(sight))
+            counter.add_metric(values, of(sight.stats))
         yield counter
     ends = CounterMetricFamily("vllm:request_success", "Ended requests.", labels=[*labels, "finished_reason"])
     for values, sight in rows:

@@ -110,7 +110,7 @@ def test_one_word_says_what_the_engine_does():
         async with Engine(config()) as engine:
 
             def said():
-                assert engine.stats().doing == engine.load().doing
+                assert engine.stats().state == engine.load().doing
                 assert engine.load().paused is (engine.load().doing != "running")
                 return engine.load().doing
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import Action
     from fdasync.events.catalog import Event
     from fdasync.request import PauseMode
-    from fdasync.scheduler.state.config import SchedulerStats
+    from fdasync.stats import SchedulerStats
 from tests.support.helpers import ROOT, make_request
 
 

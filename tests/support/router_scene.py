@@ -17,7 +17,6 @@ from fdasync_fleet.messages import (
     Answered,
     Call,
     Ended,
-    Facts,
     Failed,
     Heartbeat,
     Hello,
@@ -29,7 +28,6 @@ from fdasync_fleet.messages import (
     PromptTokens,
     Reply,
     SampleEnd,
-    Shape,
     Standing,
     Status,
     Submit,
@@ -40,12 +38,39 @@ from fdasync_fleet.testing.sim.network import SimNetwork
 from fdasync_fleet.verbs import Failure, name_of
 
 from fdasync.request import FIRST_VERSION
+from fdasync.runner.facts import ModelFacts
+from fdasync.stats import EngineStats, SchedulerStats, State
 from fdasync.testing.sim.loop import run_sim
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
+    from fdasync_fleet.router.stats import InstanceStats
+
+FACTS = ModelFacts(
+    model="m", vocab_size=300, eos_ids=(), max_context_tokens=1000, block_tokens=4, num_blocks=100, block_nbytes=64,
+    kv_layout="l", kv_dtype="d", max_step_tokens=64, max_requests=4096, no_sleep="",
+)  # fmt: skip
+
+
+def hello_of(name: str, address: str, role: str, facts: ModelFacts = FACTS, order: int = 0, **more: Any) -> Hello:
+    """What an instance says first; the digest is the same for all."""
+    more = {"namespace": b"n" * 16, **more}
+    return Hello(
+        PROTOCOL, name, role, address, facts=facts, namespace_base=bytes(16), weight_order=order, **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def status_of(
+    state: State = "running", waiting: int = 0, queued: int = 0, running: int = 0, free: int = 100, blocks: int = 100,
+) -> Status:  # fmt: skip
+    """What an instance with so many device blocks says with its heartbeats."""
+    told = SchedulerStats(
+        waiting=waiting, queued_tokens=queued, running=running, free_blocks=free, used_blocks=blocks - free
+    )
+    return Status(EngineStats(state=state, scheduler=told))
+
+
 NAMESPACE = b"n" * 16
 ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
 
@@ -120,6 +145,11 @@ def done(
     return replied(number, error, problem, namespace, str(version), version, field)
 
 
+def runs(one: InstanceStats) -> bool:
+    """Whether it has said that samples run there."""
+    return one.status is not None and one.status.stats.scheduler.running > 0
+
+
 def kv_batch(
     namespace: bytes, version: int, reset: bool, added: tuple[bytes, ...], removed: tuple[bytes, ...]
 ) -> KvEventBatch:
@@ -141,8 +171,8 @@ class Script:
         self.name, self.address = name, f"ipc:///run/{name}"
         self.wire = network.wire(name)
         self.network = network
-        self.shape = SHAPE
-        self.status = Status("running", 0, 0, 0, 0, 100, 100)
+        self.facts = FACTS
+        self.status = status_of()
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.commands: list[Command] = []
@@ -161,9 +191,10 @@ class Script:
     # -- what links ask
 
     def hello(self) -> Hello:
-        most, version = self.max_context_tokens, self.version
-        facts = Facts("m", 300, most, 100, (), 0, None, "", "", 64, str(version), 4096, version)
-        return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), self.namespace, facts)  # type: ignore[arg-type]
+        facts = msgspec.structs.replace(
+            self.facts, max_context_tokens=self.max_context_tokens, weight_version=str(self.version)
+        )
+        return hello_of(self.name, self.address, ROLES[self.name[0]], facts, self.version, namespace=self.namespace)
 
     def check(self, hello: Hello) -> None:
         return None

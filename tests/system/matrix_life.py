@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fdasync.result import Sample
     from fdasync.runner.base import CopyOutput, Runner, RunnerLimits
     from fdasync.runner.synthetic.oracle import Oracle
-    from fdasync.scheduler import SchedulerStats
+    from fdasync.stats import SchedulerStats
     from fdasync.testing import PassModel
     from tests.support.drafters import Kind
 

@@ -294,7 +294,7 @@ def test_a_sample_that_lacks_its_rows_does_not_pass_for_a_whole_one(specs, wants
     """All its tokens came; then its instance fell silent, before the rows, and before it told whose weights they are
     of."""
     aux = tuple([AuxSpec(name, (3, 2), "uint8") for name in specs])
-    monkeypatch.setattr(router_helpers, "SHAPE", msgspec.structs.replace(router_helpers.SHAPE, aux=aux))
+    monkeypatch.setattr(router_helpers, "FACTS", msgspec.structs.replace(router_helpers.FACTS, aux_specs=aux))
 
     @in_scene("m0")
     async def play(scene):

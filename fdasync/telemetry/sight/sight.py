@@ -7,11 +7,11 @@ the HTTP front and by its metrics.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from fdasync.request import Doing
+from fdasync.stats import EngineStats
 from fdasync.telemetry.sight.latencies import NUM_BUCKETS
 
 Meta = msgspec.Meta
@@ -26,14 +26,11 @@ MAX_PICKS_NBYTES = 2 << 20
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-_Words = Annotated[str, Meta(max_length=4096)]
 _Name = Annotated[str, Meta(max_length=256)]
 _Bucket = Annotated[int, Meta(ge=0, lt=NUM_BUCKETS)]
 _Counts = Annotated[tuple[tuple[_Bucket, _Count], ...], Meta(max_length=NUM_BUCKETS)]
 #: prompt tokens that were not computed: found on the device, on the host, in the store
 Hits = tuple[_Count, _Count, _Count]
-#: what an engine that takes requests does, or how far its end is
-State = Literal[Doing, "draining", "closing", "closed", "failed"]
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -89,58 +86,16 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     """One engine at one moment. Counters count from its start.
 
     Attributes:
-        state: what it does.
-        weight_version: label of its weights.
-        waiting_for_place: requests that wait until fewer samples are inside.
-        waiting: samples that wait to be computed.
-        running: samples that hold blocks.
-        leased: samples that other instances prefill for this one.
-        hand_offs: requests on their way to other instances.
-        queued_tokens: prompt tokens of the waiting samples.
-        steps_in_flight: launched and not done.
-        num_blocks, idle_blocks, free_blocks: of the device; idle: cached, and no sample uses them.
-        num_host_blocks, free_host_blocks: of the host.
-        num_slots, free_slots: places of rows; 0 where there are none.
-        writing_blocks: on their way to host or store.
-        steps, tokens, prompt_tokens, hits, finished, preemptions: so far; tokens of live samples included.
-        leases: that other instances asked for here: granted, denied, dropped.
-        received_blocks: blocks that came from other instances.
+        stats: its numbers.
         ttft, tpot, total: histograms (`latencies.py`) of ended requests in seconds: to the first token, by each later
             token, to the end. The first two are of requests whose tokens are handed out as they come.
         ttft_s, tpot_s, total_s: their sums.
         ends: requests that ended, by reason, as `fdasync_requests_finished_total` counts them.
-        store_problem: why the store is left alone; "" while it is used.
-        tap_problem: which taps of the configuration ended, and why.
-        dropped_events: that those taps lost.
         moments: of the last minutes, oldest first.
         picks: tables of the weights in use and of earlier weights, newest first; () without routing.
     """
 
-    state: State
-    weight_version: _Name
-    waiting_for_place: _Count
-    waiting: _Count
-    running: _Count
-    leased: _Count
-    hand_offs: _Count
-    queued_tokens: _Count
-    steps_in_flight: _Count
-    num_blocks: _Count
-    idle_blocks: _Count
-    free_blocks: _Count
-    num_host_blocks: _Count
-    free_host_blocks: _Count
-    num_slots: _Count
-    free_slots: _Count
-    writing_blocks: _Count
-    steps: _Count
-    tokens: _Count
-    prompt_tokens: _Count
-    hits: Hits
-    finished: _Count
-    preemptions: _Count
-    leases: tuple[_Count, _Count, _Count]
-    received_blocks: _Count
+    stats: EngineStats
     ttft: _Counts = ()
     tpot: _Counts = ()
     total: _Counts = ()
@@ -148,9 +103,6 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: _Seconds = 0.0
     total_s: _Seconds = 0.0
     ends: Annotated[tuple[tuple[_Name, _Count], ...], Meta(max_length=16)] = ()
-    store_problem: _Words = ""
-    tap_problem: _Words = ""
-    dropped_events: _Count = 0
     moments: Annotated[tuple[Moment, ...], Meta(max_length=MOST_MOMENTS)] = ()
     picks: Annotated[tuple[Picks, ...], Meta(max_length=MOST_TABLES)] = ()
 

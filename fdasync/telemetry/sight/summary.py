@@ -7,11 +7,12 @@ the screen of `fdasync top` show. Pure. Called by `cli/top.py` and the HTTP plug
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from fdasync.request import Doing
+from fdasync.stats import EngineStats, summed
 from fdasync.telemetry.sight.experts import Experts, experts_of
 from fdasync.telemetry.sight.latencies import added, quantile
 from fdasync.telemetry.sight.sight import MOMENT_S
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from fdasync.telemetry.sight.latencies import Counts
     from fdasync.telemetry.sight.sight import Moment, Watched
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 #: an engine is called slow if a token takes it so many times as long as the others of its kind
 SLOW = 1.5
@@ -74,37 +73,16 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float | None
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks or slots. `idle`: cached, and no sample uses them."""
-
-    all: int
-    used: int
-    idle: int
-    free: int
-
-
-class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests by state; see `Sight`."""
-
-    waiting_for_place: int
-    waiting: int
-    running: int
-    leased: int
-    hand_offs: int
-
-
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
     Attributes:
         name, role, address: see `Watched`.
-        state: as `Sight` says it; "away" without a link, "silent" without an answer.
+        state: as its stats say it; "away" without a link, "silent" without an answer.
         problems: in words; () where all is well.
         slow: a token takes it longer than the others of its role.
-        weight_version: label of its weights.
-        requests, device, host, slots, rates: of it alone.
-        leases: granted, denied, dropped, of the leases that other instances asked it for.
-        queued_tokens, preemptions, finished, tokens: see `Sight`.
+        rates: of it alone.
+        stats: its numbers, as it last told them; all 0 before that.
     """
 
     name: str
@@ -113,17 +91,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     problems: tuple[str, ...]
     slow: bool
-    weight_version: str
-    requests: Requests
-    device: Places
-    host: Places
-    slots: Places
     rates: Rates
-    leases: tuple[int, int, int]
-    queued_tokens: int
-    preemptions: int
-    finished: int
-    tokens: int
+    stats: EngineStats
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +120,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         state: of the engine that is nearest to running.
         states: how many engines are in each state, from running on.
         weight_version: of the engines; several, if they differ, with commas.
-        requests, device, host, slots, leases, queued_tokens: sums.
+        stats: sums over the engines that answer; the state, texts and the label are the first one's.
         rates: of all together; of a request that was handed over, its prompt and its output count once.
         problems: of engines, each with the name before it.
         engines: each.
@@ -160,20 +129,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    state: str
+    states: dict[str, int]
     weight_version: str
-    requests: Requests
-    device: Places
-    host: Places
-    slots: Places
+    stats: EngineStats
     rates: Rates
-    leases: tuple[int, int, int]
-    queued_tokens: int
     problems: tuple[str, ...]
     engines: tuple[Engine, ...]
     history: tuple[Past, ...] = ()
     experts: tuple[Experts, ...] = ()
-    state: str = "running"
-    states: dict[str, int] = {}
 
 
 def summary_of(
@@ -197,7 +161,7 @@ def summary_of(
         ]
     )
     present = [one for one in engines if one.state not in ("away", "silent")]
-    versions = dict.fromkeys([one.weight_version for one in present])
+    versions = dict.fromkeys([one.stats.scheduler.weight_version for one in present])
     said = [one.state for one in engines]
     states = {state: said.count(state) for state in _STATES if state in said}
     return Summary(
@@ -205,13 +169,8 @@ def summary_of(
         state=next(iter(states), "away"),
         states=states,
         weight_version=", ".join(versions),
-        requests=_added(Requests, [one.requests for one in present]),
-        device=_added(Places, [one.device for one in present]),
-        host=_added(Places, [one.host for one in present]),
-        slots=_added(Places, [one.slots for one in present]),
+        stats=summed([one.stats for one in present]),
         rates=rates_of([_once(one.role, moments, apart) for one, moments in zip(watched, recent, strict=True)]),
-        leases=_leases([one.leases for one in present]),
-        queued_tokens=sum([one.queued_tokens for one in present]),
         problems=tuple([f"{one.name or one.address}: {problem}" for one in engines for problem in one.problems]),
         engines=engines,
         history=_history(watched, apart) if history else (),
@@ -272,29 +231,24 @@ def _slow(number: int, watched: Sequence[Watched], token_s: Sequence[float | Non
     return f"slow: a token takes {own * 1e3:.3g} ms, at the others {median(others) * 1e3:.3g} ms"
 
 
-_NOBODY = Requests(waiting_for_place=0, waiting=0, running=0, leased=0, hand_offs=0)
-_NOTHING = Places(all=0, used=0, idle=0, free=0)
-
-
 def _engine(one: Watched, recent: Sequence[Moment], slow: str) -> Engine:
-    sight = one.sight
+    sight, stats = one.sight, EngineStats() if one.sight is None else one.sight.stats
     silent = sight is None or one.age_s > _STALE_S
-    state = "away" if not one.is_up else "silent" if silent or sight is None else sight.state
+    state = "away" if not one.is_up else "silent" if silent else stats.state
     problems = [one.problem] if one.problem else []
     if one.is_up and silent:
         problems.append("does not say how it is" if sight is None else f"has not answered for {one.age_s:.0f} s")
     if state in _NEEDS:
         problems.append(_NEEDS[state])
-    if sight is not None and one.is_up:
-        if sight.store_problem:
-            problems.append(f"without its store: {sight.store_problem}")
-        if sight.tap_problem:
-            problems.append(f"without taps: {sight.tap_problem}")
-        if sight.dropped_events:
-            problems.append(f"its taps lost {sight.dropped_events} events")
+    if one.is_up:
+        if stats.store_problem:
+            problems.append(f"without its store: {stats.store_problem}")
+        if stats.tap_problem:
+            problems.append(f"without taps: {stats.tap_problem}")
+        if stats.dropped_events:
+            problems.append(f"its taps lost {stats.dropped_events} events")
     if slow:
         problems.append(slow)
-    told = {} if sight is None else msgspec.structs.asdict(sight)
     return Engine(
         name=one.name,
         role=one.role,
@@ -302,40 +256,9 @@ def _engine(one: Watched, recent: Sequence[Moment], slow: str) -> Engine:
         state=state,
         problems=tuple(problems),
         slow=bool(slow),
-        weight_version=told.get("weight_version", ""),
-        requests=_NOBODY
-        if sight is None
-        else Requests(
-            waiting_for_place=sight.waiting_for_place,
-            waiting=sight.waiting,
-            running=sight.running,
-            leased=sight.leased,
-            hand_offs=sight.hand_offs,
-        ),
-        device=_NOTHING if sight is None else _places(sight.num_blocks, sight.free_blocks, sight.idle_blocks),
-        host=_NOTHING if sight is None else _places(sight.num_host_blocks, sight.free_host_blocks),
-        slots=_NOTHING if sight is None else _places(sight.num_slots, sight.free_slots),
         rates=rates_of([recent]),
-        leases=told.get("leases", (0, 0, 0)),
-        queued_tokens=told.get("queued_tokens", 0),
-        preemptions=told.get("preemptions", 0),
-        finished=told.get("finished", 0),
-        tokens=told.get("tokens", 0),
+        stats=stats,
     )
-
-
-def _places(every: int, free: int, idle: int = 0) -> Places:
-    return Places(all=every, used=every - free - idle, idle=idle, free=free)
-
-
-def _added(kind: type[T], parts: Sequence[T]) -> T:
-    names = kind.__struct_fields__
-    return kind(**{name: sum([getattr(part, name) for part in parts]) for name in names})
-
-
-def _leases(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
-    granted, denied, dropped = [sum([part[at] for part in parts]) for at in range(3)]
-    return granted, denied, dropped
 
 
 def _once(role: str, moments: Sequence[Moment], apart: bool) -> tuple[Moment, ...]:
@@ -357,7 +280,7 @@ def _history(watched: Sequence[Watched], apart: bool) -> tuple[Past, ...]:
         last = one.sight.moments[-1].number
         for moment in _once(one.role, one.sight.moments, apart):
             by_age.setdefault(last - moment.number, []).append(moment)
-    blocks = sum([one.sight.num_blocks for one in watched if one.sight is not None and one.is_up])
+    blocks = sum([one.sight.stats.scheduler.num_blocks for one in watched if one.sight is not None and one.is_up])
     return tuple(
         [
             Past(

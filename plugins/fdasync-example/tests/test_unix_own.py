@@ -103,4 +103,4 @@ async def test_blocks_and_rows_go_from_a_prefill_to_a_decode_instance(tmp_path: 
     async with prefill, decode, fdasync.connect(addresses, links=LINKS) as router:
         result = await router.complete(prompt, params, deadline_s=300)
         check_sample(result.samples[0], prompt, params, oracle_of(configs[0]))
-        assert decode.status().totals.received_blocks
+        assert decode.status().stats.scheduler.received_blocks

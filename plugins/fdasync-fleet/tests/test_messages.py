@@ -13,10 +13,8 @@ from fdasync_fleet.messages import (
     BlocksOffer,
     BlocksTaken,
     Heartbeat,
-    Hello,
     LeaseDrop,
     Message,
-    Shape,
     decode,
     encode,
 )
@@ -215,17 +213,6 @@ def test_the_limit_of_a_message_holds_both_ways():
 def test_a_refused_field_is_named():
     with pytest.raises(ProtocolError, match=r"\$\[2\]"):
         decode(raw("drop", "r", "no number", ""))
-
-
-def test_shapes_say_where_they_differ():
-    spec = messages.AuxSpec("routing", (3, 2), "uint8")
-    one = Shape(b"m" * 16, "layers", "bfloat16", 16, 4096, (spec,), 300, (7,), False, b"")
-    assert one.difference(one) is None
-    other = msgspec.structs.replace(one, block_tokens=32, aux=())
-    assert one.difference(other) == ("block_tokens", "16", "32")
-    assert Hello(PROTOCOL, "n", "decode", "", shape=one) == decode(
-        encode(Hello(PROTOCOL, "n", "decode", "", shape=one))
-    )
 
 
 def test_small_messages_are_small():

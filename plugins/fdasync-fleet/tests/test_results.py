@@ -8,7 +8,6 @@ import pytest
 from fdasync_fleet import results
 from fdasync_fleet.instance import token_streams as streams
 from fdasync_fleet.messages import (
-    Facts,
     LeaseDrop,
     Outputs,
     Progress,
@@ -30,9 +29,10 @@ from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, TopLogp
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
 from tests.support.helpers import case_settings
+from tests.support.router_scene import FACTS
 
 SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))
-FACTS = Facts("m", 300, 100, 20, (1, 3, 5), 16, None, "", "", 8, 0, 64)
+MODEL = msgspec.structs.replace(FACTS, moe_layer_ids=(1, 3, 5), num_experts=16)
 LOGPROBS = st.floats(-50, 0, width=32)
 
 
@@ -80,7 +80,7 @@ def results_of(draw):
                 cached=CachedTokens(4, 0, 8),
                 weight_version=(WeightSpan(0, count, "3"),),
                 routing=None if routing is None else Routing(
-                    array=routing, start=start, layer_ids=FACTS.moe_layer_ids, num_experts=FACTS.num_experts
+                    array=routing, start=start, layer_ids=MODEL.moe_layer_ids, num_experts=MODEL.num_experts
                 ),
                 aux=rows,
                 start=start,
@@ -119,7 +119,7 @@ def take_sample(incoming, sample, **changes):
         elif isinstance(message, Outputs):
             incoming.add_outputs(message)
         else:
-            whole = incoming.add_end(msgspec.structs.replace(message, **changes), FACTS)
+            whole = incoming.add_end(msgspec.structs.replace(message, **changes), MODEL)
     return whole
 
 
@@ -161,7 +161,7 @@ def test_a_sample_without_rows_is_one_message():
     answer = decode(encode(answer_message("r", sample)))
     incoming = Incoming([], 1, 10, 0)
     incoming.add_outputs(answer.outputs)
-    assert incoming.add_end(answer.end, FACTS) == sample
+    assert incoming.add_end(answer.end, MODEL) == sample
     assert answer.request == answer.end.request == answer.outputs.request == "r"
 
 
@@ -311,7 +311,7 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
     incoming = Incoming(specs, 1, 10, 0)
     incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
     with pytest.raises(ProtocolError, match="0 tokens"):
-        incoming.add_end(SampleEnd("r", 0, 1, "length", (0, 0, 0), (), None, 3, specs), FACTS)
+        incoming.add_end(SampleEnd("r", 0, 1, "length", (0, 0, 0), (), None, 3, specs), MODEL)
 
 
 def test_a_sample_ends_once_and_a_result_has_every_one():
@@ -323,7 +323,7 @@ def test_a_sample_ends_once_and_a_result_has_every_one():
         with pytest.raises(ProtocolError, match="not expected"):
             incoming.add(late, bytes(6)) if isinstance(late, Rows) else incoming.add_outputs(late)
     with pytest.raises(ProtocolError, match="sample 1 of 2"):
-        incoming.add_end(SampleEnd("r", 1, 1, "length", (0, 0, 0), (), None, 3, SPECS[:1]), FACTS)
+        incoming.add_end(SampleEnd("r", 1, 1, "length", (0, 0, 0), (), None, 3, SPECS[:1]), MODEL)
     first = take_sample(incoming, sample_with(2))
     assert incoming.result("mine", (1,)).samples[0] is first
 

@@ -162,7 +162,7 @@ async def test_the_second_signal_ends_the_command_at_once(cluster, tmp_path):
             asked = SamplingParams(max_tokens=900)
             calls = [asyncio.create_task(router.complete([number, 3], asked)) for number in range(2, 6)]
             async with asyncio.timeout(SOON_S):
-                while not sum(one.status.running for one in router.stats().instances if one.status):  # noqa: ASYNC110
+                while not sum(one.status.stats.scheduler.running for one in router.stats().instances if one.status):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             process.send_signal(signal.SIGINT)
             await until_line("draining; another signal ends all at once")

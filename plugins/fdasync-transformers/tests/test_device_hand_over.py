@@ -57,4 +57,4 @@ async def test_what_a_decode_instance_reads_from_a_device_is_what_one_engine_com
             assert driver is not None
             planner = driver.scheduler.swap_planner
             assert (planner.out_blocks, planner.in_blocks) == (0, 0), "blocks went by way of the host"
-        assert sides[1].status().totals.received_blocks > 10
+        assert sides[1].status().stats.scheduler.received_blocks > 10

@@ -48,10 +48,10 @@ def _held(router: Router) -> list[str]:
         for one in router.stats().instances
         if one.status is not None
         for name, count in (
-            ("waiting", one.status.waiting),
-            ("running", one.status.running),
-            ("leased", one.status.leased),
-            ("blocks in use", one.status.num_blocks - one.status.free_blocks),
+            ("waiting", one.status.stats.scheduler.waiting),
+            ("running", one.status.stats.scheduler.running),
+            ("leased", one.status.stats.scheduler.leased),
+            ("blocks in use", one.status.stats.scheduler.num_blocks - one.status.free_blocks),
         )
         if count
     ]
@@ -151,7 +151,9 @@ async def main(config: EngineConfig, keys: str, weights: str, late: str, address
             "joined_s": times[0] if times else None,
             "late": overdue,
             "weights": sorted({one.weight_version for one in router.stats().instances}),
-            "received_blocks": sum(one.status.totals.received_blocks for one in router.stats().instances if one.status),
+            "received_blocks": sum(
+                one.status.stats.scheduler.received_blocks for one in router.stats().instances if one.status
+            ),
             "live": router.stats().live,
             "held": held,
         }

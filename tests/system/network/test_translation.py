@@ -45,7 +45,7 @@ async def main(keys, *addresses):
             told = f"{type(error).__name__}: {error}"
         await asyncio.sleep(1.0)
         one, other = router.stats().instances
-        print(json.dumps({"told": told, "says": one.says, "received": other.status.totals.received_blocks}))
+        print(json.dumps({"told": told, "says": one.says, "received": other.status.stats.scheduler.received_blocks}))
 
 asyncio.run(main(*sys.argv[1:]))
 """

@@ -6,22 +6,20 @@ from typing import Any
 
 import numpy as np
 
+from fdasync.stats import EngineStats, SchedulerStats
 from fdasync.telemetry.sight.latencies import Counts, Histogram
 from fdasync.telemetry.sight.sight import Moment, Picks, Sight, Watched
 
 
+def stats(**values: Any) -> EngineStats:
+    """An engine's numbers; fields of its scheduler stand beside its own."""
+    own = {name: values.pop(name) for name in EngineStats.__struct_fields__ if name in values}
+    return EngineStats(**own, scheduler=SchedulerStats(**values))
+
+
 def sight(**values: Any) -> Sight:
-    fields: dict[str, Any] = dict.fromkeys(
-        (
-            "waiting_for_place", "waiting", "running", "leased", "hand_offs", "queued_tokens", "steps_in_flight",
-            "num_blocks", "idle_blocks", "free_blocks", "num_host_blocks", "free_host_blocks", "num_slots",
-            "free_slots", "writing_blocks", "steps", "tokens", "prompt_tokens", "finished", "preemptions",
-            "received_blocks",
-        ),
-        0,
-    )  # fmt: skip
-    fields |= {"state": "running", "weight_version": "0", "hits": (0, 0, 0), "leases": (0, 0, 0)}
-    return Sight(**{**fields, **values})
+    own = {name: values.pop(name) for name in Sight.__struct_fields__ if name in values}
+    return Sight(stats=stats(**values), **own)
 
 
 def moment(number: int, **values: Any) -> Moment:

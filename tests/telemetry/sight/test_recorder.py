@@ -9,7 +9,7 @@ import numpy as np
 from fdasync.telemetry.sight.latencies import total
 from fdasync.telemetry.sight.recording.recorder import PickRecorder, PicksSoFar, Recorder
 from fdasync.telemetry.sight.sight import MAX_PICKS_NBYTES, MOST_MOMENTS, MOST_TABLES
-from tests.telemetry.sight.scene import sight
+from tests.telemetry.sight.scene import stats
 
 NOTHING = PickRecorder(None, (), b"", "0")
 
@@ -21,19 +21,23 @@ class Numbers:
         self.values: dict[str, Any] = {}
 
     def __call__(self) -> Any:
-        return sight(**self.values)
+        return stats(**self.values)
 
 
 def test_a_moment_is_what_happened_in_it() -> None:
     numbers = Numbers()
     recorder = Recorder(numbers, NOTHING, 100.0)
-    numbers.values = {"tokens": 30, "prompt_tokens": 9, "hits": (4, 2, 1), "finished": 2, "running": 3, "num_blocks": 8}
+    hits = {"hit_tokens_device": 4, "hit_tokens_host": 2, "hit_tokens_store": 1}
+    numbers.values = {
+        "generated_tokens": 10, "live_tokens": 20, "prompt_tokens": 9, **hits, "finished": 2, "running": 3,
+        "used_blocks": 8,
+    }  # fmt: skip
     recorder.ended("length", 2.0, 0.5, 0.01)
     recorder.ended("handed_over", 9.0, None, None)
     recorder.tick(104.9)
     assert recorder.sight().moments == ()
     recorder.tick(105.0)
-    numbers.values |= {"tokens": 50, "waiting": 1, "waiting_for_place": 1, "running": 0, "free_blocks": 5}
+    numbers.values |= {"generated_tokens": 30, "waiting": 1, "waiting_for_place": 1, "running": 0, "used_blocks": 3}
     recorder.ended("stop", 1.0, 0.5, None)
     recorder.tick(110.1)
     first, second = recorder.sight().moments

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fdasync.stats import TapStats
 from fdasync.telemetry.sight.summary import Summary, summary_of
-from tests.telemetry.sight.scene import counts, moment, picks, sight, watched
+from tests.telemetry.sight.scene import counts, moment, picks, sight, stats, watched
 
 
 def busy(token_s: float, running: int = 10, **values: object) -> object:
@@ -57,24 +58,25 @@ def test_a_request_that_is_handed_over_counts_once() -> None:
 
 
 def test_gauges_add_up_but_for_engines_that_are_not_there() -> None:
-    shown = sight(
-        running=3, waiting=2, waiting_for_place=1, leased=4, hand_offs=5, num_blocks=10, idle_blocks=3, free_blocks=2,
-        num_host_blocks=6, free_host_blocks=6, num_slots=16, free_slots=4, leases=(3, 2, 1), queued_tokens=9,
-    )  # fmt: skip
+    numbers = {
+        "running": 3, "waiting": 2, "waiting_for_place": 1, "leased": 4, "hand_offs": 5, "used_blocks": 5,
+        "idle_blocks": 3, "free_blocks": 2, "free_host_blocks": 6, "used_slots": 12, "free_slots": 4,
+        "leases_granted": 3, "leases_denied": 2, "leases_dropped": 1, "queued_tokens": 9,
+    }  # fmt: skip
+    shown = sight(**numbers, loop_late_max_s=0.5)
     told = summary_of(
         [
             watched("a", shown=shown),
-            watched("b", shown=msgspec.structs.replace(shown, weight_version="1")),
+            watched("b", shown=sight(**numbers, weight_version="1")),
             watched("c", shown=shown, is_up=False, problem="silent for 3 s"),
             watched("d", shown=shown, age_s=9.0),
             watched("", shown=None, role=""),
         ],
         model="m",
     )
-    assert (told.requests.running, told.requests.waiting, told.requests.waiting_for_place) == (6, 4, 2)
-    assert (told.requests.leased, told.requests.hand_offs, told.queued_tokens) == (8, 10, 18)
-    assert (told.device.all, told.device.used, told.device.idle, told.device.free) == (20, 10, 6, 4)
-    assert (told.host.used, told.slots.used, told.leases) == (0, 24, (6, 4, 2))
+    twice = {name: 2 * number for name, number in numbers.items()}
+    assert told.stats == stats(**twice, loop_late_max_s=0.5)
+    assert (told.stats.scheduler.num_blocks, told.stats.scheduler.num_host_blocks) == (20, 12)
     assert told.weight_version == "0, 1"
     assert [one.state for one in told.engines] == ["running", "running", "away", "silent", "silent"]
     assert told.problems == (
@@ -85,7 +87,7 @@ def test_gauges_add_up_but_for_engines_that_are_not_there() -> None:
 
 
 def test_problems_of_stores_and_taps_are_told() -> None:
-    shown = sight(store_problem="refused", tap_problem="json: full", dropped_events=3)
+    shown = sight(store_problem="refused", taps=(TapStats(name="json", problem="full", dropped=3),))
     told = summary_of([watched("a", shown=shown, problem="it has other weights")], model="m")
     assert told.problems == (
         "a: it has other weights",

@@ -75,12 +75,12 @@ async def test_an_engine_shows_the_experts_in_its_rows_by_weights(process: str, 
         assert (told([one], "0b") == picked(before)).all()
         assert (told([one], "1") == picked(after)).all()
         assert (picked(before) != picked(after)).any()
-        sight = one.sight
-        assert (sight.tokens, sight.prompt_tokens, sight.finished) == (2 * 3 * 7, 2 * (8 + 6 + 17), 6)
+        sight, counted = one.sight, one.sight.stats.scheduler
+        assert (sight.stats.tokens, counted.prompt_tokens, counted.finished) == (2 * 3 * 7, 2 * (8 + 6 + 17), 6)
         assert (total(sight.ttft), total(sight.tpot), total(sight.total)) == (6, 6, 6)
         assert sight.total_s == pytest.approx(sum(result.total_s for result in (*before, *after)))
         assert dict(sight.ends) == {"length": 6}
-        assert sight.num_slots - sight.free_slots == sight.num_blocks - sight.free_blocks > 0
+        assert counted.used_slots == counted.used_blocks + counted.idle_blocks > 0
     with pytest.raises(EngineClosed):
         await synthetic_engine().watch()
 
@@ -92,18 +92,18 @@ async def test_debug_rows_are_no_picks_and_a_dense_model_has_none() -> None:
             (one,) = await engine.watch()
             assert one.sight is not None
             assert one.sight.picks == ()
-            assert one.sight.tokens == 3
+            assert one.sight.stats.tokens == 3
 
 
 async def test_states_are_told_and_a_failure_is_raised() -> None:
     engine, faults = held_engine()
     async with engine:
-        assert (await engine.watch())[0].sight.state == "running"  # type: ignore[union-attr]
+        assert (await engine.watch())[0].sight.stats.state == "running"  # type: ignore[union-attr]
         await engine.pause()
-        assert (await engine.watch())[0].sight.state == "paused"  # type: ignore[union-attr]
+        assert (await engine.watch())[0].sight.stats.state == "paused"  # type: ignore[union-attr]
         await engine.resume()
         await engine.drain()
-        assert (await engine.watch())[0].sight.state == "draining"  # type: ignore[union-attr]
+        assert (await engine.watch())[0].sight.stats.state == "draining"  # type: ignore[union-attr]
         engine.fail(OSError("the end"))
         with pytest.raises(EngineFailed):
             await engine.watch()

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from fdasync.telemetry.sight.latencies import Histogram
-from fdasync.telemetry.sight.sight import MAX_PICKS_NBYTES, MOMENT_S, MOST_MOMENTS, MOST_TABLES, Moment, Picks
+from fdasync.telemetry.sight.sight import MAX_PICKS_NBYTES, MOMENT_S, MOST_MOMENTS, MOST_TABLES, Moment, Picks, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fdasync.stats import EngineStats
     from fdasync.telemetry.sight.latencies import Counts
-    from fdasync.telemetry.sight.sight import Sight
 
 
 class PicksSoFar(NamedTuple):
@@ -96,20 +94,20 @@ class Recorder:
     """See the module.
 
     Args:
-        now: the engine's numbers now: a `Sight` without latencies, moments and picks.
+        stats: the engine's, now.
         picks: tables of picks.
         started_at: time by the clock of `tick`.
     """
 
-    def __init__(self, now: Callable[[], Sight], picks: PickRecorder, started_at: float) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], picks: PickRecorder, started_at: float) -> None:
         self.picks = picks
-        self._now = now
+        self._stats = stats
         self._ttft, self._tpot, self._total = Histogram(), Histogram(), Histogram()
         self._ends: Counter[str] = Counter()
         self._moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self._number = 0
         self._last_at = started_at
-        self._last = self._now()
+        self._last = stats()
         self._last_ttft: Counts = ()
         self._last_tpot: Counts = ()
 
@@ -136,24 +134,29 @@ class Recorder:
             return
         # a loop that stood still for long leaves a gap
         self._number += max(int(seconds / MOMENT_S), 1)
-        last, sight = self._last, self._now()
-        device, host, store = [max(new - old, 0) for new, old in zip(sight.hits, last.hits, strict=True)]
+        stats = self._stats()
+        counted, last = stats.scheduler, self._last.scheduler
         self._moments.append(
             Moment(
                 number=self._number,
                 seconds=seconds,
-                tokens=max(sight.tokens - last.tokens, 0),
-                prompt_tokens=sight.prompt_tokens - last.prompt_tokens,
-                hits=(device, host, store),
-                finished=sight.finished - last.finished,
-                running=sight.running,
-                waiting=sight.waiting + sight.waiting_for_place,
-                used_blocks=sight.num_blocks - sight.idle_blocks - sight.free_blocks,
+                # what a stop cuts off no longer counts
+                tokens=max(stats.tokens - self._last.tokens, 0),
+                prompt_tokens=counted.prompt_tokens - last.prompt_tokens,
+                hits=(
+                    counted.hit_tokens_device - last.hit_tokens_device,
+                    counted.hit_tokens_host - last.hit_tokens_host,
+                    counted.hit_tokens_store - last.hit_tokens_store,
+                ),
+                finished=counted.finished - last.finished,
+                running=counted.running,
+                waiting=counted.waiting + stats.waiting_for_place,
+                used_blocks=counted.used_blocks,
                 ttft=self._ttft.since(self._last_ttft),
                 tpot=self._tpot.since(self._last_tpot),
             )
         )
-        self._last_at, self._last = now, sight
+        self._last_at, self._last = now, stats
         self._last_ttft, self._last_tpot = self._ttft.counts, self._tpot.counts
 
     def sight(self, since: int = 0, *, past_picks: bool = True) -> Sight:
@@ -163,8 +166,8 @@ class Recorder:
             since: number of a moment; only later ones are told.
             past_picks: tables of earlier weights, too.
         """
-        return msgspec.structs.replace(
-            self._now(),
+        return Sight(
+            stats=self._stats(),
             ttft=self._ttft.counts,
             tpot=self._tpot.counts,
             total=self._total.counts,

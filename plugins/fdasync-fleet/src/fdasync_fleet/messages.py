@@ -25,10 +25,11 @@ from fdasync.request import (
     FIRST_VERSION,
     MAX_STOP_CHARS,
     Doing,
-    Numerics,
     SamplingParams,
 )
 from fdasync.result import FinishReason, PartEnd, TopLogprobs, WeightSpan
+from fdasync.runner.facts import ModelFacts
+from fdasync.stats import EngineStats
 from fdasync.telemetry.sight.sight import Sight
 from fdasync_fleet.fields import (
     WORDS_CHARS,
@@ -36,7 +37,6 @@ from fdasync_fleet.fields import (
     Floats,
     Key,
     Keys,
-    Layers,
     LeaseName,
     Meta,
     Name,
@@ -66,48 +66,6 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # -- handshakes and heartbeats --------------------------------------------------------------------
 
 
-class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The properties besides the weights in which two instances must agree. Instances that differ cannot use each
-    other's blocks, or would end the same request differently.
-
-    Attributes:
-        model: digest of all parts of a block's identity except the weights.
-        kv_layout, kv_dtype: layout and dtype of a block's KV.
-        block_tokens: tokens of a block.
-        block_nbytes: bytes of a block's KV.
-        aux: specs of the rows that live with each block, in order.
-        vocab_size: size of the model's vocabulary.
-        eos_ids: token ids that end a sample, sorted.
-        routing_debug: whether rows name positions instead of experts.
-        text: digest of the token ids that the tokenizer makes of sample texts; empty without a tokenizer.
-        numerics: the arithmetic that the blocks are computed in (`request.Numerics`).
-        sum_slices: of fixed numerics (`Capacity.sum_slices`).
-    """
-
-    model: Key
-    kv_layout: Words
-    kv_dtype: Words
-    block_tokens: Small
-    block_nbytes: Count
-    aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
-    vocab_size: Count
-    eos_ids: Annotated[tuple[Count, ...], Meta(max_length=4096)]
-    routing_debug: bool
-    text: Namespace
-    numerics: Numerics = "default"
-    sum_slices: Small = 1
-
-    def difference(self, other: Shape) -> tuple[str, str, str] | None:
-        """The first field that differs, with both values as text; None: blocks can be exchanged."""
-        # the model last: its digest tells a reader less than the other fields
-        for name in (*self.__struct_fields__[1:], "model"):
-            values = getattr(self, name), getattr(other, name)
-            if values[0] != values[1]:
-                ours, theirs = [each.hex() if isinstance(each, bytes) else f"{each!r:.200}" for each in values]
-                return name, ours, theirs
-        return None
-
-
 class Source(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The place where other instances read the blocks of an instance.
 
@@ -135,56 +93,48 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
         name: the sender's name, for people.
         role: the sender's role.
         address: the address at which the sender listens; "" for routers.
-        shape: the instance's shape; None for routers.
         sources: (transport's name, source) of each transport that the sender offers.
         namespace: namespace of the weights in use; empty for routers.
         facts: the instance's model and limits; None for routers.
+        namespace_base: digest of all parts of a block's identity except the weights; empty for routers.
+        text: digest of the token ids that the tokenizer makes of sample texts; empty without a tokenizer.
+        weight_order: order of the label of its weights (`request.next_order`).
     """
 
     protocol: Small
     name: Name
     role: Role
     address: Words
-    shape: Shape | None = None
     sources: Annotated[tuple[tuple[Name, Source], ...], Meta(max_length=8)] = ()
     namespace: Namespace = b""
-    facts: Facts | None = None
-
-
-class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An instance's model and limits, for routers.
-
-    Attributes:
-        model: name of the model.
-        vocab_size, max_context_tokens, num_blocks, moe_layer_ids, num_experts, top_k_by_layer: as in
-            `runner.base.Capacity`.
-        tokenizer, model_path, dtype: as in `ModelFacts`.
-        top_k, num_hidden_layers, grammars, scores_prompts, tensor_parallel: as in `runner.base.Capacity`.
-        max_step_tokens, max_requests: as in `EngineConfig`.
-        can_sleep: as in `ModelFacts`.
-        weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
-    """
-
-    model: Words
-    vocab_size: Count
-    max_context_tokens: Count
-    num_blocks: Count
-    moe_layer_ids: Layers
-    num_experts: Small
-    top_k_by_layer: Layers | None
-    tokenizer: Words
-    model_path: Words
-    max_step_tokens: Count
-    weight_version: Version
-    max_requests: Count
+    facts: ModelFacts | None = None
+    namespace_base: Namespace = b""
+    text: Namespace = b""
     weight_order: Count = 0
-    top_k: Small = 0
-    dtype: Words = ""
-    num_hidden_layers: Small = 0
-    grammars: bool = False
-    scores_prompts: bool = False
-    tensor_parallel: Small = 1
-    can_sleep: bool = False
+
+
+# Instances that differ in one of these cannot use each other's blocks, or would end the same request differently; the
+# digests last: they tell a reader less.
+_ALIKE = (
+    "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux_specs", "vocab_size", "eos_ids", "routing_debug",
+    "numerics", "sum_slices",
+)  # fmt: skip
+_ALIKE_DIGESTS = ("text", "namespace_base")
+
+
+def shape_of(hello: Hello) -> tuple[tuple[str, Any], ...]:
+    """Names and values of the properties besides the weights in which two instances must agree."""
+    facts = [(name, getattr(hello.facts, name)) for name in _ALIKE]
+    return (*facts, *[(name, getattr(hello, name)) for name in _ALIKE_DIGESTS])
+
+
+def difference(one: Hello, other: Hello) -> tuple[str, str, str] | None:
+    """The first property that differs, with both values as text; None: blocks can be exchanged."""
+    for (name, ours), (_, theirs) in zip(shape_of(one), shape_of(other), strict=True):
+        if ours != theirs:
+            told = [each.hex() if isinstance(each, bytes) else f"{each!r:.200}" for each in (ours, theirs)]
+            return name, told[0], told[1]
+    return None
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):
@@ -209,69 +159,31 @@ class Bye(Message, frozen=True, array_like=True, tag="bye"):
     reason: Words
 
 
-class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Counters of an instance since its start. Fields that are not listed here have the names and the meaning of the
-    counters of `scheduler.SchedulerStats`.
+class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How an instance is, sent with its heartbeats.
 
     Attributes:
-        tokens: tokens sampled here, live requests' included.
-        received_blocks, received_nbytes: blocks of other instances that were copied here and checked.
-        leases_granted, leases_denied: leases that this decode side granted and denied.
+        stats: the numbers of its engine; `state` is "draining" while the instance drains.
+        received_nbytes: bytes of other instances' blocks that were copied here and checked.
         asked: leases that other instances granted to this prefill side.
         asked_s: seconds from lease request to grant, summed over the `asked` leases.
         asked_most_s: the longest such time.
-    """
-
-    tokens: Count = 0
-    finished: Count = 0
-    steps: Count = 0
-    preemptions: Count = 0
-    prompt_tokens: Count = 0
-    hit_tokens: Count = 0
-    hit_tokens_host: Count = 0
-    hit_tokens_store: Count = 0
-    written_blocks: Count = 0
-    fetched_blocks: Count = 0
-    received_blocks: Count = 0
-    received_nbytes: Count = 0
-    leases_granted: Count = 0
-    leases_denied: Count = 0
-    asked: Count = 0
-    asked_s: Seconds = 0.0
-    asked_most_s: Seconds = 0.0
-
-
-class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The load of an instance, sent with its heartbeats.
-
-    Attributes:
-        state: what it does (`request.Doing`), or that it drains.
-        waiting: requests that wait to be admitted.
-        queued_tokens: prompt tokens that wait to be computed.
-        running: sequences that hold blocks.
-        leased: the running sequences that wait for blocks of a prefill side.
-        free_blocks: device blocks that are free, or idle and not promised to a lease.
-        num_blocks: all device blocks.
-        totals: counters since the start.
-        store_problem: why the engine does not use its store now; "" while it does, and without a store.
-        tap_problem: which taps of its configuration an error ended, and the errors; "" while all run.
-        dropped_events: events that the taps of its configuration lost.
         peer_problem: which of its requests' decode instances it does not reach, or finds replaced by another process,
             with what each side sees; "" while there is none.
     """
 
-    state: Literal[Doing, "draining"]
-    waiting: Count
-    queued_tokens: Count
-    running: Count
-    leased: Count
-    free_blocks: Count
-    num_blocks: Count
-    totals: Totals = Totals()
-    store_problem: Words = ""
-    tap_problem: Words = ""
-    dropped_events: Count = 0
+    stats: EngineStats
+    received_nbytes: Count = 0
+    asked: Count = 0
+    asked_s: Seconds = 0.0
+    asked_most_s: Seconds = 0.0
     peer_problem: Words = ""
+
+    @property
+    def free_blocks(self) -> int:
+        """Device blocks that are free, or idle and not promised to a lease; more may be promised than are free now."""
+        told = self.stats.scheduler
+        return max(told.free_blocks + told.idle_blocks - told.reserved_blocks, 0)
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.request import SamplingParams
-    from fdasync_fleet.messages import Facts, Message, Piece
+    from fdasync.runner.facts import ModelFacts
+    from fdasync_fleet.messages import Message, Piece
 
 #: tokens of a run; with 20 alternatives for each, a run takes some 2 MB
 RUN_TOKENS = 8192
@@ -254,7 +255,7 @@ class Incoming:
             prompt_top_logprobs=None if scores is None else scores.alternatives(),
         )
 
-    def add_end(self, end: SampleEnd, facts: Facts) -> Sample:
+    def add_end(self, end: SampleEnd, facts: ModelFacts) -> Sample:
         """A sample, of its runs and this message. Raises ProtocolError where they do not fit together."""
         index = end.index
         if index >= self._samples or index in self._whole:
@@ -262,7 +263,7 @@ class Incoming:
         sample = self._whole[index] = self._sample(index, end, facts)
         return sample
 
-    def _sample(self, index: int, end: SampleEnd, facts: Facts) -> Sample:
+    def _sample(self, index: int, end: SampleEnd, facts: ModelFacts) -> Sample:
         if {spec.name for spec in end.aux} != self._specs.keys():
             came, wanted = [spec.name for spec in end.aux], list(self._specs)
             raise ProtocolError(f"rows of {came} of sample {index} came, rows of {wanted} were asked for")

@@ -23,6 +23,7 @@ from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.harness.engines import until
 from tests.support.commands import command, config_file, config_of, errors, is_running, wait_for
 from tests.support.plugins import install_plugin
+from tests.support.router_scene import runs
 
 if TYPE_CHECKING:
     from tests.support.commands import Running
@@ -49,7 +50,7 @@ def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
         async with fdasync.connect([address]) as router:
             assert router.stats().instances[0].role == "mixed"
             answer = asyncio.ensure_future(router.complete(PROMPT, PARAMS))
-            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            await until(lambda: any(runs(one) for one in router.stats().instances))
             os.kill(running.process.pid, signal.SIGTERM)
             check_sample((await answer).samples[0], PROMPT, PARAMS, oracle)
 
@@ -81,7 +82,7 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     async def ask(running: Running) -> None:
         async with fdasync.connect([address]) as router:
             answer = asyncio.ensure_future(router.complete(PROMPT, SamplingParams(max_tokens=200)))
-            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            await until(lambda: any(runs(one) for one in router.stats().instances))
             os.kill(running.process.pid, signal.SIGINT)
             await until(lambda: router.stats().instances[0].state == "draining")
             os.kill(running.process.pid, signal.SIGINT)
@@ -107,7 +108,7 @@ def test_requests_that_outlive_the_drain_end_with_what_they_have_at_its_deadline
                 asyncio.ensure_future(router.complete([number, *PROMPT], SamplingParams(max_tokens=most)))
                 for number, most in asked
             ]
-            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            await until(lambda: any(runs(one) for one in router.stats().instances))
             os.kill(running.process.pid, signal.SIGTERM)
             reasons = [(await answer).finish_reason for answer in answers]
             assert reasons == ["length", "abort", "length"]

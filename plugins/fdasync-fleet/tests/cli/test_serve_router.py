@@ -87,7 +87,7 @@ def test_requests_of_a_router_that_was_killed_end_at_once(tmp_path: Path) -> Non
 
             def running() -> int:
                 status = router.stats().instances[0].status
-                return -1 if status is None else status.running
+                return -1 if status is None else status.stats.scheduler.running
 
             await until(lambda: running() == 1)
             asks.kill()

@@ -25,7 +25,7 @@ def fleet(count: int, **values: Any) -> Summary:
     moments = (moment(1, tokens=500_000, prompt_tokens=2_000_000, hits=(900_000, 100_000, 0), running=9_999,
                       ttft=counts(0.25), tpot=counts(0.0123)),)  # fmt: skip
     own = sight(
-        running=9_999, waiting=1_234, num_blocks=123_456, free_blocks=3_456, idle_blocks=20_000, num_slots=300_000,
+        running=9_999, waiting=1_234, used_blocks=100_000, free_blocks=3_456, idle_blocks=20_000, used_slots=300_000,
         moments=moments, **values,
     )  # fmt: skip
     engines = [watched(f"tcp://10.0.0.1:500/decode-{at}", "decode", own) for at in range(count)]

@@ -29,6 +29,7 @@ from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.harness.engines import until
 from tests.support.commands import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for
 from tests.support.plugins import install_plugin
+from tests.support.router_scene import runs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -237,7 +238,7 @@ def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     async def ask(running: Running, addresses: list[str]) -> None:
         async with fdasync.connect(addresses) as router:
             answer = asyncio.ensure_future(router.complete([1, 2, 3], SamplingParams(max_tokens=200)))
-            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            await until(lambda: any(runs(one) for one in router.stats().instances))
             os.kill(running.process.pid, signal.SIGINT)
             await until(lambda: any(one.state == "draining" for one in router.stats().instances))
             os.kill(running.process.pid, signal.SIGINT)

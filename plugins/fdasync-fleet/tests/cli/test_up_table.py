@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from fdasync_fleet.cli.local.restarts import RestartRules, Restarts
 from fdasync_fleet.cli.up_table import Rates, fleet_table
-from fdasync_fleet.messages import Status
 from fdasync_fleet.router.stats import InstanceStats, RouterStats
 from rich.console import Console
+
+from tests.support.router_scene import status_of
 
 
 class FakeChild:
@@ -22,8 +23,8 @@ def shown(**values: Any) -> str:
     """The table with one instance, as a terminal gets it."""
     fields: dict[str, Any] = {
         "name": "m0", "address": "ipc:///run/m0", "says": "ipc:///run/m0", "role": "mixed", "is_up": True,
-        "problem": "", "state": "running", "status": Status("running", 0, 0, 0, 0, 50, 100), "status_at": 0.0,
-        "status_age_s": 0.1, "live": 0, "known_blocks": 0, "weight_version": "0", **values,
+        "problem": "", "state": "running", "status": status_of(free=50), "status_at": 0.0,
+        "age_s": 0.1, "doing": "running", "stats": None, "live": 0, "known_blocks": 0, "weight_version": "0", **values,
     }  # fmt: skip
     stats = RouterStats(instances=(InstanceStats(**fields),), live=0, dropped=())
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")

@@ -65,7 +65,7 @@ async def test_blocks_go_from_device_to_device_at_any_width(tmp_path, senders, r
         assert (p.notice, d.notice) == ("", "")
         await asyncio.gather(*[ask(router, oracle_of(p.engine.config), number, 40 + number) for number in range(6)])
         assert swapped(p) == swapped(d) == (0, 0), "blocks went by way of the host"
-        assert d.status().totals.received_blocks >= 12
+        assert d.status().stats.scheduler.received_blocks >= 12
         # the prefix is a hit where it went to
         await ask(router, oracle_of(p.engine.config), 3, 43)
         assert lent(p) == lent(d) == 0
@@ -103,7 +103,7 @@ async def test_a_sender_that_is_killed_costs_a_retry_and_its_receiver_goes_on(tm
             await stack.enter_async_context(instance)
         router = await stack.enter_async_context(connect([one.address, other.address, d.address], links=LINKS))
         tasks = [asyncio.ensure_future(ask(router, oracle_of(d.engine.config), number, 100)) for number in range(8)]
-        while not d.status().totals.received_blocks:  # noqa: ASYNC110 - a counter
+        while not d.status().stats.scheduler.received_blocks:  # noqa: ASYNC110 - a counter
             await asyncio.sleep(0.002)
         for pid in one.engine._runtime.runner.pids:
             os.kill(pid, signal.SIGKILL)

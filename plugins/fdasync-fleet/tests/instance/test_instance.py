@@ -9,9 +9,8 @@ from random import Random
 
 import msgspec
 import pytest
-from fdasync_fleet.instance.instance import shape_of
 from fdasync_fleet.instance.text_digest import text_digest
-from fdasync_fleet.messages import Shape
+from fdasync_fleet.messages import difference, shape_of
 from fdasync_fleet.router.router import Router
 from fdasync_fleet.testing.sim.network import SimNetwork
 from fdasync_fleet.testing.sim.transport import SimFabric, SimFaults, SimTransport
@@ -22,6 +21,7 @@ from fdasync.errors import ConfigError, EngineFailed, InstanceLost, PeerRefused
 from fdasync.result import Usage
 from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine
 from fdasync.testing.sim.loop import run_sim
+from tests.support.router_scene import FACTS, hello_of
 
 BRIEF = SamplingParams(max_tokens=8)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -93,18 +93,27 @@ async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family
 
 def test_of_two_shapes_what_people_can_read_is_named_first():
     specs = (AuxSpec("routing", (2, 2), "uint8"),)
-    ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, specs, 300, (7,), False, b"t" * 16)
-    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"", "fixed", 4)
+    facts = msgspec.structs.replace(FACTS, aux_specs=specs)
+    ours = msgspec.structs.replace(hello_of("a", "a", "mixed", facts), text=b"t" * 16)
+    other = msgspec.structs.replace(
+        facts, kv_layout="hnd", kv_dtype="float16", block_tokens=32, block_nbytes=2048, aux_specs=(), vocab_size=301,
+        eos_ids=(7, 8), routing_debug=True, numerics="fixed", sum_slices=4, num_blocks=7, max_context_tokens=7,
+    )  # fmt: skip
+    theirs = msgspec.structs.replace(ours, name="b", facts=other, text=b"", namespace_base=b"o" * 16)
     named = []
-    while (found := ours.difference(theirs)) is not None:
+    while (found := difference(ours, theirs)) is not None:
         named.append(found[0])
-        last = found
-        theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
+        last, of = found, found[0]
+        if of in ("text", "namespace_base"):
+            theirs = msgspec.structs.replace(theirs, **{of: getattr(ours, of)})
+        else:
+            other = msgspec.structs.replace(other, **{of: getattr(facts, of)})
+            theirs = msgspec.structs.replace(theirs, facts=other)
     assert named == [
-        "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "vocab_size", "eos_ids", "routing_debug",
-        "text", "numerics", "sum_slices", "model",
+        "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux_specs", "vocab_size", "eos_ids", "routing_debug",
+        "numerics", "sum_slices", "text", "namespace_base",
     ]  # fmt: skip
-    assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
+    assert last == ("namespace_base", bytes(16).hex(), (b"o" * 16).hex())
 
 
 def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
@@ -114,12 +123,12 @@ def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
         more = make(network, 1, runner={"num_blocks": 80, "block_tokens": 4})
         other = make(network, 2, runner={"num_blocks": 40, "block_tokens": 8})
         async with ours, more, other:
-            assert shape_of(ours.engine.capacity) == shape_of(more.engine.capacity)
+            assert shape_of(ours.hello()) == shape_of(more.hello())
             assert ours.engine.capacity.num_blocks != more.engine.capacity.num_blocks
             async with Router([ours.address, more.address], wire=network.wire("router"), seed=1) as router:
                 with pytest.raises(PeerRefused) as caught:
                     await router.add(other.address)
-        assert caught.value.field == "shape.block_tokens"
+        assert caught.value.field == "block_tokens"
         assert "has 4" in str(caught.value)
         assert "has 8" in str(caught.value)
 
@@ -170,11 +179,11 @@ def test_instances_that_would_answer_differently_do_not_fit(field, options, word
             async with Router([ours.address], wire=network.wire("router"), seed=1) as router:
                 with pytest.raises(PeerRefused) as caught:
                     await router.add(other.address)
-            assert caught.value.field == f"shape.{field}"
+            assert caught.value.field == field
             assert words in caught.value.problem
             refused = ours.check(other.hello())
             assert refused is not None
-            assert refused.field == f"shape.{field}"
+            assert refused.field == field
 
     run_sim(main())
 
@@ -190,7 +199,7 @@ def test_prefill_and_decode_of_unlike_numerics_refuse_each_other_and_alike_ones_
         async with sides[0], sides[1]:
             if numerics[0] != numerics[1]:
                 for ours, other in (sides, sides[::-1]):
-                    assert ours.check(other.hello()).field == "shape.numerics"
+                    assert ours.check(other.hello()).field == "numerics"
                 return
             addresses = [side.address for side in sides]
             async with Router(addresses, wire=network.wire("router"), seed=1) as router:

@@ -42,7 +42,7 @@ async def test_hand_overs_are_exact_by_one_process_for_each_instance(tmp_path, t
             assert sorted(children()) == sorted(pids)
             router = await stack.enter_async_context(connect([side.address for side in sides], links=LINKS))
             await asyncio.gather(*[ask(router, sides[0].engine.config, number) for number in range(5)])
-            assert sides[1].status().totals.received_blocks >= 10
+            assert sides[1].status().stats.scheduler.received_blocks >= 10
 
 
 async def test_one_that_copies_on_its_loop_starts_none(tmp_path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from fdasync_fleet.messages import Status
 from fdasync_fleet.router.choice import choose
 from fdasync_fleet.router.limits import Need
 from instance_stage import KEYS, FakePeer, Stage, with_limits
+
+from tests.support.router_scene import status_of
 
 SIZE = 4
 
@@ -26,15 +27,16 @@ class Plain:
         return max(self.num_tokens - SIZE * self.had(one), 0)
 
     def prefill_cost(self, one):
-        return (one.status.queued_tokens if one.status else 0) + 2 * self.missing(one)
+        return (one.status.stats.scheduler.queued_tokens if one.status else 0) + 2 * self.missing(one)
 
     def mixed_cost(self, one):
-        used = one.status.num_blocks - one.status.free_blocks if one.status else 0
+        used = one.status.stats.scheduler.num_blocks - one.status.free_blocks if one.status else 0
         return self.prefill_cost(one) + used * SIZE / 16
 
     def decode_cost(self, one):
-        used = one.status.num_blocks - one.status.free_blocks if one.status else 0
-        newer = max(one.live - (one.status.running + one.status.leased if one.status else 0), 0)
+        used = one.status.stats.scheduler.num_blocks - one.status.free_blocks if one.status else 0
+        told = one.status and one.status.stats.scheduler
+        newer = max(one.live - (told.running + told.leased if told else 0), 0)
         return (used + newer * max(len(self.keys), 256 // SIZE) - self.had(one)) / one.facts.num_blocks
 
     def best(self, role, fits, cost):
@@ -90,9 +92,8 @@ def random_stage(rng):
         if rng.random() < 0.7:
             state = rng.choice(("running", "running", "paused", "draining"))
             # few values, so that some are alike
-            stage[name].status = Status(
-                state, 0, rng.choice((0, 8, 30)), rng.choice((0, 2)), 0, total - rng.choice((0, 5)), total
-            )
+            queued, running = rng.choice((0, 8, 30)), rng.choice((0, 2))
+            stage[name].status = status_of(state, 0, queued, running, total - rng.choice((0, 5)), total)
         stage[name].live = rng.choice((0, 0, 1, 3))
         for _ in range(rng.randrange(3)):
             stage.has(name, *range(rng.randrange(9)))
@@ -230,7 +231,7 @@ def test_the_row_of_an_instance_that_was_removed_is_free_for_another():
     stage["m3"].sent(8, KEYS[:2])
     # what ends late on the one that is gone changes nothing of the other's
     gone.settled(32, len(KEYS), gone.beats, expected)
-    gone.status = Status("running", 0, 1000, 0, 0, 0, 100)
+    gone.status = status_of("running", 0, 1000, 0, 0)
     assert (stage["m3"].live, stage["m3"].tokens) == (1, 8)
     assert int(stage.fleet.loads.work.one[slot]) == 8
     assert [depth for depth, bits in stage.fleet.index.prefixes(KEYS, 1 << slot)] == [2]

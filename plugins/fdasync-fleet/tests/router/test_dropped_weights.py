@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import pytest
 from sleepers import asks, cut_off, sleepers
 from weights_scene import dropped, problems
 
 from fdasync.errors import WeightsRejected
-from tests.support.router_scene import in_scene, settle
+from tests.support.router_scene import in_scene, settle, status_of
 
 
 async def sleep(scene, *told):
@@ -102,7 +101,7 @@ async def test_one_that_only_its_status_tells_to_be_without_weights_is_brought_t
     two.told.clear()
     # it woke while its link was down, and could not load them
     two.lacks = "waits_for_weights"
-    scene.m1.status = msgspec.structs.replace(scene.m1.status, state=two.lacks)
+    scene.m1.status = status_of(two.lacks)
     await settle(2.0)
     assert two.told == [("update_weights", "1")]
     assert await asks(scene) == {"m0": 2, "m1": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import pytest
 from fdasync_fleet.messages import Failed, PromptTokens
 from fdasync_fleet.router.dispatch import grace_s
@@ -12,7 +11,7 @@ from fdasync_fleet.router.dispatch import grace_s
 from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
 from fdasync.request import SamplingParams
 from fdasync.result import Usage
-from tests.support.router_scene import done, in_scene, settle
+from tests.support.router_scene import done, in_scene, settle, status_of
 
 PROMPT = (1, 2, 3)
 
@@ -387,7 +386,7 @@ async def test_no_request_waits_to_its_deadline_for_instances_that_drain(scene):
             await scene.router.complete(PROMPT, deadline_s=600.0, **fields)
         assert 10.0 <= loop.time() - begin < 12.0
 
-    scene.d0.status = msgspec.structs.replace(scene.d0.status, state="draining")
+    scene.d0.status = status_of("draining")
     await settle(1.0)
     await refused(decoders=[scene.d0.address])
     scene.router.table.find(scene.p0.address).leaving = True

@@ -7,14 +7,13 @@ import asyncio
 import msgspec
 import pytest
 from fdasync_fleet.link.address import absolute
-from fdasync_fleet.messages import Status
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router, connect
 
 from fdasync.cache.identity import block_keys, root_key
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
 from fdasync.testing.sim.loop import run_sim
-from tests.support.router_scene import NAMESPACE, Scene, done, in_scene, kv_batch, settle
+from tests.support.router_scene import NAMESPACE, Scene, done, in_scene, kv_batch, settle, status_of
 
 PROMPT = tuple(range(12))
 
@@ -88,7 +87,7 @@ async def test_a_prefix_draws_requests(scene):
 
 @in_scene("m0", "m1")
 async def test_load_repels_them(scene):
-    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    scene.m0.status = status_of("running", 5, 500, 1, 50)
     await settle(1.0)
     task = ask(scene)
     await settle()
@@ -116,7 +115,7 @@ async def test_the_caller_may_name_the_instances_that_serve_it(scene):
 async def test_an_instance_may_join(scene):
     joined = scene.begin("m1")
     await scene.router.add(joined.address)
-    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    scene.m0.status = status_of("running", 5, 500, 1, 50)
     await settle(1.0)
     joined.answers = lambda submit: joined.end(submit.request, (7,))
     assert (await scene.router.complete(PROMPT)).token_ids == (7,)
@@ -126,7 +125,7 @@ async def test_an_instance_may_join(scene):
 @in_scene("m0")
 async def test_one_of_another_shape_may_not(scene):
     other = scene.begin("m1")
-    other.shape = msgspec.structs.replace(other.shape, block_tokens=8)
+    other.facts = msgspec.structs.replace(other.facts, block_tokens=8)
     with pytest.raises(PeerRefused):
         await scene.router.add(other.address)
 
@@ -186,7 +185,7 @@ def without_all(*names, dead=(), odd=(), **config):
                     made.scripts[name].die()
                 for number, name in enumerate(odd):
                     script = made.scripts[name]
-                    script.shape = msgspec.structs.replace(script.shape, block_tokens=8 << number)
+                    script.facts = msgspec.structs.replace(script.facts, block_tokens=8 << number)
                 try:
                     await test(made)
                 finally:
@@ -234,7 +233,7 @@ async def test_one_that_was_missing_joins_when_it_comes(scene):
     came = scene.begin("m1")
     await settle(2.0)
     assert missing(scene) == {}
-    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    scene.m0.status = status_of("running", 5, 500, 1, 50)
     await settle(1.0)
     came.answers = lambda submit: came.end(submit.request, (7,))
     assert (await scene.router.complete(PROMPT)).token_ids == (7,)
@@ -298,10 +297,10 @@ async def test_one_that_does_not_fit_stops_no_router_and_is_named(scene):
     await scene.router.start()
     ((address, (state, problem)),) = missing(scene).items()
     assert (address, state) == (scene.m0.address, "refused")
-    assert "shape.block_tokens: m1 has 4, m0 has 8" in problem
+    assert "block_tokens: m1 has 4, m0 has 8" in problem
     await settle(5.0)
     assert len(missing(scene)) == 1
-    scene.m0.shape = scene.m1.shape
+    scene.m0.facts = scene.m1.facts
     await scene.router.add(scene.m0.address)
     assert missing(scene) == {}
 
@@ -315,7 +314,7 @@ async def test_one_that_does_not_fit_stops_no_router_and_is_named(scene):
 def test_where_not_most_fit_together_it_is_an_error(config, odd, dead):
     @without_all("m0", "m1", "m2", odd=odd, dead=dead, connect_s=2.0, **config)
     async def test(scene):
-        with pytest.raises(PeerRefused, match=r"shape\.block_tokens"):
+        with pytest.raises(PeerRefused, match=r"block_tokens"):
             await scene.router.start()
 
     test()

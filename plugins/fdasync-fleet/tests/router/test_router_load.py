@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fdasync_fleet.messages import Status
 
 from fdasync.errors import PeerUnreachable
-from tests.support.router_scene import in_scene, settle
+from tests.support.router_scene import in_scene, settle, status_of
 
 
 @in_scene("m0")
@@ -14,7 +13,7 @@ async def test_facts_and_load_are_of_those_that_are_there(scene):
     # one that never answered
     scene.router._dial("ipc:///run/m1")
     assert (scene.router.facts().max_context_tokens, scene.router.facts().num_instances) == (1000, 1)
-    scene.m0.status = Status("paused", 2, 500, 3, 0, 40, 100)
+    scene.m0.status = status_of("paused", 2, 500, 3, 40)
     await settle(1.0)
     load = scene.router.load()
     assert (load.running, load.waiting, load.used_tokens, load.capacity_tokens, load.paused) == (3, 2, 240, 400, True)

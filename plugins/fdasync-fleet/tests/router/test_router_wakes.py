@@ -9,7 +9,7 @@ from sleepers import PART, PROMPT, asks, asleep_and_cut_off, cut_off, mend, slee
 from weights_scene import dropped, namespace_of, problems, serve
 
 from fdasync.errors import Asleep, PeerUnreachable, UpdateUnderWay, WakeFailed, WeightsBroken, WeightsRejected
-from tests.support.router_scene import Command, in_scene, replied, settle
+from tests.support.router_scene import Command, in_scene, replied, settle, status_of
 
 # -- new weights while some sleep
 
@@ -326,7 +326,7 @@ async def test_requests_go_round_one_whose_weights_are_broken(scene):
     # its status is of before
     assert await asks(scene, 2) == {"m0": 2, "m1": 1}
     assert await asks(scene, 2) == {"m0": 2, "m1": 0}
-    scene.m1.status = scene.m1.status.__class__("broken", 0, 0, 0, 0, 100, 100)
+    scene.m1.status = status_of("broken")
     await settle(2.0)
     assert await asks(scene) == {"m0": 4, "m1": 0}
     # mended
@@ -339,7 +339,7 @@ async def test_requests_go_round_one_whose_weights_are_broken(scene):
 @in_scene("m0", "p0", "d0", absent_s=5.0)
 async def test_where_all_are_broken_the_answer_is_the_reason(scene):
     for script in scene.scripts.values():
-        script.status = script.status.__class__("broken", 0, 0, 0, 0, 100, 100)
+        script.status = status_of("broken")
         script.answers = lambda submit, script=script: script.failed(submit.request, "WeightsBroken", retriable=False)
     await settle(2.0)
     for prefill, decoders in [("", ()), (scene.p0.address, ()), ("", (scene.d0.address,))]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import pytest
 from weights_scene import come_back, dropped, problems, serve
 
 from fdasync import GroupTensors, TensorMeta
 from fdasync.errors import PeerRefused, PeerUnreachable, UpdateUnderWay
-from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle, standing
+from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle, standing, status_of
 
 PROMPT = tuple(range(12))
 PART = GroupTensors(group="trainer", tensors=(TensorMeta("a", "float32", (1,)),))
@@ -31,7 +30,7 @@ async def test_one_that_comes_back_with_old_weights_is_brought_up_to_date_before
     assert "other weights" in problems(scene)["m1"]
     serve(scene.m0, again)
     # it would be chosen, by load
-    scene.m0.status = again.status.__class__("running", 5, 500, 1, 0, 50, 100)
+    scene.m0.status = status_of("running", 5, 500, 1, 50)
     await settle(1.0)
     for _ in range(3):
         await scene.router.complete(PROMPT)
@@ -455,14 +454,14 @@ async def test_requests_go_round_one_that_waits_for_weights(scene):
     serve(scene.m0, scene.m1)
     obeys = scene.m1.obeys
     scene.m1.obeys = lambda command: standing(obeys(command), state="waits_for_weights")
-    scene.m1.status = msgspec.structs.replace(scene.m1.status, state="waits_for_weights")
+    scene.m1.status = status_of("waits_for_weights")
     assert await scene.router.wake() == "waits_for_weights"
     for _ in range(4):
         await scene.router.complete(PROMPT)
     await settle(2.0)
     await scene.router.complete(PROMPT)
     assert (len(scene.m0.submits), len(scene.m1.submits)) == (5, 0)
-    scene.m1.status = msgspec.structs.replace(scene.m1.status, state="running")
+    scene.m1.status = status_of("running")
     scene.m0.die()
     await settle(4.0)
     await scene.router.complete(PROMPT)

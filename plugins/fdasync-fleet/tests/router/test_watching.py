@@ -41,10 +41,10 @@ async def test_many_who_look_are_one_question_a_second(scene):
     assert len(first.asked) == len(second.asked) == 1
     assert all([one.name for one in look] == ["m0", "m1"] for look in looks)
     first.values = {"running": 7}
-    assert (await scene.router.watch())[0].sight.running == 0
+    assert (await scene.router.watch())[0].sight.stats.scheduler.running == 0
     await settle(1.1)
     told = await scene.router.watch()
-    assert told[0].sight.running == 7
+    assert told[0].sight.stats.scheduler.running == 7
     assert told[0].age_s < 0.5
     assert len(first.asked) == 2
 
@@ -59,7 +59,7 @@ async def test_who_does_not_answer_holds_nobody_up_for_more_than_a_second(scene)
     began = asyncio.get_running_loop().time()
     told = await scene.router.watch()
     assert asyncio.get_running_loop().time() - began < 1.2
-    assert told[0].sight.running == 3
+    assert told[0].sight.stats.scheduler.running == 3
     assert told[0].age_s > 1.0
     assert told[1].age_s <= 1.0
     assert second.asked
@@ -69,7 +69,7 @@ async def test_who_does_not_answer_holds_nobody_up_for_more_than_a_second(scene)
     await settle(0.1)
     scene.m0.die()
     told = await look
-    assert told[0].sight.running == 3
+    assert told[0].sight.stats.scheduler.running == 3
 
 
 @in_scene("m0")

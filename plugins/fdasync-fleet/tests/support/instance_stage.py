@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from fdasync_fleet.messages import PROTOCOL, Facts, Hello, Shape, Status
 from fdasync_fleet.router.choice import choose
 from fdasync_fleet.router.instances import InstanceTable
 
-from tests.support.router_scene import kv_batch
+from tests.support.router_scene import FACTS, hello_of, kv_batch, status_of
 
 KEYS = tuple(bytes([number]) * 16 for number in range(8))
-
-
-SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
 
 
 class FakePeer:
@@ -20,8 +16,10 @@ class FakePeer:
         self.address, self.is_up, self.role, self.incarnation = address, True, role, address.encode()
         # those that end in a digit below 5 know grammars and score prompts
         able = int(address[-1]) < 5
-        facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, "0", 64, grammars=able, scores_prompts=able)
-        self.hello = Hello(PROTOCOL, address, role, address, SHAPE, (), b"n" * 16, facts)
+        facts = msgspec.structs.replace(
+            FACTS, max_context_tokens=100, max_requests=64, grammars=able, scores_prompts=able
+        )
+        self.hello = hello_of(address, address, role, facts)
 
 
 class Stage:
@@ -38,7 +36,7 @@ class Stage:
         return self.fleet.find(name)
 
     def status(self, name, state="running", queued=0, running=0, free=100):
-        self[name].status = Status(state, 0, queued, running, 0, free, 100)
+        self[name].status = status_of(state, 0, queued, running, free)
 
     def has(self, name, *numbers):
         self[name].learn(kv_batch(b"n" * 16, 0, False, tuple([KEYS[number] for number in numbers]), ()))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from tests.support.router_scene import NAMESPACE, done, settle, standing
+from tests.support.router_scene import NAMESPACE, done, settle, standing, status_of
 
 
 def serve(*scripts):
@@ -82,6 +80,6 @@ class Sleeper:
             if not error:
                 self.version, self.lacks = command.order, ""
                 self.script.namespace, self.script.version = namespace_of(self.version), self.version
-        self.script.status = msgspec.structs.replace(self.script.status, state=self.state)
+        self.script.status = status_of(self.state)
         reply = done(command.number, error, "no", namespace_of(self.version), self.version)
         return standing(reply, state=self.state, is_delta=self.version in self.deltas)

@@ -1,12 +1,12 @@
 """`GET /metrics`: how busy the generator is, what its engines did, and what the front answered, for Prometheus.
 
-Engines stand under vLLM's names, and their states under the name that they have themselves. An engine has more of its
-own in `fdasync.telemetry`, in its own process. Called by `application.py`.
+Every number of every engine stands under its own name, with a label `engine`, and under vLLM's names. An engine tells
+more in its own process, of its events (`fdasync.telemetry`). Called by `application.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from fdasync.errors import FdasyncError
-from fdasync.telemetry.sight.sight import State
+from fdasync.telemetry.stats_metrics import stats_metrics
 from fdasync.telemetry.vllm_names import vllm_metrics
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
     from fdasync.telemetry.sight.sight import Watched
     from fdasync_http.front import Front
-
-
-_AWAY = "away"
-_STATES: tuple[str, ...] = (*get_args(State), _AWAY)
 
 
 async def metrics(_request: Request, front: Front) -> Response:
@@ -63,25 +59,11 @@ class Figures(Collector):
             yield GaugeMetricFamily("fdasync_http_engine_up", "Whether requests can be made.", 0)
             return
         yield GaugeMetricFamily("fdasync_http_engine_up", "Whether requests can be made.", 1)
-        for name, words, value in (
-            ("running_samples", "Samples that hold KV blocks.", load.running),
-            ("waiting_samples", "Samples that wait to be computed.", load.waiting),
-            ("live_requests", "Requests that have not ended.", load.live),
-            ("used_tokens", "Tokens of KV blocks in use.", load.used_tokens),
-            ("capacity_tokens", "Tokens of all KV blocks.", load.capacity_tokens),
-            ("paused", "Whether no steps are planned.", int(load.paused)),
-            ("instances", "Engines that serve.", facts.num_instances),
-        ):
-            yield GaugeMetricFamily(f"fdasync_http_{name}", words, value)
-        version = GaugeMetricFamily("fdasync_http_weight_version", "1 for the weights in use.", labels=("version",))
-        version.add_metric((facts.weight_version,), 1)
-        yield version
+        yield GaugeMetricFamily("fdasync_http_live_requests", "Requests that have not ended.", load.live)
+        yield GaugeMetricFamily("fdasync_http_instances", "Engines that serve.", facts.num_instances)
         # a counter of an engine that is away would stand still, and its gauges would be of before
-        shown = [(one.name, one.sight) for one in self._watched if one.is_up and one.sight is not None]
-        states = GaugeMetricFamily("fdasync_engine_state", "1 for what the engine does.", labels=("engine", "state"))
-        for one in self._watched:
-            now = one.sight.state if one.is_up and one.sight is not None else _AWAY
-            for state in _STATES:
-                states.add_metric((one.name or one.address, state), float(state == now))
-        yield states
+        here = [(one, one.sight if one.is_up else None) for one in self._watched]
+        told = [((one.name or one.address,), None if sight is None else sight.stats) for one, sight in here]
+        yield from stats_metrics(("engine",), told)
+        shown = [(one.name, sight) for one, sight in here if sight is not None]
         yield from vllm_metrics(shown, front.model, facts.block_tokens)

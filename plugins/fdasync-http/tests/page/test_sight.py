@@ -35,7 +35,7 @@ async def test_it_tells_of_every_engine_and_expert(scene):
     assert response.status_code == 200
     told = msgspec.json.decode(response.content, type=Summary)
     assert {one.state for one in told.engines} == {"running"}
-    assert sum(one.tokens for one in told.engines if one.role != "prefill") == 10
+    assert sum(one.stats.tokens for one in told.engines if one.role != "prefill") == 10
     (experts,) = told.experts
     facts = scene.generator.facts()
     assert (experts.layers, experts.num_experts) == (facts.moe_layer_ids, facts.num_experts)
@@ -115,7 +115,7 @@ async def test_metrics_have_vllms_names(scene):
                 f",{sample.labels[at]}" for at in ("le", "finished_reason") if at in sample.labels
             )
             values[name] = values.get(name, 0.0) + sample.value
-    tokens = sum(one.sight.tokens for one in await scene.generator.watch())
+    tokens = sum(one.sight.stats.tokens for one in await scene.generator.watch())
     assert values["vllm:generation_tokens_total"] == tokens
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
     assert values["vllm:request_success_total,length"] == 2

@@ -18,6 +18,7 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync.cli import main as main_module
 from fdasync.errors import InstanceLost
+from fdasync.stats import SchedulerStats
 
 
 def run(monkeypatch, capsys, *words):
@@ -146,7 +147,7 @@ def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
         ),
         (WeightsName("0"), WeightsName("1")),
     )
-    play = Play(name="", asks=[], results=[], weights_ids={}, crossed=frozenset({"across"}), totals=Figures.no_totals())
+    play = Play(name="", asks=[], results=[], weights_ids={}, crossed=frozenset({"across"}), totals=SchedulerStats())
     assert _behind(table, "0", play.crossed) == 1
 
     def told(changed):

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from fdasync.telemetry.sight.summary import Engine, Latency, Places, Summary
+    from fdasync.telemetry.sight.summary import Engine, Latency, Summary
 
 _GOOD, _BAD, _ODD, _DIM = "green", "bold red", "yellow", "dim"
 _COLORS = {"running": _GOOD, "away": _BAD, "silent": _BAD, "failed": _BAD, "broken": _BAD, "waits_for_weights": _BAD}
@@ -64,29 +64,30 @@ class Screen:
 
     def _head(self) -> list[Text]:
         summary = self._summary
-        requests, rates, leases = summary.requests, summary.rates, summary.leases
+        stats, rates, told = summary.stats, summary.rates, summary.stats.scheduler
         engines = f"{len(summary.engines)} engine{'s' * (len(summary.engines) != 1)}"
         if summary.state != "running" or len(summary.states) > 1:
-            told = [f"{count} {_words_of(state)}" for state, count in summary.states.items()]
-            engines += f": {', '.join(told)}"
+            engines += f": {', '.join([f'{count} {_words_of(state)}' for state, count in summary.states.items()])}"
         title = Text.assemble(
             ("fdasync top", "bold"), f"  {summary.model}  weights {summary.weight_version}  {engines}"
         )
         return [
             title,
-            _line("requests", f"running {requests.running:,}  waiting {requests.waiting:,}"
-                  f"  for a place {requests.waiting_for_place:,}  leased {requests.leased:,}"
-                  f"  handed over {requests.hand_offs:,}"),
+            _line("requests", f"running {told.running:,}  waiting {told.waiting:,}"
+                  f"  for a place {stats.waiting_for_place:,}  leased {told.leased:,}"
+                  f"  handed over {told.hand_offs:,}"),
             _line("tokens/s", f"{rates.tokens_per_s:,.0f}  prompt {rates.prompt_tokens_per_s:,.0f}"
-                  f"  queued {_count(summary.queued_tokens)}  ended/s {rates.finished_per_s:.3g}"
+                  f"  queued {_count(told.queued_tokens)}  ended/s {rates.finished_per_s:.3g}"
                   f"  (of {rates.seconds:.0f} s)"),
             _line("latency", f"first token {_latency(rates.ttft, 1.0)} s  each {_latency(rates.tpot, 1e3)} ms"
                   f"  (50 90 99 %)"),
             _line("hits", _hits(rates.hit_share)),
-            _line("blocks", Text.assemble(_bar(summary.device), f" device {_places(summary.device)}"
-                                          f"  host {_places(summary.host)}")),
-            _line("slots", f"{_places(summary.slots)}  leases granted {leases[0]:,} denied {leases[1]:,}"
-                  f" dropped {leases[2]:,}"),
+            _line("blocks", Text.assemble(
+                _bar(told.used_blocks, told.num_blocks, told.idle_blocks),
+                f" device {_places(told.used_blocks, told.num_blocks, told.idle_blocks)}"
+                f"  host {_places(told.used_host_blocks, told.num_host_blocks)}")),
+            _line("slots", f"{_places(told.used_slots, told.num_slots)}  leases granted {told.leases_granted:,}"
+                  f" denied {told.leases_denied:,} dropped {told.leases_dropped:,}"),
             _line("experts", self._experts()),
         ]  # fmt: skip
 
@@ -136,16 +137,16 @@ def _row(one: Engine) -> list[Text]:
     head = [Text(_end_of(one.name or one.address)), Text(one.role), state]
     if one.state in ("away", "silent"):
         return [*head, *[Text("-") for _ in _COLUMNS[_WORDS:]]]
-    rates = one.rates
+    rates, stats = one.rates, one.stats.scheduler
     told = [
-        f"{one.requests.running:,}",
-        f"{one.requests.waiting + one.requests.waiting_for_place:,}",
-        f"{one.device.used / one.device.all:.0%}" if one.device.all else "-",
+        f"{stats.running:,}",
+        f"{stats.waiting + one.stats.waiting_for_place:,}",
+        f"{stats.used_blocks / stats.num_blocks:.0%}" if stats.num_blocks else "-",
         f"{rates.tokens_per_s:,.0f}",
         f"{rates.prompt_tokens_per_s:,.0f}",
         "-" if rates.token_s is None else f"{rates.token_s * 1e3:.3g}",
         "-" if rates.ttft.p50 is None else f"{rates.ttft.p50:.2g}",
-        one.weight_version[-_NAME_COLUMNS:],
+        stats.weight_version[-_NAME_COLUMNS:],
     ]
     return [*head, *map(Text, told)]
 
@@ -176,18 +177,18 @@ def _hits(share: tuple[float, float, float] | None) -> str:
     return f"{sum(share):.0%} of prompt tokens  device {device:.0%}  host {host:.0%}  store {store:.0%}"
 
 
-def _places(places: Places) -> str:
-    if not places.all:
+def _places(used: int, every: int, idle: int = 0) -> str:
+    if not every:
         return "-"
-    return f"{places.used:,}/{places.all:,}" + (f" idle {places.idle:,}" if places.idle else "")
+    return f"{used:,}/{every:,}" + (f" idle {idle:,}" if idle else "")
 
 
-def _bar(places: Places) -> Text:
+def _bar(used_blocks: int, every: int, idle_blocks: int) -> Text:
     """Used, idle and free, in ten characters."""
-    if not places.all:
+    if not every:
         return Text("." * _BAR, style=_DIM)
-    used = round(_BAR * places.used / places.all)
-    idle = min(round(_BAR * places.idle / places.all), _BAR - used)
+    used = round(_BAR * used_blocks / every)
+    idle = min(round(_BAR * idle_blocks / every), _BAR - used)
     return Text.assemble(
         ("#" * used, _GOOD if used < _BAR else _ODD), ("=" * idle, _DIM), ("." * (_BAR - used - idle), _DIM)
     )

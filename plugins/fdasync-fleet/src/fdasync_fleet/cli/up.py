@@ -255,7 +255,7 @@ class _Up:
     def _tell_of_stores(self, stats: RouterStats) -> None:
         """Say which instance serves without its store, or uses it again."""
         for one in stats.instances:
-            problem = "" if one.status is None else one.status.store_problem
+            problem = "" if one.status is None else one.status.stats.store_problem
             if one.name in self._store_problems and bool(problem) != bool(self._store_problems[one.name]):
                 self._store_problems[one.name] = problem
                 told = (
@@ -268,12 +268,13 @@ class _Up:
         for one in stats.instances:
             if one.name not in self._tap_states or one.status is None:
                 continue
-            state = (one.status.tap_problem, one.status.dropped_events > 0)
+            told = one.status.stats
+            state = (told.tap_problem, told.dropped_events > 0)
             known, self._tap_states[one.name] = self._tap_states[one.name], state
             if state[0] and state[0] != known[0]:
                 self._print(f"fdasync up: {one.name}: goes on without taps that failed: {state[0]}")
             if state[1] and not known[1]:
-                self._print(f"fdasync up: {one.name}: its taps have lost {one.status.dropped_events} events so far")
+                self._print(f"fdasync up: {one.name}: its taps have lost {told.dropped_events} events so far")
 
     def _on_end(self, child: Child) -> None:
         """A child ended by itself: it is started again, and the others go on."""

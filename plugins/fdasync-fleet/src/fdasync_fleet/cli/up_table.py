@@ -37,8 +37,8 @@ class Rates:
         for one in stats.instances:
             if one.status is None:
                 continue
-            totals = one.status.totals
-            now = (one.status_at, totals.tokens, totals.prompt_tokens)
+            told = one.status.stats
+            now = (one.status_at, told.tokens, told.scheduler.prompt_tokens)
             then = self._last.get(one.address)
             if then is not None and now[0] - then[0] < _MIN_S:
                 continue
@@ -82,17 +82,17 @@ def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restar
         state = "given up"
     shown = f"[{_COLORS.get(state, 'yellow')}]{state}[/]"
     head = (child.name, child.role, shown)
-    if child.state == "ended" or one is None or one.status is None or one.status_age_s > _STALE_S:
+    if child.state == "ended" or one is None or one.status is None or one.age_s > _STALE_S:
         return (*head, *["-"] * 6, count)
-    status = one.status
+    told, free = one.status.stats.scheduler, one.status.free_blocks
     tokens, prompt_tokens = rates.of(one)
     return (
         *head,
-        f"{status.running}",
-        f"{status.waiting}",
-        f"{status.free_blocks}/{status.num_blocks}",
+        f"{told.running}",
+        f"{told.waiting}",
+        f"{free}/{told.num_blocks}",
         f"{tokens:.0f}",
         f"{prompt_tokens:.0f}",
-        f"{status.totals.received_blocks} blocks",
+        f"{told.received_blocks} blocks",
         count,
     )

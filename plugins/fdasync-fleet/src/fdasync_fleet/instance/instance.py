@@ -57,7 +57,6 @@ from fdasync_fleet.messages import (
     BlocksOffer,
     BlocksTaken,
     Call,
-    Facts,
     HandOff,
     HandOffTaken,
     Heartbeat,
@@ -69,13 +68,12 @@ from fdasync_fleet.messages import (
     Reply,
     ScoredPrompt,
     Seen,
-    Shape,
     Standing,
     Status,
     Submit,
-    Totals,
     Watch,
     brief,
+    difference,
 )
 from fdasync_fleet.transfer.device import DeviceTransport
 from fdasync_fleet.transfer.device_blocks import BlockPuller
@@ -91,10 +89,11 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Store
     from fdasync.drafting import Drafter
-    from fdasync.engine import EngineConfig, EngineStats
+    from fdasync.engine import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action
     from fdasync.runner.base import Capacity, Runner
+    from fdasync.stats import EngineStats
     from fdasync_fleet.link.peer import Peer
     from fdasync_fleet.link.session import LinkConfig
     from fdasync_fleet.link.wire import Frame, Wire
@@ -106,24 +105,6 @@ FAST = "mooncake"
 # limit of `messages.Name`
 _NAME_CHARS = 256
 _MAX_PORT = 65535
-
-
-def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
-    """The shape of an instance with this runner; `text`: the digest of `text_digest.py`."""
-    return Shape(
-        model=root_key(capacity.fingerprint.encode()),
-        kv_layout=capacity.kv_layout,
-        kv_dtype=capacity.kv_dtype,
-        block_tokens=capacity.block_tokens,
-        block_nbytes=capacity.block_nbytes,
-        aux=capacity.aux_specs,
-        vocab_size=capacity.vocab_size,
-        eos_ids=tuple(sorted(capacity.eos_ids)),
-        routing_debug=capacity.routing_debug,
-        text=text,
-        numerics=capacity.numerics,
-        sum_slices=capacity.sum_slices,
-    )
 
 
 def _auto(listen: str, trusted: bool) -> tuple[tuple[str, ...], str]:
@@ -308,7 +289,7 @@ class Instance:
         try:
             self._weights = self.engine.weights
             shared, capacity = self.engine.share(), self.engine.capacity
-            self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
+            self._text = text_digest(self.engine.tokenizer, capacity.vocab_size)
             wire = self._wire or ZmqWire(on_guard=self._on_guard, keys=self._keys, on_refused=self._on_refused)
             links = Links(wire, self, self._link_config)
             # from here to the services nothing waits: a close finds either none of them or all
@@ -464,52 +445,30 @@ class Instance:
     # -- what links call (fdasync_fleet/link/callbacks.py) --------------------------------------------------------
 
     def hello(self) -> Hello:
-        engine, capacity = self.engine, self.engine.capacity
-        told = engine.facts()
-        facts = Facts(
-            model=brief(capacity.model),
-            vocab_size=capacity.vocab_size,
-            max_context_tokens=capacity.max_context_tokens,
-            num_blocks=capacity.num_blocks,
-            moe_layer_ids=capacity.moe_layer_ids,
-            num_experts=capacity.num_experts,
-            top_k_by_layer=capacity.top_k_by_layer,
-            tokenizer=told.tokenizer,
-            model_path=told.model_path,
-            max_step_tokens=engine.config.max_step_tokens,
-            weight_version=self._weights.state.version,
-            max_requests=engine.config.max_requests,
-            weight_order=self._weights.state.order,
-            top_k=told.top_k,
-            dtype=told.dtype,
-            num_hidden_layers=told.num_hidden_layers,
-            grammars=capacity.grammars,
-            scores_prompts=capacity.scores_prompts,
-            tensor_parallel=capacity.tensor_parallel,
-            can_sleep=told.can_sleep,
-        )
-        role = engine.config.role
+        engine, context, role = self.engine, self._context, self.engine.config.role
         assert role != "alone"
-        assert self._context is not None
+        assert context is not None
         return Hello(
             protocol=PROTOCOL,
             name=self._name or self.address,
             role=role,
             address=self.address,
-            shape=self._shape,
             sources=self._transports.sources(),
-            namespace=self._context.namespace(),
-            facts=facts,
+            namespace=context.namespace(),
+            facts=engine.facts(),
+            namespace_base=root_key(engine.capacity.fingerprint.encode()),
+            text=self._text,
+            weight_order=self._weights.state.order,
         )
 
     def check(self, hello: Hello) -> Refused | None:
-        if hello.shape is None:
-            return None if hello.role == "router" else Refused("shape", "an instance sent no shape of its blocks")
-        differs = self._shape.difference(hello.shape)
+        if hello.facts is None:
+            return None if hello.role == "router" else Refused("facts", "an instance told nothing of its model")
+        differs = difference(self.hello(), hello)
         if differs is None:
             return None
         field, ours, theirs = differs
-        return Refused(f"shape.{field}", brief(f"{self._name or self.address} has {ours}, {hello.name} has {theirs}"))
+        return Refused(field, brief(f"{self._name or self.address} has {ours}, {hello.name} has {theirs}"))
 
     def beat(self, peer: Peer) -> Heartbeat:
         if peer.was_dialed:
@@ -517,49 +476,22 @@ class Instance:
         return Heartbeat((), self.status()) if peer.role == "router" else Heartbeat()
 
     def status(self) -> Status:
-        """The load for heartbeats."""
-        assert self._context is not None
-        engine_stats = self.engine.stats()
-        stats = engine_stats.scheduler
+        """How it is, for heartbeats."""
+        leases = self._prefill_service
         return Status(
-            state="draining" if self._context.draining else engine_stats.doing,
-            waiting=stats.waiting,
-            queued_tokens=stats.queued_tokens,
-            running=stats.running,
-            leased=stats.leased,
-            # blocks promised to leases count as taken; more may be promised than are free now
-            free_blocks=max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
-            num_blocks=stats.num_blocks,
-            totals=self._totals(engine_stats),
-            store_problem=brief(engine_stats.store_problem),
-            tap_problem=brief("; ".join([f"{tap.name}: {tap.problem}" for tap in engine_stats.taps if tap.problem])),
-            dropped_events=sum([tap.dropped for tap in engine_stats.taps]),
-            peer_problem=brief("; ".join(self._prefill_service.unreached.values())),
+            stats=self._told(self.engine.stats()),
+            received_nbytes=self._decode_service.received_nbytes,
+            asked=leases.granted,
+            asked_s=leases.granted_s,
+            asked_most_s=leases.granted_most_s,
+            peer_problem=brief("; ".join(leases.unreached.values())),
         )
 
-    def _totals(self, engine_stats: EngineStats) -> Totals:
+    def _told(self, stats: EngineStats) -> EngineStats:
+        """The engine's numbers, and that the instance drains."""
         assert self._context is not None
-        stats = engine_stats.scheduler
-        live = sum([len(sample.tokens) for request in self._context.processor.requests() for sample in request.samples])
-        return Totals(
-            tokens=stats.generated_tokens + live,
-            finished=stats.finished,
-            steps=stats.steps,
-            preemptions=stats.preemptions,
-            prompt_tokens=stats.prompt_tokens,
-            hit_tokens=stats.hit_tokens,
-            hit_tokens_host=stats.hit_tokens_host,
-            hit_tokens_store=stats.hit_tokens_store,
-            written_blocks=stats.written_blocks,
-            fetched_blocks=stats.fetched_blocks,
-            received_blocks=stats.received_blocks,
-            received_nbytes=self._decode_service.received_nbytes,
-            leases_granted=stats.leases_granted,
-            leases_denied=stats.leases_denied,
-            asked=self._prefill_service.granted,
-            asked_s=self._prefill_service.granted_s,
-            asked_most_s=self._prefill_service.granted_most_s,
-        )
+        drains = self._context.draining and stats.state not in ("closing", "closed", "failed")
+        return msgspec.structs.replace(stats, state="draining") if drains else stats
 
     def on_up(self, peer: Peer) -> None:
         self.engine.bus.publish(
@@ -650,9 +582,7 @@ class Instance:
         assert self._context is not None
         try:
             sight = self.engine.sight(message.since, past_picks=message.past_picks)
-            if self._context.draining and sight.state not in ("closing", "closed", "failed"):
-                sight = msgspec.structs.replace(sight, state="draining")
-            peer.send(Seen(message.number, sight))
+            peer.send(Seen(message.number, msgspec.structs.replace(sight, stats=self._told(sight.stats))))
         except FdasyncError:
             # the link is full or lost, or the engine has ended: who looks on asks again, and waits for nothing
             return

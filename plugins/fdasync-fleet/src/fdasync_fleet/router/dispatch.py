@@ -259,7 +259,7 @@ class Dispatch:
         request.name, request.first, request.decoders, request.server = name, first, decoders, None
         request.sessions = {instance.address: instance.sessions for instance in decoders}
         submit = request.submit
-        specs = wanted_specs(first.shape.aux, submit.routing, submit.aux)
+        specs = wanted_specs(first.facts.aux_specs, submit.routing, submit.aux)
         rooms = [room for instance in (first, *decoders) if (room := instance.room) is not None]
         most = max([room.facts.max_context_tokens for room in rooms])
         scores = prompt_logprobs_of(submit.params)

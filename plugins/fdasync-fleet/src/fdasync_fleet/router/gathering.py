@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import DeadlineExceeded, PeerRefused
 from fdasync.ipc.deadlines import wait_within
-from fdasync_fleet.messages import Refused
+from fdasync_fleet.messages import Refused, difference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from fdasync_fleet.messages import Hello
     from fdasync_fleet.router.config import Require
@@ -72,9 +73,10 @@ def misfits(instances: Sequence[InstanceHandle], require: Require) -> list[tuple
     `require="all"` raises PeerRefused for any instance that does not fit.
     """
     up = [instance for instance in instances if instance.peer.is_up]
-    fitting: list[InstanceHandle] = max(
-        [[other for other in up if other.shape == instance.shape] for instance in up], key=len
-    )
+    by_shape: dict[tuple[tuple[str, Any], ...], list[InstanceHandle]] = {}
+    for instance in up:
+        by_shape.setdefault(instance.shape, []).append(instance)
+    fitting = max(by_shape.values(), key=len)
     odd = [(instance, refused) for instance in up if (refused := misfit(fitting[0], instance.hello)) is not None]
     problems = [PeerRefused(instance.address, why.field, why.problem) for instance, why in odd]
     problems += [refusal for instance in instances if (refusal := instance.peer.refusal) is not None]
@@ -85,9 +87,8 @@ def misfits(instances: Sequence[InstanceHandle], require: Require) -> list[tuple
 
 def misfit(instance: InstanceHandle, hello: Hello) -> Refused | None:
     """Why the sender of a Hello does not fit an instance; None: it fits."""
-    assert hello.shape is not None
-    differs = instance.shape.difference(hello.shape)
+    differs = difference(instance.hello, hello)
     if differs is None:
         return None
     field, one, other = differs
-    return Refused(f"shape.{field}", f"{instance.peer.name} has {one}, {hello.name} has {other}"[:4096])
+    return Refused(field, f"{instance.peer.name} has {one}, {hello.name} has {other}"[:4096])

@@ -6,11 +6,12 @@ Pure, but it reads the state of each instance's peer. `router/router.py` passes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from fdasync.request import FIRST_VERSION, MAX_VOCAB_SIZE, Doing
+from fdasync_fleet.messages import shape_of
 from fdasync_fleet.router.blocks.index import BlockIndex
 from fdasync_fleet.router.limits import Need, Room
 from fdasync_fleet.router.loads import Loads
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fdasync.errors import BadInput
+    from fdasync.runner.facts import ModelFacts
     from fdasync_fleet.link.peer import Peer
-    from fdasync_fleet.messages import Facts, Hello, KvEventBatch, Shape, Status
+    from fdasync_fleet.messages import Hello, KvEventBatch, Status
 
 # of a prompt token to compute, what a token in use weighs on a mixed instance
 _IN_USE = 1 / 16
@@ -103,9 +105,10 @@ class InstanceHandle:
         self.beats += 1
         # what was sent before is part of what it reports
         self._tokens = self._fresh = 0
-        self._loads.counted.one[self.slot] = 0 if status is None else status.running + status.leased
+        told = None if status is None else status.stats.scheduler
+        self._loads.counted.one[self.slot] = 0 if told is None else told.running + told.leased
         self._weigh()
-        if (before is None or before.state) != (status is None or status.state):
+        if (before is None or before.stats.state) != (status is None or status.stats.state):
             self.refresh()
 
     @property
@@ -176,13 +179,12 @@ class InstanceHandle:
         return self.peer.hello
 
     @property
-    def shape(self) -> Shape:
-        shape = self.hello.shape
-        assert shape is not None
-        return shape
+    def shape(self) -> tuple[tuple[str, Any], ...]:
+        """In what it must agree with others."""
+        return shape_of(self.hello)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         facts = self.hello.facts
         assert facts is not None
         return facts
@@ -193,7 +195,7 @@ class InstanceHandle:
         hello = self.peer.hello
         if hello is not self._room_of:
             self._room_of = hello
-            self._room = None if hello is None else Room(self.facts, self.shape.block_tokens)
+            self._room = None if hello is None else Room(self.facts)
         return self._room
 
     def may(self, fits: Callable[[Room], bool]) -> bool:
@@ -214,7 +216,7 @@ class InstanceHandle:
     @property
     def is_leaving(self) -> bool:
         """It drains, or this router has asked it to."""
-        return self.leaving or (self.status is not None and self.status.state == "draining")
+        return self.leaving or (self.status is not None and self.status.stats.state not in _DOING)
 
     @property
     def is_out(self) -> bool:
@@ -231,8 +233,9 @@ class InstanceHandle:
     def was_told(self, state: Doing) -> None:
         """It has paused, resumed, fallen asleep, woken or been updated: its latest status is of before."""
         self._told = state
-        if self._status is not None and self._status.state != "draining":
-            self._status = msgspec.structs.replace(self._status, state=state)
+        if self._status is not None and self._status.stats.state in _DOING:
+            stats = msgspec.structs.replace(self._status.stats, state=state)
+            self._status = msgspec.structs.replace(self._status, stats=stats)
         self.refresh()
 
     @property
@@ -240,7 +243,7 @@ class InstanceHandle:
         """What it does, by its latest status or this router's last call. A draining instance is "running"."""
         if self._status is None:
             return "asleep" if self.owes_wake else self._told
-        return "running" if self._status.state == "draining" else self._status.state
+        return self._status.stats.doing
 
     @property
     def doing(self) -> Doing:
@@ -256,7 +259,7 @@ class InstanceHandle:
     @property
     def is_awake(self) -> bool:
         """Its latest status says so."""
-        return self._status is not None and self._status.state not in ("asleep", "waking", "draining")
+        return self._status is not None and self._status.stats.state not in ("asleep", "waking", "draining")
 
     @property
     def is_paused(self) -> bool:
@@ -275,9 +278,9 @@ class InstanceHandle:
         before, self._incarnation = self._incarnation, self.peer.incarnation
         self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
         self.namespace = self.hello.namespace
-        self.weight_version, self.weight_order = self.facts.weight_version, self.facts.weight_order
-        self._size = self.shape.block_tokens
-        self._loads.set_room(self.slot, self.hello.role, Room(self.facts, self._size))
+        self.weight_version, self.weight_order = self.facts.weight_version, self.hello.weight_order
+        self._size = self.facts.block_tokens
+        self._loads.set_room(self.slot, self.hello.role, Room(self.facts))
         self._loads.total.one[self.slot] = self.facts.num_blocks
         self.leaving = False
 
@@ -342,7 +345,10 @@ class InstanceHandle:
 
     def _weigh(self) -> None:
         status, loads, slot = self._status, self._loads, self.slot
-        queued, used = (0, 0) if status is None else (status.queued_tokens, status.num_blocks - status.free_blocks)
+        queued = used = 0
+        if status is not None:
+            told = status.stats.scheduler
+            queued, used = told.queued_tokens, told.num_blocks - status.free_blocks
         work = queued + self._tokens
         loads.work.put(slot, work)
         loads.burden.put(slot, work + (used + self._fresh) * self._size * _IN_USE)
@@ -400,7 +406,7 @@ class InstanceTable:
         if self._model is None:
             up = self.up()
             vocab_size = min((instance.facts.vocab_size for instance in up), default=MAX_VOCAB_SIZE)
-            self._model = vocab_size, up[0].shape.block_tokens if up else 0
+            self._model = vocab_size, up[0].facts.block_tokens if up else 0
         return self._model
 
     @property

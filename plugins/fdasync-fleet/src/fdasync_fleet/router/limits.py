@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.errors import BadInput, TooLong
-from fdasync_fleet.messages import Facts
+from fdasync.runner.facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,16 +28,14 @@ class Room(msgspec.Struct, frozen=True):
 
     Attributes:
         facts: the instance's limits, from its handshake.
-        block_tokens: tokens of one of its blocks.
     """
 
-    facts: Facts
-    block_tokens: int
+    facts: ModelFacts
 
     @property
     def tokens(self) -> int:
         """Most tokens, prompt and output, of a sample that the instance serves whole. The last token needs no KV."""
-        return min(self.facts.max_context_tokens, self.facts.num_blocks * self.block_tokens + 1)
+        return min(self.facts.max_context_tokens, self.facts.num_blocks * self.facts.block_tokens + 1)
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -75,7 +73,7 @@ class Need(msgspec.Struct, frozen=True):
     def fits_decode(self, room: Room) -> bool:
         """Whether an instance can take the request over: a group is one lease (docs/design.md, rule 20), which takes
         the prompt's full blocks and an open block for each sample at once."""
-        at_once = self.prompt_tokens // room.block_tokens + self.samples
+        at_once = self.prompt_tokens // room.facts.block_tokens + self.samples
         return self.fits_whole(room) and at_once <= room.facts.num_blocks
 
     def refusal(self, rooms: Iterable[Room]) -> BadInput:

@@ -25,7 +25,7 @@ from fdasync.errors import (
     PeerRefused,
     PeerUnreachable,
 )
-from fdasync.generator import Generation, Generator, Load, ModelFacts
+from fdasync.generator import Generation, Generator, Load
 from fdasync.ipc.home_loop import check_loop
 from fdasync.request import (
     GroupTensors,
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         WeightSource,
     )
     from fdasync.result import Result
+    from fdasync.runner.facts import ModelFacts
     from fdasync.telemetry.sight.sight import Watched
     from fdasync_fleet.link.keys import FleetKeys
     from fdasync_fleet.link.peer import Peer
@@ -401,7 +402,7 @@ class Router(Generator):
         return Hello(PROTOCOL, f"router-{self._base}", "router", "")
 
     def check(self, hello: Hello) -> Refused | None:
-        if hello.role == "router" or hello.shape is None or hello.facts is None:
+        if hello.role == "router" or hello.facts is None:
             return Refused("role", "a router serves instances, not routers")
         # `start` compares the first instances, once all have answered
         instances = self.table.up() if self._started else []
@@ -607,7 +608,7 @@ class Router(Generator):
     def load(self) -> Load:
         """See `Generator.load`. Raises what stopped the router."""
         self._check_open()
-        return load_of(self.table, len(self.live), updating=self.commands.is_updating)
+        return load_of(self.table, len(self.live), self._loop.time(), updating=self.commands.is_updating)
 
     async def watch(self) -> tuple[Watched, ...]:
         """See `Generator.watch`. Raises what stopped the router."""

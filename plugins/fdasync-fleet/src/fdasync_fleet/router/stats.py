@@ -6,14 +6,13 @@ sends nothing. Called by `router/router.py`; `fdasync up` and `fdasync demo` rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fdasync.cache.aux import ROUTING
 from fdasync.errors import PeerUnreachable
-from fdasync.generator import InstanceLoad, Load, ModelFacts
-from fdasync.request import Doing
+from fdasync.generator import InstanceLoad, Load
+from fdasync.stats import State
 from fdasync.telemetry.sight.sight import Watched
 from fdasync_fleet.messages import Status
 from fdasync_fleet.router.instances import farthest, nearest
@@ -23,43 +22,29 @@ from fdasync_fleet.router.weights.wakes import OWES_WAKE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.runner.facts import ModelFacts
     from fdasync.telemetry.sight.sight import Sight
     from fdasync_fleet.router.instances import InstanceHandle, InstanceTable
 
 
-class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance, as a router sees it.
+class InstanceStats(InstanceLoad, frozen=True, kw_only=True):
+    """One instance, with what only its router knows.
 
     Attributes:
-        name, role: from its handshake; "" before the first.
-        address: the address that the router dials.
         says: the address at which it says that it listens, "" before its handshake; where the two differ, what stands
             between them (address translation, a proxy) has to be there for other instances, too.
-        is_up: whether there is a link to it.
-        problem: why there is no link, or why it gets no requests although there is one; else "".
-        state: what it does, or "draining", as in its latest status; "away" without a link; "refused" if there is no
-            link because it does not fit.
+        state: as its `stats` tell it; "draining" also where this router has asked it to; "away" without a link;
+            "refused" if there is no link because it does not fit.
         status: its latest status; None before the first.
         status_at: time of that status, by the loop's clock.
-        status_age_s: age of that status.
-        live: requests of this router that it serves or prefills.
         known_blocks: number of identities that, as the router knows, it has.
-        weight_version: label of its weights.
     """
 
-    name: str
-    address: str
     says: str
-    role: str
-    is_up: bool
-    problem: str
-    state: Literal[Doing, "draining", "away", "refused"]
+    state: Literal[State, "away", "refused"]
     status: Status | None
     status_at: float
-    status_age_s: float
-    live: int
     known_blocks: int
-    weight_version: str
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,86 +77,45 @@ def facts_of(table: InstanceTable) -> ModelFacts:
         raise PeerUnreachable("router", "no instance has answered yet")
     # where an instance was refused for another model, the model most likely meant is that of the instances that are up
     first = next((instance for instance in known if instance.peer.is_up), known[0])
-    facts, shape = first.facts, first.shape
-    alike = [instance for instance in known if instance.shape == shape]
-    names = [spec.name for spec in shape.aux]
-    return ModelFacts(
-        model=facts.model,
-        model_path=facts.model_path,
-        tokenizer=facts.tokenizer,
-        takes_text=bool(shape.text),
-        dtype=facts.dtype,
-        kv_dtype=shape.kv_dtype,
-        numerics=shape.numerics,
+    alike = [instance.facts for instance in known if instance.shape == first.shape]
+    return msgspec.structs.replace(
+        first.facts,
         tensor_parallel=0,
-        vocab_size=facts.vocab_size,
-        eos_ids=shape.eos_ids,
-        max_context_tokens=max(instance.facts.max_context_tokens for instance in alike),
-        block_tokens=shape.block_tokens,
-        captures_routing=ROUTING in names,
-        num_hidden_layers=facts.num_hidden_layers,
-        moe_layer_ids=facts.moe_layer_ids,
-        num_experts=facts.num_experts,
-        top_k=facts.top_k,
-        top_k_by_layer=facts.top_k_by_layer,
-        aux=tuple([name for name in names if name != ROUTING]),
-        can_sleep=all(instance.facts.can_sleep for instance in alike),
+        max_context_tokens=max(facts.max_context_tokens for facts in alike),
+        no_sleep=next((facts.no_sleep for facts in alike if facts.no_sleep), ""),
         weight_version=table.weight_version,
         num_instances=len(table.up()),
     )
 
 
-def load_of(table: InstanceTable, live: int, *, updating: bool) -> Load:
-    """`live`: number of requests that have not ended."""
-    instances = tuple([_load_of(instance) for instance in table.instances.values()])
-    up = [one for one in instances if one.is_up]
+def load_of(table: InstanceTable, live: int, now: float, *, updating: bool) -> Load:
+    """`live`: number of requests that have not ended; `now`: time by the loop's clock."""
+    each = {instance: _of(instance, now) for instance in table.instances.values()}
+    up = [one for one in each.values() if one.is_up]
     doing = nearest([one.doing for one in up])
+    # of blocks, those that are promised to leases count as used
+    blocks = [
+        (one.status.stats.scheduler.num_blocks, one.status.free_blocks, instance.facts.block_tokens)
+        for instance, one in each.items()
+        if one.is_up and one.status is not None
+    ]
     return Load(
         running=sum(one.running for one in up),
         waiting=sum(one.waiting for one in up),
         live=live,
-        used_tokens=sum(one.used_tokens for one in up),
-        capacity_tokens=sum(one.capacity_tokens for one in up),
+        used_tokens=sum((every - free) * size for every, free, size in blocks),
+        capacity_tokens=sum(every * size for every, _, size in blocks),
         doing=farthest([doing, "updating"]) if updating else doing,
         paused=doing != "running",
         updating=updating,
         asleep=any(one.doing in ("asleep", "waking") for one in up),
-        instances=instances,
-    )
-
-
-def _load_of(instance: InstanceHandle) -> InstanceLoad:
-    hello, status = instance.peer.hello, instance.status
-    size = 0 if hello is None else instance.shape.block_tokens
-    return InstanceLoad(
-        name="" if hello is None else hello.name,
-        address=instance.address,
-        role="" if hello is None else hello.role,
-        is_up=instance.peer.is_up,
-        running=0 if status is None else status.running,
-        waiting=0 if status is None else status.waiting,
-        live=instance.live,
-        used_tokens=0 if status is None else (status.num_blocks - status.free_blocks) * size,
-        capacity_tokens=0 if status is None else status.num_blocks * size,
-        doing=instance.doing,
-        paused=instance.is_paused,
-        weight_version=instance.weight_version,
-        problem=_unused(instance),
+        instances=tuple(each.values()),
     )
 
 
 def watched_of(instance: InstanceHandle, sight: Sight | None, age_s: float) -> Watched:
     """An instance and what it showed, so many seconds ago."""
-    peer, hello = instance.peer, instance.peer.hello
-    return Watched(
-        name="" if hello is None else hello.name,
-        role="" if hello is None else hello.role,
-        address=instance.address,
-        is_up=peer.is_up,
-        problem=_unused(instance) if peer.is_up else peer.problem,
-        age_s=age_s,
-        sight=sight,
-    )
+    return Watched(**_told_of(instance), age_s=age_s, sight=sight)
 
 
 def _unused(instance: InstanceHandle) -> str:
@@ -185,20 +129,31 @@ def _unused(instance: InstanceHandle) -> str:
 
 def _of(instance: InstanceHandle, now: float) -> InstanceStats:
     peer, hello, status = instance.peer, instance.peer.hello, instance.status
-    running = "running" if status is None else status.state
-    away = "away" if peer.refusal is None else "refused"
+    told = _told_of(instance)
+    running: State = "running" if status is None else status.stats.state
+    away: Literal["away", "refused"] = "away" if peer.refusal is None else "refused"
     return InstanceStats(
-        name="" if hello is None else hello.name,
-        address=instance.address,
+        **told,
         says="" if hello is None else hello.address,
-        role="" if hello is None else hello.role,
-        is_up=peer.is_up,
-        problem=_unused(instance) if peer.is_up else peer.problem,
-        state=("draining" if instance.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
+        doing=instance.doing,
+        state=("draining" if instance.is_leaving else running) if peer.is_up else away,
+        stats=None if status is None else status.stats,
+        age_s=0.0 if status is None else now - instance.status_at,
         status=status,
         status_at=instance.status_at,
-        status_age_s=now - instance.status_at if status is not None else 0.0,
         live=instance.live,
         known_blocks=instance.num_blocks,
         weight_version=instance.weight_version,
     )
+
+
+def _told_of(instance: InstanceHandle) -> dict[str, Any]:
+    """What a router says of an instance whatever it is asked."""
+    peer, hello = instance.peer, instance.peer.hello
+    return {
+        "name": "" if hello is None else hello.name,
+        "role": "" if hello is None else hello.role,
+        "address": instance.address,
+        "is_up": peer.is_up,
+        "problem": _unused(instance) if peer.is_up else peer.problem,
+    }

@@ -56,7 +56,7 @@ class _Known:
             picks = sight.picks if self.whole else _joined(before.picks, sight.picks)
             sight = msgspec.structs.replace(sight, moments=moments, picks=picks)
         if self.whole:
-            self.version = sight.weight_version
+            self.version = sight.stats.scheduler.weight_version
         self.sight, self.seen_at = sight, now
 
 
@@ -97,7 +97,7 @@ class Watching:
         sight = known.sight
         moments = () if sight is None else sight.moments
         # with new weights, or a new label, the last counts under the old ones are still to come
-        same = sight is not None and known.version == sight.weight_version == instance.weight_version
+        same = sight is not None and known.version == sight.stats.scheduler.weight_version == instance.weight_version
         known.whole = not (same and known.namespace == instance.namespace)
         if known.whole:
             known.namespace = instance.namespace

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from fdasync_fleet.cli.demo.workload import SchedulerTotals
 
 from fdasync.cli.common.stdout import print_json
 
@@ -70,10 +69,6 @@ class Figures:
             "an update": sum("updated" in part.name for part in self.parts),
         }
         return [name for name, count in seen.items() if not count]
-
-    @staticmethod
-    def no_totals() -> SchedulerTotals:
-        return SchedulerTotals(**dict.fromkeys(SchedulerTotals.__struct_fields__, 0))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types."""

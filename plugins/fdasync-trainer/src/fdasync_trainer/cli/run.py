@@ -16,6 +16,7 @@ import uvloop
 
 import fdasync_trainer
 from fdasync.errors import BadInput, PluginError
+from fdasync.stats import SchedulerStats
 from fdasync_trainer.cli.report import Figures, Part, show
 from fdasync_trainer.cli.serve import config_of, serve_all, serve_alone
 from fdasync_trainer.cli.workload import TEMPERATURE, Play, TrainerOptions, Update
@@ -180,7 +181,7 @@ def _find_module(
     if figures.module is not None:
         figures.note = f"request {ask.name}, served again alone"
         return
-    play = Play(name="", asks=[ask], results=[result], weights_ids={}, crossed=frozenset(), totals=figures.no_totals())
+    play = Play(name="", asks=[ask], results=[result], weights_ids={}, crossed=frozenset(), totals=SchedulerStats())
     table = _table(play, plugin)
     again = plugin.compare_logprobs(table, trainer.score(table, batch=1))
     alone = f"request {ask.name}, served again alone"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fdasync_fleet.cli.demo.pd import totals_of
-from fdasync_fleet.cli.demo.workload import SchedulerTotals
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import connect
@@ -102,13 +101,8 @@ async def _by_one_engine(config: EngineConfig, asks: list[Ask], update: Update |
             results=results,
             weights_ids=weights_ids,
             crossed=crossed,
-            totals=_totals(engine),
+            totals=engine.stats().scheduler,
         )
-
-
-def _totals(engine: Engine) -> SchedulerTotals:
-    stats = engine.stats().scheduler
-    return SchedulerTotals(**{name: getattr(stats, name) for name in SchedulerTotals.__struct_fields__})
 
 
 async def _by_two(config: EngineConfig, asks: list[Ask], weights_ids: dict[str, str]) -> Play:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from fdasync_fleet.cli.demo.workload import SchedulerTotals
 
 from fdasync.errors import BadInput
 from fdasync.request import SamplingParams, WeightsFingerprint
 from fdasync.result import Result
+from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from fdasync.generator import Generator
@@ -100,7 +100,7 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
     results: list[Result]
     weights_ids: dict[str, str]
     crossed: frozenset[str]
-    totals: SchedulerTotals
+    totals: SchedulerStats
     moved_blocks: int = 0
 
 

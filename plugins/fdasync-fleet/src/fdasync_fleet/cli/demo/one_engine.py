@@ -21,8 +21,6 @@ from fdasync_fleet.cli.demo.pd import parse_pd, serve_apart
 from fdasync_fleet.cli.demo.workload import (
     GROUP_SAMPLES,
     DemoOptions,
-    Room,
-    SchedulerTotals,
     Served,
     make_jobs,
     play,
@@ -101,24 +99,15 @@ async def serve(
             progress.update(loading, completed=1, note=f"{capacity.num_blocks} KV blocks")
             progress.refresh()
             start_s = time.perf_counter() - started
-            room = Room(
-                model=capacity.model,
-                vocab_size=capacity.vocab_size,
-                max_context_tokens=capacity.max_context_tokens,
-                num_blocks=capacity.num_blocks,
-                block_tokens=capacity.block_tokens,
-            )
-            jobs = make_jobs(options, room)
+            jobs = make_jobs(options, capacity)
             probes = await probe(engine, jobs) if life else []
             results, serve_s = await play(engine, jobs, options.concurrency, progress)
             stats = engine.stats()
             return Served(
                 jobs=jobs,
                 results=results,
-                room=room,
-                totals=SchedulerTotals(
-                    **{name: getattr(stats.scheduler, name) for name in SchedulerTotals.__struct_fields__}
-                ),
+                room=capacity,
+                totals=stats.scheduler,
                 serve_s=serve_s,
                 start_s=start_s,
                 probes=probes,

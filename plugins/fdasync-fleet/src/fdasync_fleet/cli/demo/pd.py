@@ -10,13 +10,14 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fdasync.errors import BadInput, DeadlineExceeded
+from fdasync.stats import summed
 from fdasync_fleet.cli.demo.workload import (
     REFRESH_S,
     DemoOptions,
     Moved,
-    Room,
-    SchedulerTotals,
     Served,
     make_jobs,
     play,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fdasync.engine.config import EngineConfig
-    from fdasync_fleet.messages import Totals
+    from fdasync.runner.facts import Facts
+    from fdasync.stats import SchedulerStats
 
 _MAX_INSTANCES = 16
 # instances send their status twice a second
@@ -75,19 +77,16 @@ async def serve_apart(
             )  # fmt: skip
 
 
-def _room(router: Router) -> Room:
+def _room(router: Router) -> Facts:
     facts = [member.facts for member in router.table.up()]
-    shapes = [member.hello.shape for member in router.table.up()]
-    return Room(
-        model=facts[0].model,
-        vocab_size=facts[0].vocab_size,
+    return msgspec.structs.replace(
+        facts[0],
         max_context_tokens=min(each.max_context_tokens for each in facts),
         num_blocks=min(each.num_blocks for each in facts),
-        block_tokens=next(shape.block_tokens for shape in shapes if shape is not None),
     )
 
 
-async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
+async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerStats, Moved]:
     """Sums of the instances' counters, from statuses that they sent after the last request."""
     loop = asyncio.get_running_loop()
     since = loop.time()
@@ -96,23 +95,19 @@ async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerT
         if loop.time() > since + _SETTLE_S:
             raise DeadlineExceeded("waiting for the figures of all instances", _SETTLE_S)
         await asyncio.sleep(REFRESH_S)
-    told = [(one.role, one.status.totals) for one in router.stats().instances if one.status is not None]
-    every = [totals for _, totals in told]
-    prefill = [totals for role, totals in told if role != "decode"]
-
-    def total(of: list[Totals], name: str) -> int:
-        return sum(getattr(totals, name) for totals in of)
-
-    prompts = ("prompt_tokens", "hit_tokens", "hit_tokens_host", "hit_tokens_store")
-    names = SchedulerTotals.__struct_fields__
-    totals = SchedulerTotals(**{name: total(prefill if name in prompts else every, name) for name in names})
+    told = [(one.role, one.status) for one in router.stats().instances if one.status is not None]
+    every = summed([one.stats for _, one in told]).scheduler
+    prefill = summed([one.stats for role, one in told if role != "decode"]).scheduler
+    # of a request that was handed over, both sides count the prompt
+    prompts = ("prompt_tokens", "hit_tokens_device", "hit_tokens_host", "hit_tokens_store")
+    totals = msgspec.structs.replace(every, **{name: getattr(prefill, name) for name in prompts})
     moved = Moved(
         prefill=counts[0],
         decode=counts[1],
-        blocks=total(every, "received_blocks"),
-        nbytes=total(every, "received_nbytes"),
-        leases=total(every, "asked"),
-        lease_s=sum(totals.asked_s for totals in every),
-        lease_most_s=max(totals.asked_most_s for totals in every),
+        blocks=every.received_blocks,
+        nbytes=sum(one.received_nbytes for _, one in told),
+        leases=sum(one.asked for _, one in told),
+        lease_s=sum(one.asked_s for _, one in told),
+        lease_most_s=max(one.asked_most_s for _, one in told),
     )
     return totals, moved

@@ -80,7 +80,7 @@ def store_figures(name: str, first: Served, second: Served) -> dict[str, Any]:
         "refused_why": first.refused_why or second.refused_why,
         "fetched_blocks": totals.fetched_blocks,
         "prompt_tokens": totals.prompt_tokens,
-        "hit_tokens_device": totals.hit_tokens - totals.hit_tokens_host - totals.hit_tokens_store,
+        "hit_tokens_device": totals.hit_tokens_device,
         "hit_tokens_host": totals.hit_tokens_host,
         "hit_tokens_store": totals.hit_tokens_store,
         "probes": len(probes),

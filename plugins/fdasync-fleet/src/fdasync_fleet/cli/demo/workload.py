@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from fdasync.errors import BadInput
 from fdasync.request import Numerics, SamplingParams
 from fdasync.result import Result
+from fdasync.runner.facts import Facts
+from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,29 +74,6 @@ class Probe(msgspec.Struct, frozen=True):
     stored_s: float
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that a workload must fit into: the smallest instance's, as `Capacity` names them."""
-
-    model: str
-    vocab_size: int
-    max_context_tokens: int
-    num_blocks: int
-    block_tokens: int
-
-
-class SchedulerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of `SchedulerStats` over all engines; counters of prompts are summed over engines that prefill."""
-
-    steps: int
-    preemptions: int
-    prompt_tokens: int
-    hit_tokens: int
-    hit_tokens_host: int
-    hit_tokens_store: int
-    written_blocks: int
-    fetched_blocks: int
-
-
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
     """Traffic between instances.
 
@@ -132,8 +111,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     jobs: list[Job]
     results: list[Result]
-    room: Room
-    totals: SchedulerTotals
+    room: Facts
+    totals: SchedulerStats
     serve_s: float
     start_s: float
     probes: list[Probe] = []
@@ -142,7 +121,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     refused_why: str = ""
 
 
-def make_jobs(options: DemoOptions, room: Room) -> list[Job]:
+def make_jobs(options: DemoOptions, room: Facts) -> list[Job]:
     """Mixed lengths; every second request begins with one of four shared prefixes; some are groups of samples."""
     rng = random.Random(options.seed)
     longest_context = min(room.max_context_tokens, room.num_blocks * room.block_tokens)
