@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.outer import outer_environment
+
 ROOT = Path(__file__).parent.parent
 REFUSING = ROOT / "tests" / "support" / "alone"
 #: packages that a distribution may require, and the modules that they are
@@ -72,7 +74,7 @@ def command(name: str, *options: str) -> tuple[list[str], dict[str, str]]:
     """What runs the suite of a distribution, and its environment."""
     folders = [f"tests/{room}" for room in CORE_ROOMS] if name == "fdasync" else [f"plugins/{name}/tests"]
     path = os.pathsep.join([str(REFUSING), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "FDASYNC_REFUSED": ",".join(refused(name))}
+    environment = outer_environment(PYTHONPATH=path, FDASYNC_REFUSED=",".join(refused(name)))
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *folders], environment
 
 

@@ -9,6 +9,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.support.outer import outer_environment
+
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.ci
@@ -22,6 +24,7 @@ def collected(folder: Path, text: str) -> tuple[int, list[str], str]:
     asked = subprocess.run(
         [*command, "-q", "-m", "not ci and not nightly", str(file)],
         cwd=ROOT,
+        env=outer_environment(),
         capture_output=True,
         text=True,
         check=False,

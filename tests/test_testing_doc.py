@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.outer import outer_environment
+
 PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
 
 
@@ -18,7 +20,8 @@ def test_its_snippets_are_tests_that_pass(tmp_path: Path) -> None:
     (tmp_path / "test_page.py").write_text("\n\n".join(snippets))
     command = "-m pytest -q -W error -p no:cacheprovider -p no:asyncio test_page.py"
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
+        [sys.executable, *command.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False, env=outer_environment(),
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout

@@ -13,6 +13,7 @@ import pytest
 
 from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig
+from tests.support.outer import outer_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafting.md"
 
@@ -39,7 +40,7 @@ def test_the_drafter_of_the_page_installs_and_passes_its_tests(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, *command.split()],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "PYTHONPATH": path},
+        env=outer_environment(PYTHONPATH=path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 passed" in done.stdout

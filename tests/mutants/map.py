@@ -14,7 +14,8 @@ import msgspec
 from coverage import CoverageData
 
 from tests.mutants.mutant import function_lines, statement_lines
-from tests.mutants.trial import file_of, outer_environment
+from tests.mutants.trial import file_of
+from tests.support.outer import outer_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

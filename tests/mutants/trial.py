@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tests.support.outer import outer_environment
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -172,11 +174,6 @@ class Tree:
 
 def file_of(test: str) -> str:
     return test.partition("::")[0]
-
-
-def outer_environment() -> dict[str, str]:
-    """That of this process, but for what a test that runs around it, and its coverage, left there."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
 
 
 def _has(process: Path, mark: bytes) -> bool:

@@ -86,7 +86,7 @@ async def test_a_failed_engine_lets_go_of_its_gpus() -> None:
             await engine.complete([1, 2, 3], SamplingParams(max_tokens=200))
     assert holders(find([0])[0]) == []
     # one whose start fails, as well
-    config = config_of(gpus=(0,), num_blocks=1 << 22, host_blocks=1 << 22)
+    config = config_of(gpus=(0,), num_blocks=1 << 22, host_blocks=1 << 40)
     with pytest.raises(ConfigError, match="host_blocks"):
         await Engine(config).start()
     assert holders(find([0])[0]) == []

@@ -201,6 +201,9 @@ class Around:
 
     def __init__(self, inner):
         self.inner = inner
+        # on the instance: from Python 3.12 on `isinstance` does not ask `__getattr__` for a protocol's methods
+        for name in ("chat_template", "apply_chat_template", "parse_response"):
+            setattr(self, name, getattr(inner, name))
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
