@@ -185,6 +185,19 @@ def test_host_copies_of_what_is_on_the_device_go_last():
     assert (first.host, first.place >= 0, pool.lost) == (-1, True, 0)
 
 
+def test_the_host_has_room_while_what_is_there_alone_is_not_in_use():
+    pool = SnapshotPool(1, 1)
+    first = taken(pool, 0)
+    pool.step_done(0)
+    assert pool.add_host(first)
+    first.on_host = True
+    taken(pool, 1)
+    assert first.place == -1
+    assert pool.has_host_room
+    pool.pin(first)
+    assert not pool.has_host_room
+
+
 def test_a_block_has_one_snapshot():
     pool = SnapshotPool(2)
     snapshot = taken(pool, 0)

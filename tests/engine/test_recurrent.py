@@ -106,9 +106,10 @@ async def test_by_itself_it_keeps_a_snapshot_for_each_host_block_but_no_more_tha
     async with synthetic_engine(config(store="memory", host_blocks=24)) as engine:
         assert engine.stats().scheduler.num_host_snapshots == 24
         capacity = engine.capacity
-    # of 256 MiB each
-    large = msgspec.structs.replace(capacity, state_specs=(StateSpec("recurrent", (1 << 26,), "float32", (0,)),))
-    assert host_snapshots(engine.config, large) == 8
+    # of 256 MiB each, and of 64 MiB with the page that each has on the host
+    for words, count in ((1 << 26, 8), ((1 << 24) - 1024, 16)):
+        large = msgspec.structs.replace(capacity, state_specs=(StateSpec("recurrent", (words,), "float32", (0,)),))
+        assert host_snapshots(engine.config, large) == count
 
 
 async def test_blocks_of_models_with_and_without_state_never_match():

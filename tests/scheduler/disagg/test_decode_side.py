@@ -199,6 +199,7 @@ def test_a_lease_that_is_not_renewed_is_over():
     assert (turned.finish.key, turned.finish.reason) == (1, "lease_lost")
     table.now = 10.0
     assert [drop.group for drop in of(table.turn(table.timer(10.0)), DropLease)] == [2]
+    assert (table.stats.leases_granted, table.stats.leases_dropped) == (2, 2)
     assert table.is_empty()
 
 

@@ -90,6 +90,19 @@ async def test_a_second_update_while_one_is_open_is_409_and_requests_wait(scene,
     assert (await ask(scene)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("/begin_weight_update", "/end_weight_update"), ("/start_weight_update", "/finish_weight_update")],
+)
+async def test_the_end_of_an_update_says_which_weights_are_expected(scene, begin, end):
+    await post(scene, begin)
+    refused = await post(scene, end, {"expected_weights_id": "77"}, 400)
+    assert "expected" in str(refused)
+    # it is open still
+    await post(scene, end)
+    assert (await ask(scene)).status_code == 200
+
+
 async def test_a_trainer_that_starts_anew_ends_what_it_left_open(scene):
     await post(scene, "/begin_weight_update")
     for _ in range(2):
