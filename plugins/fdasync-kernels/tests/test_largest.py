@@ -30,7 +30,9 @@ def test_the_lowest_id_wins_a_tie(device: torch.device, value: float) -> None:
     for row, places in enumerate(([8999, 4095, 4096], [4096, 8000], [0, 1])):
         logits[row, places] = value
     logits[2, 0] *= -1 if value == 0.0 else 1  # -0.0 is 0.0
-    assert largest_of_rows(logits.to(device))[0].tolist() == [4095, 4096, 0]
+    tokens, finite = largest_of_rows(logits.to(device))
+    assert tokens.tolist() == [4095, 4096, 0]
+    assert finite.all()
 
 
 def test_bad_rows_are_told_and_their_ids_are_in_range(device: torch.device) -> None:

@@ -106,6 +106,20 @@ async def test_tokens_come_as_they_are_made_and_then_the_end(desk):
 
 
 @played
+async def test_the_end_of_a_request_leaves_the_callers_other_one_its_tokens(desk):
+    first, second = desk.begin("a"), desk.begin("b")
+    await desk.settle()
+    first.finish(())
+    await desk.settle()
+    assert [answer.request for answer in desk.caller.take(Answered)] == ["a"]
+    second.emit(6)
+    await desk.settle()
+    assert desk.tokens()[-1] == (0, (6,))
+    second.finish((6,))
+    await desk.settle()
+
+
+@played
 async def test_a_sample_is_sent_once_and_when_it_has_ended(desk):
     stage = desk.begin(n=3)
     await desk.settle()

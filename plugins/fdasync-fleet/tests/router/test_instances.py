@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fdasync_fleet.router.limits import Need
+from fdasync_fleet.router.limits import Need, need_of
 from instance_stage import KEYS, Stage, with_limits
 
+from fdasync.request import SamplingParams
 from tests.support.router_scene import kv_batch
 
 
@@ -256,6 +257,11 @@ def test_no_request_is_refused_for_good_while_an_instance_that_may_hold_it_is_aw
     # one that never answered may hold anything
     stage["m1"].peer.hello = None
     assert stage.fleet.refusal(Need(30, 80), "", []) is None
+
+
+def test_what_a_request_needs_follows_from_its_fields():
+    assert need_of(None, bytes(20), SamplingParams(max_tokens=7, n=3)) == Need(5, 7, samples=3)
+    assert need_of(None, bytes(20), SamplingParams(max_tokens=7, prompt_logprobs_start=0)) == Need(5, 7, scores=True)
 
 
 @pytest.mark.parametrize(
