@@ -11,7 +11,7 @@ import torch
 from common_families import AHEAD, COMMON, STORED
 from fdasync_transformers import named_tensors
 from fdasync_transformers.parallel.cuts import Target
-from fdasync_transformers.weights import identity
+from fdasync_transformers.weights import identity, update
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from structures import by_structure
 from written import write_tiny_checkpoint
 
-from fdasync.errors import InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync.errors import CheckpointError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync.runner.base import TensorMeta
 
 if TYPE_CHECKING:
@@ -428,3 +428,16 @@ def test_named_tensors_name_tied_ones_once(pair: Any) -> None:
 def test_named_tensors_refuse_what_cannot_be_sent(tensor: torch.Tensor) -> None:
     with pytest.raises(WeightsRejected, match=r"odd\.one"):
         named_tensors({"odd.one": tensor})
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (None, ""),
+        (WeightsRejected("they are of another model"), "they are of another model"),
+        (CheckpointError("/weights/a", "is short"), "/weights/a: is short"),
+        (ValueError("odd"), "/weights: ValueError('odd')"),
+    ],
+)
+def test_a_problem_is_in_our_words_and_of_a_library_beside_the_folder(error: Exception | None, problem: str) -> None:
+    assert update._problem("/weights", error) == problem
