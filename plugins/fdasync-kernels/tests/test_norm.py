@@ -51,14 +51,8 @@ def check(ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, roun
         assert int((ours != library).sum()) <= max(1, ours.numel() // 200)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are NaN, so that what a kernel leaves out is seen."""
-    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, float("nan"), **kind))
-
-
 @pytest.mark.ci(after=18)
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", [*WEIGHTED, "none", "scale"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (7, 96), (33, 16), (3, 700), (5, 1)])
@@ -79,7 +73,7 @@ def test_rows_of_all_sizes(device, dtype):
     assert not ours[3].any()
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", ["normed", "scale"])
 def test_the_residual_sum_is_torchs_and_the_norm_that_of_the_sum(device, dtype, rounding):

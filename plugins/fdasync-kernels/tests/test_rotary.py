@@ -59,15 +59,8 @@ def tensors(device: torch.device, dtype: torch.dtype, tokens: int, dim: int, col
     return q.to(device, dtype), k.to(device, dtype), cos.to(device, table), sin.to(device, table)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors are NaN, so that what a kernel leaves out is seen."""
-    plain = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda x: plain(x).fill_(float("nan")))
-
-
 @pytest.mark.ci(after=8)
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_the_bits_are_the_librarys(device, style):
     for number, (dtype, whole) in enumerate(CASES):
@@ -84,7 +77,7 @@ def test_the_bits_are_the_librarys(device, style):
         torch.testing.assert_close(ours[0].double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poison")
 def test_strides_and_dimensions_before(device):
     style = Style()
     q, k, cos, sin = tensors(device, torch.float32, 6, 16, 8, torch.float32)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from fdasync_kernels.layer.rotary import Style, rotate
 from fdasync_kernels.layer.sums import row_mean, row_sum
 from fdasync_kernels.router.product import router_logits
 from fdasync_kernels.router.route import route
-from fdasync_kernels.sampling.sample import sample_rows
+from sampled_rows import WAYS, sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ COUNTS = (1, 2, 3, 7, 16, 64, 100, 257, 1000)
 # rows of norms, gates and rotary embeddings, of a router, of experts and of a sampler
 ROWS, ROUTED, TOKENS, SAMPLED = 1000, 8192, 4096, 256
 VOCABS = (1000, 151936)
+ALIKE = ("greedy", "cold nucleus", "top 1")
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
@@ -188,49 +188,6 @@ def test_the_whole_output_of_experts(device, dtype, transposed):
     order = torch.randperm(most, generator=draw, device=device)
     moved = experts(hidden[order], ids[order], weights[order], up, down, transposed=transposed)
     assert torch.equal(moved, next(iter(output(slice(0, most))))[order])
-
-
-@dataclass
-class Jobs:
-    """Rows without edits, for `sample_rows`."""
-
-    count: int
-    jobs: int
-    nuclei: bool
-    most: int
-    longest: int = 0
-    edited: int = 0
-    stopped: int = 0
-    masked: int = 0
-    masses: bool = True
-    most_tops: int = 0
-
-
-# ways of sampling: whether a token is drawn, what logits are multiplied by, top-p and top-k
-WAYS = {"greedy": (0, 1.0, 1.0, 0), "drawn": (1, 1.0, 1.0, 0), "cold": (1, 4.0, 1.0, 0), "nucleus": (1, 1.0, 0.9, 0),
-        "cold nucleus": (1, 1.5, 0.01, 0), "top 1": (1, 0.7, 1.0, 1), "top 5": (1, 1.0, 1.0, 5)}  # fmt: skip
-ALIKE = ("greedy", "cold nucleus", "top 1")
-
-
-def sampled(logits: torch.Tensor, ways: list[str], noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens, and their raw and processed log-probs."""
-    ints, floats = [], []
-    for row, way in enumerate(ways):
-        drawn, scale, top_p, top_k = WAYS[way]
-        raw = row if scale == 1.0 else len(ways) + sum(WAYS[other][1] != 1.0 for other in ways[:row])
-        ints.append([row, -1, -1, -1, 1, drawn, top_k, raw])
-        floats.append([scale, float(noise[row]), top_p, -float("inf")])
-    for row, way in enumerate(ways):
-        if WAYS[way][1] != 1.0:
-            ints.append([row, -1, -1, -1, 1, 0, 0, -1])
-            floats.append([1.0, 0.0, 1.0, -float("inf")])
-    nuclei = any(WAYS[way][2] < 1.0 for way in ways)
-    asked = Jobs(len(ways), len(ints), nuclei, max(WAYS[way][3] for way in ways))
-    sent = {"ints": torch.tensor(ints, device=logits.device),
-            "floats": torch.tensor(floats, dtype=torch.float64, device=logits.device)}  # fmt: skip
-    found = sample_rows(logits, asked, sent, None)
-    assert bool(found.finite.all())
-    return found.tokens, found.raw, found.processed
 
 
 @pytest.mark.gpu

@@ -3,8 +3,8 @@
 An operation is a function of tensors, and its own code is a kernel that runs on every chip. A family of chips may have
 another kernel for it, in a module beside the operation's. The module is named after both (`prefill.py`,
 `prefill_hopper.py`) and lists the kernel in `KERNELS`. This kernel computes the calls that it fits, and the operation's
-own code computes all others. So a kernel is added in one file: `tests/test_numerics.py` finds it there and holds it
-against the operation's reference.
+own code computes all others. So a kernel is added in one file: `tests/test_numerics.py` finds it there and plays
+the operation's tests with it.
 
 Knows no shapes and no models. Modules of operations use it.
 """
@@ -29,6 +29,8 @@ R = TypeVar("R")
 
 # by the first number of CUDA's capability: what modules of kernels may be named after
 FAMILIES = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell_small"}
+# by name, of the modules that were imported
+OPERATIONS: dict[str, Operation[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,24 @@ class Kernel(Generic[P, R]):
 class Operation(Generic[P, R]):
     """A function whose calls go to the kernel of the chip where that fits, else to `own`.
 
-    The first argument, given by place, is on the device that computes. A module has an `Operation` by `@operation`.
+    The first argument, given by place, is on the device that computes. `@operation` makes it.
+
+    Attributes:
+        kernels: of each device that was called for, found at the first call: its chip's kernel, or None.
     """
 
     def __init__(self, own: Callable[Concatenate[torch.Tensor, P], R]) -> None:
         update_wrapper(self, own)
         self.name = own.__name__
         self.own = own
+        self.kernels: dict[torch.device, Kernel[P, R] | None] = {}
 
     def __call__(self, first: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        kernel = self.kernel_of(family_of(first.device))
+        device = first.device
+        try:
+            kernel = self.kernels[device]
+        except KeyError:
+            kernel = self.kernels[device] = self.kernel_of(family_of(device))
         if kernel is not None and kernel.fits(first, *args, **kwargs):
             return kernel.run(first, *args, **kwargs)
         return self.own(first, *args, **kwargs)
@@ -70,9 +80,13 @@ class Operation(Generic[P, R]):
         return found
 
 
-def operation(own: Callable[Concatenate[torch.Tensor, P], R]) -> Operation[P, R]:
-    """The operation that a function is, for a decorator."""
-    return Operation(own)
+def operation(own: Callable[Concatenate[torch.Tensor, P], R]) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """The operation that a function is, for a decorator.
+
+    The function itself where no family has a kernel beside it: then a call costs nothing more.
+    """
+    one = OPERATIONS[own.__name__] = Operation(own)
+    return one if any(_beside(own.__module__, family) for family in FAMILIES.values()) else own
 
 
 def family_of(device: torch.device) -> str:
@@ -80,11 +94,14 @@ def family_of(device: torch.device) -> str:
     return FAMILIES.get(chip_of(device).capability[0], "") if device.type == "cuda" else ""
 
 
+def _beside(module: str, family: str) -> str | None:
+    """The name of a family's module beside one."""
+    name = f"{module}_{family}"
+    return name if family and importlib.util.find_spec(name) is not None else None
+
+
 # no state: what stands beside a module never changes
 @cache
 def _kernels_of(module: str, family: str) -> dict[str, Kernel[Any, Any]]:
-    beside = f"{module}_{family}"
-    if not family or importlib.util.find_spec(beside) is None:
-        return {}
-    kernels: dict[str, Kernel[Any, Any]] = importlib.import_module(beside).KERNELS
-    return kernels
+    name = _beside(module, family)
+    return {} if name is None else importlib.import_module(name).KERNELS

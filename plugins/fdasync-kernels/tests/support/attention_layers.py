@@ -11,8 +11,6 @@ from fdasync_kernels.attention.decode import attend_decode, decode_workspace
 from fdasync_kernels.attention.prefill import attend_prefill, prefill_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fdasync_kernels.attention.tile import Launch
 
 Reaches = tuple[Any, int]
@@ -79,13 +77,12 @@ def decode(
     *,
     splits: int | None = None,
     launch: Launch | None = None,
-    attend: Callable[..., None] = attend_decode,
 ) -> torch.Tensor:
     out = torch.full((len(lanes), shape.heads, shape.value_dim), torch.nan, dtype=shape.dtype, device=query.device)
     workspace = decode_workspace(len(lanes), shape.heads, shape.value_dim, query.device)
     workspace.partials.fill_(torch.nan)
     workspace.stats.fill_(torch.nan)
-    attend(
+    attend_decode(
         query, case.keys, case.values, case.tables, lanes, positions, scale=0.3, reach_kind=shape.reach[0],
         reach_size=shape.reach[1], sinks=sinks, out=out, workspace=workspace, value_dim=shape.value_dim,
         splits=splits, launch=launch,
@@ -103,13 +100,12 @@ def prefill(
     *,
     gap: int = 0,
     launch: Launch | None = None,
-    attend: Callable[..., None] = attend_prefill,
 ) -> torch.Tensor:
     """`gap` rows before each sequence's belong to no sequence."""
     device = query.device
     out = torch.full((len(query), shape.heads, shape.value_dim), torch.nan, dtype=shape.dtype, device=device)
     first_rows = np.cumsum([0, *counts])[:-1] + gap * np.arange(1, len(counts) + 1)
-    attend(
+    attend_prefill(
         query, case.keys, case.values, case.tables, case.lanes, torch.tensor(starts, device=device),
         torch.from_numpy(first_rows).to(device), torch.tensor(counts, device=device),
         torch.from_numpy(prefill_tiles(counts)).to(device), scale=0.3, reach_kind=shape.reach[0],

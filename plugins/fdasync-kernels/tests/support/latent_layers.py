@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attention_reference import Case, make_case, reference
 from fdasync_kernels.attention.decode import decode_workspace
 from fdasync_kernels.attention.latent import attend_latents
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SCALE = 0.3
 
@@ -43,8 +40,6 @@ def decode(
     query: torch.Tensor,
     lanes: torch.Tensor,
     positions: torch.Tensor,
-    *,
-    attend: Callable[..., None] = attend_latents,
     **more: Any,
 ) -> torch.Tensor:
     """Of whatever strides: the two parts of the query lie in one tensor or not, the output is a view by head."""
@@ -52,7 +47,7 @@ def decode(
     workspace = decode_workspace(len(lanes), shape.heads, shape.rank, query.device)
     workspace.partials.fill_(torch.nan)
     workspace.stats.fill_(torch.nan)
-    attend(
+    attend_latents(
         query[..., : shape.rank], query[..., shape.rank :].contiguous(), case.keys, case.tables, lanes, positions,
         scale=SCALE, out=out.transpose(0, 1), workspace=workspace, **more,
     )  # fmt: skip

@@ -35,6 +35,7 @@ from fdasync_kernels.attention.tile import (
 )
 from fdasync_kernels.overlap import overlap, wait_for_inputs
 from fdasync_kernels.pages import head_offset
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from fdasync_kernels.attention.decode import Workspace
@@ -202,6 +203,7 @@ def _decode_rows(  # type: ignore[no-untyped-def]
             tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
+@operation
 def attend_rows(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -14,6 +14,7 @@ import torch
 
 from fdasync.errors import BadInput
 from fdasync_kernels.attention.prefill import attend_prefill, prefill_tiles
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +86,7 @@ class PackedLayout:
         return packed.view(-1, _PAGE, *packed.shape[1:])
 
 
+@operation
 def attend_packed(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -24,6 +24,7 @@ from fdasync_kernels.collectives.peer_memory import row_width
 from fdasync_kernels.layer.norm import warps_of
 from fdasync_kernels.limits import FLOATS
 from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 if TYPE_CHECKING:
@@ -111,12 +112,13 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @overload
 def add_norm(
-    block: torch.Tensor, residual: torch.Tensor, norm: Norm, *, peers: PeerMemory | None = None
+    block: torch.Tensor, /, residual: torch.Tensor, norm: Norm, *, peers: PeerMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def add_norm(
-    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None, *, peers: PeerMemory | None = None
+    block: torch.Tensor, /, residual: torch.Tensor, norm: Norm | None, *, peers: PeerMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+@operation
 def add_norm(
     block: torch.Tensor, residual: torch.Tensor, norm: Norm | None, *, peers: PeerMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,6 +137,7 @@ def add_norm(
     return _launch(block, residual, norm, peers=peers)
 
 
+@operation
 def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """RMSNorm of rows [T, H], a new tensor: the bits of `add_norm`. Otherwise as that."""
     normed = _launch(x, None, norm)[1]
@@ -142,6 +145,7 @@ def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return normed
 
 
+@operation
 def finish_experts(
     parts: torch.Tensor,
     ids: torch.Tensor,

@@ -18,6 +18,7 @@ from fdasync_kernels import activation as functions
 from fdasync_kernels.activation import function
 from fdasync_kernels.layer.norm import as_rows
 from fdasync_kernels.limits import FLOATS
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
@@ -72,6 +73,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "sil
     return gated_unchecked(gate, up, KINDS[activation], wide)
 
 
+@operation
 def gated_unchecked(gate: torch.Tensor, up: torch.Tensor, kind: int, wide: bool = False) -> torch.Tensor:
     """`gated` for callers that know their tensors: `kind` is of `KINDS`, and nothing is checked."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)

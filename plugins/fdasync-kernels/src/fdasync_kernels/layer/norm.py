@@ -19,6 +19,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync_kernels.limits import FLOATS
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 Rounding = Literal["normed", "product", "one_plus", "none", "scale"]
@@ -130,6 +131,7 @@ def rms_norm(
     return norm_unchecked(x, weight, eps, KINDS[rounding])
 
 
+@operation
 def add_rms_norm(
     residual: torch.Tensor,
     x: torch.Tensor,
@@ -159,6 +161,7 @@ def add_rms_norm(
     return total, out
 
 
+@operation
 def norm_unchecked(x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: int) -> torch.Tensor:
     """`rms_norm` for callers that know their tensors: `kind` is of `KINDS`, and nothing is checked."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

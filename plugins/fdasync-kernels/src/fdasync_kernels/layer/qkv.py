@@ -21,6 +21,7 @@ from fdasync_kernels.layer.norm import warps_of
 from fdasync_kernels.limits import FLOATS
 from fdasync_kernels.overlap import overlap, wait_for_inputs
 from fdasync_kernels.pages import head_offset, pages_of
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 # heads of one program where norms are by head or none
@@ -201,6 +202,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         tl.store(values + place, value.to(values.dtype.element_ty), mask=inside & stored)
 
 
+@operation
 def prepare_qkv(
     qkv: torch.Tensor,
     cos: torch.Tensor,

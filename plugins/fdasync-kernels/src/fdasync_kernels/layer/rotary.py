@@ -18,6 +18,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync_kernels.limits import FLOATS
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 _ELEMENTS = 1024
@@ -173,6 +174,7 @@ def rotate(
     return rotate_unchecked(q, k, cos, sin, style, heads_first)
 
 
+@operation
 def rotate_unchecked(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, style: Style, heads_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

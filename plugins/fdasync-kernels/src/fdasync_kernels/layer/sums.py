@@ -16,6 +16,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync_kernels.layer.norm import as_rows, warps_of
 from fdasync_kernels.limits import FLOATS
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 # of a row, that a program holds at a time; no fewer than a warp of float32 takes
@@ -40,6 +41,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row, rounded(total, dtype).to(dtype))
 
 
+@operation
 def row_sum(x: torch.Tensor, *, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The sums of rows [..., H] over their last dimension: [...], or [..., 1] with `keepdim`.
 
@@ -59,6 +61,7 @@ def row_sum(x: torch.Tensor, *, keepdim: bool = False, dtype: torch.dtype | None
     return _launch(x, keepdim, dtype, mean=False)
 
 
+@operation
 def row_mean(x: torch.Tensor, *, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The means of rows: the float32 sum of `row_sum`, divided by H, and then rounded. Otherwise as that."""
     return _launch(x, keepdim, dtype, mean=True)

@@ -72,6 +72,7 @@ def linear(
     return out
 
 
+@operation
 def batched(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """a [B, M, K] @ b [B, K, N], each in the order of `linear`: c[i] has the bits of `linear(a[i], b[i].T)`.
 

@@ -16,10 +16,12 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync_kernels.linear.product import batched
 from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import operation
 
 _BLOCK = 1024
 
 
+@operation
 def linear_slices(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Tensor:
     """x [T, K] @ weight [N, K]^T, K cut into slices that each have the bits of `linear`; their sum, float32 [T, N].
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync_kernels.linear.kernel import plus_bias, times
 from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 #: rows that the kernel takes; more are a library's product
@@ -56,6 +57,7 @@ def all_stored_tiles() -> tuple[StoredTile, ...]:
     return choose_stored_tile(1), choose_stored_tile(MOST_ROWS)
 
 
+@operation
 def stored_linear(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

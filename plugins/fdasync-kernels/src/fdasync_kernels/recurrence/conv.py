@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from fdasync_kernels.recurrence.spans import Spans
@@ -105,6 +106,7 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
                 tl.store(target + cell, tl.where(inside, now, before.to(now.dtype)), mask=here)
 
 
+@operation
 def convolve(
     x: torch.Tensor,
     weight: torch.Tensor,

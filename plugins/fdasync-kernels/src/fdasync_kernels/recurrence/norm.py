@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync_kernels.registry import operation
 from fdasync_kernels.rounding import rounded
 
 _ELEMENTS = 1024
@@ -37,6 +38,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + number * values + cell, rounded(one * (z / (1.0 + tl.exp(-z))), DTYPE).to(DTYPE), mask=here)
 
 
+@operation
 def norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`silu(gate.float()) * (weight * rms_norm(x))`, head by head; one launch, capturable.
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync_kernels.registry import operation
 
 if TYPE_CHECKING:
     from fdasync_kernels.recurrence.spans import Spans
@@ -194,6 +195,7 @@ def _recur_kernel(  # type: ignore[no-untyped-def]
             tl.store(target + cells, state, mask=here)
 
 
+@operation
 def recur(
     query: torch.Tensor,
     key: torch.Tensor,

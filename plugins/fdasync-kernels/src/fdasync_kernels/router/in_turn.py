@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fdasync_kernels.registry import operation
 from fdasync_kernels.router.route import check_capture, check_logits, rows_of_program
 from fdasync_kernels.router.select import GONE, largest, nearest, ordered, rounded, row_max, row_sum
 
@@ -61,6 +62,7 @@ def _in_turn_kernel(  # type: ignore[no-untyped-def]
             tl.store(capture + row * capture_stride + slot, chosen.to(capture.dtype.element_ty), mask=here)
 
 
+@operation
 def route_in_turn(
     logits: torch.Tensor, k: int, near: float, capture: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync_kernels.limits import FLOATS, MOST_EXPERTS, NARROW
 from fdasync_kernels.overlap import overlap
+from fdasync_kernels.registry import operation
 from fdasync_kernels.router.kernel import route_kernel
 from fdasync_kernels.router.rule import SCORE_CODES, RouterRule
 
@@ -49,6 +50,7 @@ def _write_ids_kernel(  # type: ignore[no-untyped-def]
     tl.store(capture + token * capture_stride + slot, found.to(capture.dtype.element_ty), mask=mask)
 
 
+@operation
 def route(
     logits: torch.Tensor,
     k: int,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fdasync_kernels.registry import operation
 from fdasync_kernels.sampling.log_masses import place_of
 from fdasync_kernels.sampling.tile import read_raw, scaled
 
@@ -41,6 +42,7 @@ def _gradients_kernel(  # type: ignore[no-untyped-def]
     tl.store(into + row * into_stride + ids, gradient.to(into.dtype.element_ty), mask=ids < width)
 
 
+@operation
 def logit_gradients(
     logits: torch.Tensor, targets: torch.Tensor, scale: float, masses: LogMasses, weights: torch.Tensor,
     entropy_weights: torch.Tensor | None, into: torch.Tensor,

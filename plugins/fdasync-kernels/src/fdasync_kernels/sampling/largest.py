@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync_kernels.overlap import overlap, wait_for_inputs
+from fdasync_kernels.registry import operation
 from fdasync_kernels.sampling.tile import NOTHING, TILE, id_of, order_of, value_of
 
 
@@ -41,6 +42,7 @@ def _best_rows_kernel(tile_best, tokens, finite, tiles, padded: tl.constexpr, OV
     tl.store(finite + row, tl.abs(value_of(best)) < float("inf"))
 
 
+@operation
 def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The id of each row's largest logit, the lowest among equal ones; and whether that logit is finite.
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync_kernels.registry import operation
 from fdasync_kernels.sampling.mass import shift_of
 from fdasync_kernels.sampling.tile import TILE, best_of, log_of_mass, mass_of, reach_of, read_raw, scaled
 
@@ -102,6 +103,7 @@ def logs_of_masses(masses: torch.Tensor, shift: int) -> torch.Tensor:
     return logs
 
 
+@operation
 def log_masses(logits: torch.Tensor, scale: float, *, entropy: bool = False) -> LogMasses:
     """The normalisers of softmax((logits - largest) * scale), row by row; three launches on the current stream, without
     synchronising. The number of rows compiles nothing anew.

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from fdasync.errors import BadInput
+from fdasync_kernels.registry import operation
 from fdasync_kernels.sampling.edits import NO_EDITS, prepare_edits
 from fdasync_kernels.sampling.log_masses import logs_of_masses
 from fdasync_kernels.sampling.mass import shift_of
@@ -62,6 +63,7 @@ class Sampled(NamedTuple):
     top_ids: torch.Tensor | None
 
 
+@operation
 def sample_rows(
     logits: torch.Tensor, asked: SampleJobs, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
 ) -> Sampled:
