@@ -150,12 +150,16 @@ def main() -> None:
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
+    cases = {
+        f"step_us_{'stream' if streams else 'final'}_{running}": (running, streams)
+        for running, streams in itertools.product((32, 128, 256), (False, True))
+    }
+    chosen = {name: case for name, case in cases.items() if args.only in name}
+    if not chosen:
+        parser.error(f"--only: {args.only!r} is in no name; there are {', '.join(cases)}")
     report = Report("Engine CPU per decode step, microseconds")
     report.conditions |= {"steps": args.steps, "prompt_tokens": PROMPT_TOKENS, "rows": "48 layers x top-8 uint8"}
-    for running, streams in itertools.product((32, 128, 256), (False, True)):
-        name = f"step_us_{'stream' if streams else 'final'}_{running}"
-        if args.only not in name:
-            continue
+    for name, (running, streams) in chosen.items():
         values, own = [], []
         for _ in range(args.runs):
             own.append(uvloop.run(runner_alone(running, args.steps)))

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of one engine (default 1)")
     parser.add_argument("--kv-gib", type=above_zero, default=40.0, help="KV on a GPU, in GiB (default 40)")
     args = parser.parse_args()
-    report = Report("Sleep and wake")
-    report.conditions |= {"device": args.device, "ranks": args.ranks}
+    report = Report("Sleep and wake", gpus=args.ranks if args.device == "cuda" else 0)
+    report.conditions["ranks"] = args.ranks
     uvloop.run(measure(args, report))
     report.finish(args.json_path)

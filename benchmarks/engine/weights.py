@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -23,7 +22,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import uvloop
 
 from benchmarks.engine import weights_side
@@ -155,13 +153,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=at_least_one, default=9, help="raw broadcasts and updates, in turn (default 9)")
     parser.add_argument("--stalls", type=at_least_one, default=5, help="updates under requests (default 5)")
     chosen = parser.parse_args()
-    report = Report("weights over a process group")
+    report = Report("weights over a process group", gpus=2 if chosen.device == "cuda" else 0)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "model"
         write_config(folder, chosen.device)
         uvloop.run(measure(chosen, folder, report))
-    on_gpu = chosen.device == "cuda"
-    report.conditions["devices"] = (
-        [torch.cuda.get_device_name(number) for number in (0, 1)] if on_gpu else [f"{os.cpu_count()} CPUs"]
-    )
     report.finish(chosen.json_path)

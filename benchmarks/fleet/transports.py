@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import gc
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -121,6 +122,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
     parser.add_argument("--only", choices=list(PARTS), help="this part only; default: all but mooncake")
     options = parser.parse_args()
+    if options.only == "mooncake" and find_spec("fdasync_mooncake") is None:
+        parser.error("--only: 'mooncake' needs fdasync-mooncake; install it")
     report = Report("Transports against the raw path")
     report.conditions["blocks"] = f"{options.blocks} of {options.block_nbytes} bytes, rows of {ROWS_NBYTES}"
     names = ["tcp", "tls"]

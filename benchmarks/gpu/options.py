@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib import arguments
 from benchmarks.lib.parts import Parts
-from benchmarks.lib.report import Report, describe_device
+from benchmarks.lib.report import REHEARSED, Report
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
+def parser_of(doc: str | None) -> arguments.Parser:
     """A parser with the options that every command of this room has."""
     parser = arguments.parser_of(doc)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
@@ -35,12 +35,12 @@ def begin(
 ) -> Parts:
     """A run that has done nothing yet. `aims`: by figure, of a run that is no rehearsal; `facts`: for the conditions.
 
-    Raises SystemExit where there are fewer GPUs than that.
+    Refuses to where there are fewer GPUs than that. A rehearsal needs none, and its figures are void.
     """
     if args.tiny:
         # before triton is first imported
         os.environ["TRITON_INTERPRET"] = "1"
-    report = Report(title, None if args.tiny else aims)
-    describe_device(report, "cpu" if args.tiny else "cuda", gpus)
+        facts["void"] = REHEARSED
+    report = Report(title, None if args.tiny else aims, gpus=0 if args.tiny else gpus, without="--tiny")
     report.conditions |= facts
     return Parts(report, args.json_path)

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -40,7 +39,7 @@ import uvloop
 from benchmarks.gpu.models import DEFAULT_MODEL, MODELS
 from benchmarks.gpu.options import begin, parser_of, sizes_of
 from benchmarks.gpu.scale import Scale, tiny, write_folder
-from benchmarks.lib.arguments import at_least_one, names_of
+from benchmarks.lib.arguments import at_least_one, kept, names_of, refuse
 from fdasync import Engine
 
 if TYPE_CHECKING:
@@ -140,15 +139,13 @@ async def decode(parts: Parts, scale: Scale, folder: str, rounds: int, values: d
         report.add(f"prefill_tokens_per_s_tp{ranks}", walls[1:])
 
 
-def read_base(report: Report, file: str) -> None:
-    """Add the figures of one process from the report of another run. Raises SystemExit where they are of something
-    else."""
-    base = json.loads(Path(file).read_text())
-    if base["conditions"].get("tensor_parallel") != 1:
-        raise SystemExit(f"--base {file}: it is of {base['conditions'].get('tensor_parallel')} ranks, not of one")
-    for key in ("gpu", "torch", "model", "layers", "dtype", "sum_slices"):
-        if base["conditions"].get(key) != report.conditions.get(key):
-            raise SystemExit(f"--base {file}: {key} is {base['conditions'].get(key)!r} there")
+def read_base(report: Report, base: dict[str, Any]) -> None:
+    """Add the figures of one process from the report of another run; it is refused where they are of something else."""
+    wanted = {**report.conditions, "tensor_parallel": 1}
+    for key in ("tensor_parallel", "gpu", "versions", "model", "layers", "dtype", "sum_slices"):
+        if base["conditions"].get(key) != wanted.get(key):
+            there = base["conditions"].get(key)
+            refuse(f"--base: {key} is {there!r} there, and {wanted.get(key)!r} here; give another")
     for name, value in base["figures"].items():
         if name.endswith("_tp1") and "_over_" not in name:
             report.add(name, [value])
@@ -198,8 +195,6 @@ async def measure(parts: Parts, scale: Scale, args: argparse.Namespace, folder: 
         # which proves them at the start
         scale = dataclasses.replace(scale, runner={**scale.runner, "self_check": True})
         values |= {"numerics": "fixed", "sum_slices": args.sum_slices}
-    if args.base:
-        read_base(report, args.base)
     # one process against itself, and sums of nothing
     if "x" in args.only and ranks > 1:
         await parts.run("exactness", exact, report, scale, ranks)
@@ -227,7 +222,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sum-slices", type=int, choices=(1, 2, 4), help="fixed numerics in d and w, with such sums")
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--no-base", action="store_true", help="no engine of one process")
-    base.add_argument("--base", metavar="FILE", help="the report of a run with --tp 1: its figures of one process")
+    base.add_argument(
+        "--base", metavar="FILE", type=kept, help="the report of a run with --tp 1: its figures of one process"
+    )
     return parser.parse_args(arguments)
 
 
@@ -239,6 +236,8 @@ def main() -> int:
         f"{args.tp} ranks", args, aims, gpus=args.tp, tensor_parallel=args.tp, collectives=args.collectives,
         sum_slices=args.sum_slices, rounds=args.rounds, parts=sorted(args.only), **scale.facts,
     )  # fmt: skip
+    if args.base:
+        read_base(parts.report, args.base)
     with tempfile.TemporaryDirectory() as name:
         uvloop.run(measure(parts, scale, args, write_folder(Path(name), scale)))
     return parts.finish()

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.lib.arguments import refuse
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -27,8 +29,8 @@ def run(package: str, modules: Mapping[str, str], arguments: Sequence[str]) -> N
         print(listing(package, modules))
         sys.exit(0)
     if name not in modules:
-        print(f"{name!r} is no command of {package}\n\n{listing(package, modules)}", file=sys.stderr)
-        sys.exit(2)
+        sys.argv[0] = f"python -m {package}"
+        refuse(f"{name!r} is no command; there are {', '.join(modules)}")
     sys.argv = [f"python -m {package} {name}", *others]
     try:
         sys.exit(importlib.import_module(modules[name]).main())

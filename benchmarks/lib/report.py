@@ -1,7 +1,7 @@
 """What every benchmark shares: a table, and one JSON object {"figures": ..., "conditions": ...}.
 
-The conditions say of each run the machine, the versions of what it used, and how fast a fixed loop was when the run
-began and when it ended (`calibration_us`).
+The conditions say of each run the machine and its GPU, the versions of what it used, the spread of each figure
+(`NAME_spread`), and how fast a fixed loop was when the run began and when it ended (`calibration_us`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.arguments import need_gpus
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+REHEARSED = "a rehearsal on a CPU: no figure says anything of a GPU"
 
 
 class Report:
@@ -34,9 +38,12 @@ class Report:
 
     Args:
         aims: by name, of figures that there may be; `add` takes them too.
+        gpus: that the run needs; where there are fewer it is refused, and told to take the option `without`.
     """
 
-    def __init__(self, title: str, aims: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, title: str, aims: Mapping[str, float] | None = None, *, gpus: int = 0, without: str = "--device cpu"
+    ) -> None:
         self.title = title
         self.figures: dict[str, float] = {}
         self._aims = dict(aims or {})
@@ -44,6 +51,7 @@ class Report:
             "python": platform.python_version(),
             "cpus": len(os.sched_getaffinity(0)),
             "machine": platform.machine(),
+            "gpu": _gpu(gpus, without),
             "versions": versions(),
             "calibration_us": [calibrate_us()],
         }
@@ -78,20 +86,13 @@ class Report:
             Path(json_path).write_text(text + "\n")
 
 
-def describe_device(report: Report, device: str, count: int = 1) -> None:
-    """The device's name into the conditions; "cpu" is a rehearsal, whose figures are void.
-
-    Raises SystemExit where there are fewer than `count` CUDA GPUs.
-    """
+def _gpu(count: int, without: str) -> str:
+    if not count:
+        return "none"
+    need_gpus(count, without)
     import torch
 
-    if device == "cpu":
-        report.conditions |= {"gpu": "none", "void": "a rehearsal on a CPU: no figure says anything of a GPU"}
-        return
-    if torch.cuda.device_count() < count:
-        need = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
-        raise SystemExit(f"this benchmark needs {need}, torch sees {torch.cuda.device_count()} (--tiny rehearses it)")
-    report.conditions["gpu"] = torch.cuda.get_device_name() if count else "none"
+    return torch.cuda.get_device_name()
 
 
 def short(value: float) -> float:

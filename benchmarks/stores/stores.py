@@ -29,7 +29,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.lib.arguments import at_least_one, parser_of
+from benchmarks.lib.arguments import at_least_one, folder, parser_of
 from benchmarks.lib.rates import add_ratio
 from benchmarks.lib.report import Report
 from benchmarks.lib.timed_loop import Ticker, TimedLoop
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move (default 256)")
     parser.add_argument("--block-nbytes", type=at_least_one, default=3 << 19, help="KV of a block (default 1.5 MiB)")
     parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
-    parser.add_argument("--folder", type=Path, help="where the files go (default: a temporary one)")
+    parser.add_argument("--folder", type=folder, help="where the files go (default: a temporary one)")
     options = parser.parse_args()
     report = Report("The file store against the raw path")
     report.conditions |= {"pairs": options.pairs}

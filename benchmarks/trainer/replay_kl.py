@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--numerics", choices=("default", "fixed"), default="default", help="of both sides")
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help='"large" needs a GPU to be trained')
-    parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
     options = parser.parse_args()
     fixed = options.numerics == "fixed"
     # an engine's worker does the same with its own: more slow it down
@@ -122,8 +122,9 @@ def main() -> None:
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - began:5.0f} s] {line}", flush=True)
 
-    report = Report("replay_kl: a rollout, and a trainer that computes its log-probs again")
     device = torch.device(options.device)
+    title = "replay_kl: a rollout, and a trainer that computes its log-probs again"
+    report = Report(title, gpus=int(device.type == "cuda"))
     with no_progress_bars(), tempfile.TemporaryDirectory(prefix="fdasync-replay-kl-") as name:
         folder = Path(name) / "model"
         report.conditions["model"] = trained(folder, options.steps, device, say, options.size)
@@ -150,10 +151,5 @@ def main() -> None:
                 plain = Trainer(folder, device, trainer.experts if device.type == "cpu" else None)
                 plain.recompute(sequences[:BATCH], BATCH)
                 report.add("cost_of_fixed", [passes["off"].seconds / plain.recompute(sequences, BATCH).seconds])
-    report.conditions |= {
-        "tokens": sampled,
-        "sequences": len(sequences),
-        "numerics": options.numerics,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
+    report.conditions |= {"tokens": sampled, "sequences": len(sequences), "numerics": options.numerics}
     report.finish(options.json_path)

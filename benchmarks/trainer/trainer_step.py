@@ -86,18 +86,15 @@ def sides(shape: dict[str, Any], rows: int, width: int, device: torch.device) ->
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help="24 layers of 64 experts: large")
-    parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda"')
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=at_least_one, default=16, help="sequences of a batch (default 16)")
     parser.add_argument("--width", type=at_least_one, default=512, help="tokens of each (default 512)")
     parser.add_argument("--pairs", type=at_least_one, default=5, help="steps of each side (default 5)")
     options = parser.parse_args()
     device = torch.device(options.device)
-    report = Report("trainer_step: a trainer's step with fixed numerics, and the library's own")
-    report.conditions |= {
-        "shape": SHAPES[options.size],
-        "batch": [options.rows, options.width],
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-    }
+    title = "trainer_step: a trainer's step with fixed numerics, and the library's own"
+    report = Report(title, gpus=int(device.type == "cuda"))
+    report.conditions |= {"shape": SHAPES[options.size], "batch": [options.rows, options.width]}
     both = sides(SHAPES[options.size], options.rows, options.width, device)
     for backward in (False, True):
         took: tuple[list[float], list[float]] = ([], [])

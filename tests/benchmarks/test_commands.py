@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -9,10 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import COMMANDS
+from benchmarks.lib import arguments
 from tests.nightly.__main__ import COMMANDS as PLAYS
 
 ROOT = Path(__file__).parents[2]
@@ -41,54 +45,111 @@ def test_a_command_has_a_main_and_says_what_it_is_for(module: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 0), (["gpu_serve"], 2)])
-def test_without_a_command_all_are_listed(arguments: list[str], status: int) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], [], ["gpu_serve"]])
+def test_without_a_command_all_are_listed(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == status
-    said = done.stderr if status else done.stdout
-    assert all(re.search(rf"^  {name} +[A-Z]", said, re.MULTILINE) for name in COMMANDS)
-    assert ("'gpu_serve' is no command" in said) == bool(status)
+    if arguments == ["gpu_serve"]:
+        assert done.returncode == 2
+        assert done.stderr.startswith("python -m benchmarks: error: 'gpu_serve' is no command; there are engine_step, ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0
+        assert all(re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE) for name in COMMANDS)
+
+
+class Parsed(Exception):
+    """A command has read its options."""
+
+
+def parser_of(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """The parser of a command."""
+
+    def parse(self: argparse.ArgumentParser, *_arguments: Any) -> None:
+        raise Parsed(self)
+
+    main = importlib.import_module(module).main
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        with pytest.raises(Parsed) as parsed:
+            main()
+    parser: argparse.ArgumentParser = parsed.value.args[0]
+    return parser
 
 
 def refusal(
     module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What a command says of options that it does not take; nothing is measured."""
+    """The line that a command ends with, which takes none of these options; nothing is measured."""
+
+    def measured(*_arguments: Any, **_options: Any) -> None:
+        raise AssertionError(f"{arguments} are taken")
+
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.setattr("benchmarks.lib.report.calibrate_us", measured)
     with pytest.raises(SystemExit) as told:
         importlib.import_module(module).main()
     assert told.value.code == 2
-    return capsys.readouterr().err.rsplit("error: ", 1)[1]
+    (line,) = capsys.readouterr().err.splitlines()
+    return str(line.partition("error: ")[2])
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("module", [*COMMANDS.values(), *PLAYS.values()])
-def test_a_command_is_told_at_once_where_figures_cannot_be_written(
+def test_every_option_of_every_command_refuses_what_it_cannot_be(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(module, ["--json", str(tmp_path / "missing" / "out.json")], monkeypatch, capsys)
-    assert f"make the folder '{tmp_path / 'missing'}'" in said
-    assert "is a folder" in refusal(module, ["--json", str(tmp_path)], monkeypatch, capsys)
+    (tmp_path / "file").touch()
+    for option in parser_of(module, monkeypatch)._actions:
+        name = option.option_strings[-1]
+        # kinds of faults are known when there is a fleet; and a seed is any number
+        if option.nargs == 0 or name == "--seed" or (module, name) == ("tests.nightly.chaos.chaos", "--only"):
+            continue
+        wrong = ["no such"]
+        if option.type in (arguments.at_least_one, arguments.above_zero):
+            wrong += ["0", "-1", "1e400", "nan", ""]
+        if option.type is arguments.writable:
+            wrong = [f"{tmp_path}", "/proc/new.json", f"{tmp_path}/missing/out.json", f"{tmp_path}/file/out.json"]
+        if option.type is arguments.folder:
+            wrong += [str(tmp_path / "missing"), str(tmp_path / "file")]
+        for value in wrong:
+            said = refusal(module, [name, *[value] * (option.nargs or 1)], monkeypatch, capsys)
+            # the option, the value and, behind it, what there is or what to do
+            assert re.match(rf"{name}\b.*{re.escape(value)}.*\w", said), said
+    assert "unrecognized arguments: --nothing" in refusal(module, ["--nothing"], monkeypatch, capsys)
+
+
+def needs_gpus(module: str, monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
+    """The options with which a command needs a GPU, or None."""
+    names = {name for one in parser_of(module, monkeypatch)._actions for name in one.option_strings}
+    return ["--device", "cuda"] if "--device" in names else [] if "--tiny" in names else None
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="what is said where there are too few GPUs")
+@pytest.mark.parametrize("module", [*COMMANDS.values(), *PLAYS.values()])
+def test_a_command_for_gpus_says_so_where_there_are_none(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = needs_gpus(module, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if options is None:
+        assert ".gpu." not in module
+        return
+    said = refusal(module, options, monkeypatch, capsys)
+    assert re.match(r"this needs (a|\d) CUDA GPUs?, torch sees 0; .* give --(tiny|device cpu) ", said), said
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "words"),
+    ("module", "given", "words"),
     [
-        ("benchmarks.stores.stores", ["--pairs", "0"], "0 is less than 1"),
-        ("benchmarks.fleet.link", ["--runs", "-1"], "-1 is less than 1"),
-        ("benchmarks.fleet.pd_isolation", ["--seconds", "nan"], "nan is not above 0"),
-        ("tests.nightly.chaos.chaos", ["--minutes", "0"], "0 is not above 0"),
-        ("tests.nightly.http.attack", ["--pairs", "0"], "0 is less than 1"),
+        ("benchmarks.stores.stores", ["--pairs", "0"], "--pairs: 0 is less than 1; give a number between"),
+        ("benchmarks.fleet.pd_isolation", ["--seconds", "nan"], "--seconds: nan is not above 0"),
         ("tests.nightly.http.fuzz", ["--python", "/no/such"], "/no/such has no Schemathesis"),
         ("tests.nightly.same_bits", ["--families", "olmoe,nope"], "no nope; there are qwen3_moe"),
     ],
 )
 def test_a_wrong_value_is_named(
-    module: str,
-    arguments: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    module: str, given: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in refusal(module, arguments, monkeypatch, capsys)
+    assert words in refusal(module, given, monkeypatch, capsys)

@@ -63,9 +63,10 @@ def main() -> None:
         "--tokens", type=at_least_one, default=20_000, help="sampled tokens of each, at least (default 20000)"
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
     options = parser.parse_args()
-    report = Report("same_bits: log-probs of a rollout, and of a trainer with fixed numerics")
+    title = "same_bits: log-probs of a rollout, and of a trainer with fixed numerics"
+    report = Report(title, gpus=int(options.device == "cuda"))
     tokens = differing = 0
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fdasync-same-bits-") as name:
@@ -80,10 +81,7 @@ def main() -> None:
             report.conditions[family]["seconds"] = round(time.perf_counter() - began, 1)
     report.add("tokens", [tokens])
     report.add("differing", [differing], aim=0)
-    report.conditions |= {
-        "dtype": options.dtype,
-        "device": options.device,
-    }
+    report.conditions["dtype"] = options.dtype
     report.finish(options.json_path)
     if wrong:
         raise SystemExit(

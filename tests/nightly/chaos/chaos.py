@@ -29,7 +29,7 @@ import uvloop
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router
 
-from benchmarks.lib.arguments import above_zero, parser_of
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
 from benchmarks.lib.report import Report
 from fdasync.request import SamplingParams
 from fdasync.testing.harness.leaks import Resources
@@ -234,13 +234,15 @@ def run(args: argparse.Namespace, seed: int, transport: str, hosts: Hosts | None
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=above_zero, default=5.0)
-    parser.add_argument("--faults", type=int, default=1, help="as many at least, however long it takes (default 1)")
+    parser.add_argument(
+        "--faults", type=at_least_one, default=1, help="as many at least, however long it takes (default 1)"
+    )
     parser.add_argument("--seed", type=int, help="default: drawn")
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
     parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults (default: all)")
     parser.add_argument(
-        "--instances", nargs=2, type=int, metavar=("P", "D"), default=[PREFILL, DECODE],
+        "--instances", nargs=2, type=at_least_one, metavar=("P", "D"), default=[PREFILL, DECODE],
         help="of each role (default 2 3); an only one of its role has no fault but those of the whole fleet",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")

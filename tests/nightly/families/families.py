@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from fdasync_transformers.tiny.families import FAMILIES, family_of
 
-from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
+from benchmarks.lib.arguments import above_zero, at_least_one, names_of, parser_of, writable
 from benchmarks.lib.report import Report
 from tests.nightly.families.run import play_all
 from tests.nightly.families.table import write_table
@@ -64,15 +64,14 @@ def is_right(figures: dict[str, float]) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = parser_of(__doc__)
-    parser.add_argument("--families", help="comma-separated entries of the catalogue (default: all)")
+    parser.add_argument(
+        "--families", type=names_of(PLAYED), default=set(PLAYED), help='entries of the catalogue, "a,b" (default: all)'
+    )
     parser.add_argument("--jobs", type=at_least_one, default=2, help="processes at a time (default 2)")
     parser.add_argument("--limit", type=above_zero, default=180.0, help="seconds for one entry (default 180)")
-    parser.add_argument("--table", type=Path, help="write the rows of these entries into the table of this page")
+    parser.add_argument("--table", type=writable, help="write the rows of these entries into the table of this page")
     options = parser.parse_args(arguments)
-    names = tuple(options.families.split(",")) if options.families else PLAYED
-    unknown = sorted(set(names) - set(PLAYED))
-    if unknown:
-        parser.error(f"no such families: {', '.join(unknown)}; there are {', '.join(PLAYED)}")
+    names = tuple(name for name in PLAYED if name in options.families)
     report = Report("families of tiny checkpoints")
     began = time.perf_counter()
     outcomes: list[Outcome] = []
@@ -93,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     report.finish(options.json_path)
     if options.table:
-        write_table(options.table, outcomes)
+        write_table(Path(options.table), outcomes)
     return 0 if is_right(report.figures) else 1
 
 

@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if not has_schemathesis(args.python):
-        parser.error(f"{args.python} has no Schemathesis: install it into an environment, and name its Python")
+        parser.error(f"--python: {args.python} has no Schemathesis; name an interpreter that has it")
     report = Report("Generated requests against the HTTP front")
     told = run(args.python, args.cases, args.seed)
     report.conditions |= told | {"seed": args.seed}

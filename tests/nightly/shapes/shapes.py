@@ -38,10 +38,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from benchmarks.lib.arguments import above_zero, parser_of
+from benchmarks.lib.arguments import above_zero, names_of, parser_of
 from benchmarks.lib.parts import Parts
 from benchmarks.lib.published_shapes import SHAPES
-from benchmarks.lib.report import Report, describe_device, short
+from benchmarks.lib.report import REHEARSED, Report, short
 from tests.nightly.shapes.child import Spec
 from tests.nightly.shapes.process import Children
 
@@ -150,27 +150,23 @@ def slug(name: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 where all shapes were served and nothing is wrong."""
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", default="", help=f"comma-separated, of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--shapes", type=names_of(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument("--memory-gb", type=above_zero, default=25.0, help="of weights, a shape (default: 25)")
     parser.add_argument("--quantised", action="store_true", help="weights from quantised shards")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU, every width small")
     parser.add_argument("--kernels", default="auto", choices=["auto", "triton", "torch"], help="of a rehearsal")
     options = parser.parse_args(arguments)
-    names = [name for name in options.shapes.split(",") if name] or list(QUANTISED if options.quantised else SHAPES)
-    unknown = sorted(set(names) - set(SHAPES))
-    if unknown:
-        parser.error(f"no such shapes: {', '.join(unknown)}; there are {', '.join(SHAPES)}")
+    names = [name for name in SHAPES if name in (options.shapes or (QUANTISED if options.quantised else SHAPES))]
     plain = [name for name in names if options.quantised and not SHAPES[name].quantised]
     if plain:
-        parser.error(f"published plain: {', '.join(plain)}")
+        parser.error(f"--shapes: published plain: {', '.join(plain)}; leave out --quantised")
     if options.tiny:
         # read by triton when a child imports it
         os.environ["TRITON_INTERPRET"] = "1"
-    report = Report("Published shapes on a GPU")
-    describe_device(report, "cpu" if options.tiny else "cuda")
+    report = Report("Published shapes on a GPU", gpus=0 if options.tiny else 1, without="--tiny")
     report.conditions |= {"memory_gb": options.memory_gb, "quantised": options.quantised}
     if options.tiny:
-        report.conditions["void"] = "a rehearsal on a CPU: no time or memory says anything of a GPU"
+        report.conditions["void"] = REHEARSED
     kernels = options.kernels if options.kernels != "auto" or not options.tiny else "triton"
     base = Spec("", "", "", int(options.memory_gb * 1e9), tiny=options.tiny, kernels=kernels)
     parts = Parts(report, options.json_path)
