@@ -208,10 +208,18 @@ def kept(path: Path, key: str) -> Decimal:
     return found[int(number or 1) - 1]
 
 
+def wrong(path: Path, key: str, figure: str, unit: str = "") -> list[str]:
+    """What is wrong with a figure that a page shows, where its file has another one."""
+    shown, there = Decimal(figure.replace(",", "")), kept(path, key) / {"": 1, "MB": 10**6, "GB": 10**9}[unit]
+    # half of the last digit that is shown
+    far = abs(shown - there) > Decimal("0.5").scaleb(int(shown.as_tuple().exponent))
+    return [f"{path.name} has {there} for {key}, the page {figure} {unit}"] if far else []
+
+
 def test_figures_are_those_of_their_files() -> None:
     """Of each row `| question | figure | aim | command: keys |`; the page's first lines have the convention."""
     path, compared = RESULTS, 0
-    wrong: list[str] = []
+    found: list[str] = []
     for line in FIGURES.read_text().splitlines():
         cells = line.split("|")[1:-1]
         if len(cells) != 4 or cells[0] == " question " or set(line) == {"|", "-"}:
@@ -224,13 +232,30 @@ def test_figures_are_those_of_their_files() -> None:
         figures = re.findall(r"(\d[\d,]*(?:\.\d+)?(?:e-\d+)?)(?: ([MG]B))?", cells[1])
         assert len(keys) == len(figures) > 0, f"as many keys as figures: {line}"
         for key, (figure, unit) in zip(keys, figures, strict=True):
-            shown, there = Decimal(figure.replace(",", "")), kept(path, key) / {"": 1, "MB": 10**6, "GB": 10**9}[unit]
-            # half of the last digit that is shown
-            if abs(shown - there) > Decimal("0.5").scaleb(int(shown.as_tuple().exponent)):
-                wrong.append(f"{path.name} has {there} for {key}, the page {figure} {unit}")
+            found += wrong(path, key, figure, unit)
         compared += len(keys)
-    assert not wrong, "\n".join(wrong)
+    assert not found, "\n".join(found)
     assert compared > 250
+
+
+CITED = re.compile(r'\[([\d.,]+)\]\((\S+/results/\S+\.json) "(\S+)"\)')
+# a machine, and a figure with a unit
+MEASURED_ON = re.compile(r"\b(?:[HA]\d00|GPU decodes|(?:two|\d+) (?:busy )?cores|busy machine)\b")
+FIGURE = re.compile(r"\b\d[\d,.]* ?(?:us|ms|s|%|x|[MG]B/s|tokens/s|times|of (?:its|the) (?:speed|rate)|of a core)\b")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != FIGURES], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_figures_in_a_page_s_sentences_are_those_of_their_files(page: Path) -> None:
+    """`[0.97](benchmarks/results/FILE.json "key")`. Where a sentence names a machine, each figure is such a link."""
+    text = page.read_text()
+    cited = CITED.findall(text)
+    assert [one for figure, path, key in cited for one in wrong((page.parent / path).resolve(), key, figure)] == []
+    sentences = re.split(r"(?<=[.:|])\s", re.sub(r"\s+", " ", CITED.sub("(kept)", text)))
+    # CONTRIBUTING.md tells how long tests take, which tests/budget.toml holds
+    for sentence in sentences if page.name != "CONTRIBUTING.md" else ():
+        assert not (MEASURED_ON.search(sentence) and FIGURE.search(sentence)), f"kept by no file: {sentence}"
 
 
 def test_pages_cite_the_results_that_are_kept() -> None:

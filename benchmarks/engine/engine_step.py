@@ -142,12 +142,8 @@ async def runner_alone(running: int, steps: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--steps", type=at_least_one, default=500, help="steady steps to count in each run (default 500)"
-    )
-    parser.add_argument(
-        "--runs", type=at_least_one, default=3, help="runs of each case; medians are reported (default 3)"
-    )
+    parser.add_argument("--steps", type=at_least_one, default=500, help="steady steps to count in each run")
+    parser.add_argument("--runs", type=at_least_one, default=3, help="runs of each case; medians are reported")
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
     cases = {

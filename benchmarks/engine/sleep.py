@@ -164,9 +164,9 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="default 3")
-    parser.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of one engine (default 1)")
-    parser.add_argument("--kv-gib", type=above_zero, default=40.0, help="KV on a GPU, in GiB (default 40)")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="of each level")
+    parser.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of one engine")
+    parser.add_argument("--kv-gib", type=above_zero, default=40.0, help="KV on a GPU, in GiB")
     args = parser.parse_args()
     report = Report("Sleep and wake", gpus=args.ranks if args.device == "cuda" else 0)
     report.conditions["ranks"] = args.ranks

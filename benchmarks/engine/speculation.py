@@ -123,8 +123,8 @@ def _same(one: Sample, other: Sample) -> bool:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--questions", type=at_least_one, default=64, help="groups of 16 samples (default 64)")
-    parser.add_argument("--pairs", type=at_least_one, default=3, help="rollouts of each arm (default 3)")
+    parser.add_argument("--questions", type=at_least_one, default=64, help="groups of 16 samples")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="rollouts of each arm")
     parser.add_argument("--steps", type=at_least_one, help="training steps of the model (default: the example's)")
     options = parser.parse_args()
     from examples.small_moe import STEPS, pretrain, problems

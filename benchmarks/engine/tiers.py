@@ -130,7 +130,7 @@ async def measure(model: Path, folder: Path, rounds: int) -> dict[str, list[floa
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=at_least_one, default=15, help="requests of each arm (default 15)")
+    parser.add_argument("--rounds", type=at_least_one, default=15, help="requests of each arm")
     options = parser.parse_args()
     from fdasync_transformers import make_random_checkpoint
 

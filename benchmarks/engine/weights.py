@@ -150,8 +150,8 @@ async def measure(chosen: argparse.Namespace, folder: Path, report: Report) -> N
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--pairs", type=at_least_one, default=9, help="raw broadcasts and updates, in turn (default 9)")
-    parser.add_argument("--stalls", type=at_least_one, default=5, help="updates under requests (default 5)")
+    parser.add_argument("--pairs", type=at_least_one, default=9, help="raw broadcasts and updates, in turn")
+    parser.add_argument("--stalls", type=at_least_one, default=5, help="updates under requests")
     chosen = parser.parse_args()
     report = Report("weights over a process group", gpus=2 if chosen.device == "cuda" else 0)
     with tempfile.TemporaryDirectory() as made:

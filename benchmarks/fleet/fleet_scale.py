@@ -99,13 +99,9 @@ def full_at(us: float, work: Work) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--instances", type=at_least_one, default=512, help="of the fleet (default 512)")
-    parser.add_argument(
-        "--requests", type=at_least_one, default=100_000, help="of the calm run, about (default 100,000)"
-    )
-    parser.add_argument(
-        "--repeat", type=at_least_one, default=1, help="calm runs, of which the median counts (default 1)"
-    )
+    parser.add_argument("--instances", type=at_least_one, default=512, help="of the fleet")
+    parser.add_argument("--requests", type=at_least_one, default=100_000, help="of the calm run, about")
+    parser.add_argument("--repeat", type=at_least_one, default=1, help="calm runs, of which the median counts")
     options = parser.parse_args()
     report = Report(f"One router, {options.instances} instances")
 

@@ -120,10 +120,8 @@ async def measure_leases(address: str, fits: Hello, in_flight: int, count: int) 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--messages", type=at_least_one, default=300_000, help="small messages in each run (default 300000)"
-    )
-    parser.add_argument("--runs", type=at_least_one, default=5, help="runs; medians are reported (default 5)")
+    parser.add_argument("--messages", type=at_least_one, default=300_000, help="small messages in each run")
+    parser.add_argument("--runs", type=at_least_one, default=5, help="runs; medians are reported")
     args = parser.parse_args()
     report = Report("Links between two processes over a Unix socket")
     report.conditions |= {"messages": args.messages, "prompt_tokens": PROMPT_TOKENS}

@@ -48,11 +48,9 @@ async def receive(blocks: int, nbytes: int, pairs: int, before: list[str]) -> No
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--blocks", type=at_least_one, default=16, help="blocks of a hand-over (default 16)")
-    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 18, help="KV of a block (default 256 KiB)")
-    parser.add_argument(
-        "--pairs", type=at_least_one, default=100, help="interleaved pairs of each figure (default 100)"
-    )
+    parser.add_argument("--blocks", type=at_least_one, default=16, help="blocks of a hand-over")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 18, help="KV of a block")
+    parser.add_argument("--pairs", type=at_least_one, default=100, help="interleaved pairs of each figure")
     options = parser.parse_args()
     if reason := why_not():
         parser.error(reason)

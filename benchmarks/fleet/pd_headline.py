@@ -157,9 +157,9 @@ def our_costs() -> Costs:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--requests", type=at_least_one, default=REQUESTS, help="of the workload (default 1000)")
+    parser.add_argument("--requests", type=at_least_one, default=REQUESTS, help="of the workload")
     args = parser.parse_args()
     report = Report("The published workload, over the bound")
     costs = our_costs()
@@ -174,7 +174,4 @@ def main() -> None:
         if abs(off) > 0.02 and args.requests == REQUESTS:
             report.conditions["void"] = f"{name} is {off:+.1%} off what was published: its costs must be fitted again"
     report.add("over_bound", [arm(args.requests, costs) / bound_s], aim=AIM)
-    report.finish(args.json_path)
-    if "void" in report.conditions:
-        print(f"void: {report.conditions['void']}", file=sys.stderr)
-        sys.exit(1)
+    return report.finish(args.json_path)

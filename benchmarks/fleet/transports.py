@@ -117,9 +117,9 @@ PARTS: dict[str, Callable[[Report, Bench, int], None]] = {
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move (default 256)")
-    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 20, help="KV of a block (default 1 MiB)")
-    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
+    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=1 << 20, help="KV of a block")
+    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure")
     parser.add_argument("--only", choices=list(PARTS), help="this part only; default: all but mooncake")
     options = parser.parse_args()
     if options.only == "mooncake" and find_spec("fdasync_mooncake") is None:

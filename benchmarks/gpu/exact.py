@@ -53,9 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one family, a smaller model, fewer plays")
     parser.add_argument("--families", type=names_of(FAMILIES), help=f"(default: {','.join(FAMILIES)})")
     parser.add_argument("--parts", type=names_of(kinds(2)), help="plays (default: all)")
-    parser.add_argument(
-        "--tp", type=at_least_one, default=1, help="ranks of the groups that play, a GPU each (default: none)"
-    )
+    parser.add_argument("--tp", type=at_least_one, default=1, help="ranks of the groups that play, a GPU each")
     parser.add_argument("--kernels", default="auto", choices=["auto", "triton", "torch"], help="of the engines")
     args = parser.parse_args(arguments)
     few = args.quick or args.tiny

@@ -142,7 +142,7 @@ async def converse(conversations: int, places: int) -> tuple[float, float]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", type=names_of("abc"), default="a,b,c", help="parts (default: all)")
+    parser.add_argument("--only", type=names_of("abc"), default="a,b,c", help="parts")
     parser.add_argument("--sizes", type=sizes_of, metavar="N,N", help="running sequences (default 1,64,256)")
     parser.add_argument("--quick", action="store_true", help="3 stretches of 0.2 s: a look")
     return parser.parse_args(arguments)

@@ -167,7 +167,7 @@ async def measure(arms: Arms) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--sizes", type=sizes_of, metavar="N,N", default="1,16,64,256", help="(default 1,16,64,256)")
+    parser.add_argument("--sizes", type=sizes_of, metavar="N,N", default="1,16,64,256", help="running sequences")
     return parser.parse_args(arguments)
 
 

@@ -231,9 +231,9 @@ async def measure(parts: Parts, scale: Scale, load: Load, arms: set[str]) -> Non
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=above_zero, default=60.0, help="of arrivals that are measured (default 60)")
-    parser.add_argument("--rate", type=above_zero, default=8.0, help="requests a second (default 8)")
-    parser.add_argument("--arms", type=names_of(("wire", *_ARMS)), default="pd,mixed", help="(default pd,mixed)")
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="of arrivals that are measured")
+    parser.add_argument("--rate", type=above_zero, default=8.0, help="requests a second")
+    parser.add_argument("--arms", type=names_of(("wire", *_ARMS)), default="pd,mixed", help="what is measured")
     return parser.parse_args(arguments)
 
 

@@ -109,7 +109,7 @@ async def measure(parts: Parts, scales: dict[str, Scale], folder: Path, linears:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--pairs", type=at_least_one, default=10, help="stretches of each model (default 10)")
+    parser.add_argument("--pairs", type=at_least_one, default=10, help="stretches of each model")
     parser.add_argument("--linears", action="store_true", help="linear layers stay as stored too (FP8)")
     return parser.parse_args(arguments)
 

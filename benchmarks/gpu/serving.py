@@ -119,8 +119,8 @@ async def measure(parts: Parts, scale: Scale, folder: str, only: set[str]) -> No
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
-    parser.add_argument("--only", type=names_of("abdfh"), default="a,b,d,f", help="parts (default: all but h)")
+    parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help="whose shape it has")
+    parser.add_argument("--only", type=names_of("abdfh"), default="a,b,d,f", help="parts")
     parser.add_argument("--sizes", type=sizes_of, metavar="N,N", help="running sequences (default 1,64,256)")
     parser.add_argument("--pairs", type=at_least_one, help="stretches of each arm (default 10)")
     parser.add_argument("--quick", action="store_true", help="3 pairs of 0.2 s, one pair of the engine: a look")

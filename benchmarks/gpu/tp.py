@@ -213,11 +213,11 @@ async def measure(parts: Parts, scale: Scale, args: argparse.Namespace, folder: 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--tp", type=int, choices=(1, 2, 4, 8), default=2, help="ranks of the group (default 2)")
-    parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
-    parser.add_argument("--only", type=names_of("xsdw"), default="x,s,d,w", help="parts (default: all)")
-    parser.add_argument("--sizes", type=sizes_of, default="1,64,256,512", help="running (default 1,64,256,512)")
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="of each figure (default 3)")
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4, 8), default=2, help="ranks of the group")
+    parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help="whose shape it has")
+    parser.add_argument("--only", type=names_of("xsdw"), default="x,s,d,w", help="parts")
+    parser.add_argument("--sizes", type=sizes_of, default="1,64,256,512", help="running")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="of each figure")
     parser.add_argument("--collectives", choices=("auto", "peers", "nccl"), default="auto", help="how ranks sum")
     parser.add_argument("--sum-slices", type=int, choices=(1, 2, 4), help="fixed numerics in d and w, with such sums")
     base = parser.add_mutually_exclusive_group()

@@ -92,11 +92,9 @@ async def measure(load: Load, runs: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--runs", type=at_least_one, default=3, help="runs of each arm; medians are reported (default 3)"
-    )
-    parser.add_argument("--streams", type=at_least_one, default=256, help="of each arm (default 256)")
-    parser.add_argument("--seconds", type=above_zero, default=8.0, help="that are counted in each run (default 8)")
+    parser.add_argument("--runs", type=at_least_one, default=3, help="runs of each arm; medians are reported")
+    parser.add_argument("--streams", type=at_least_one, default=256, help="of each arm")
+    parser.add_argument("--seconds", type=above_zero, default=8.0, help="that are counted in each run")
     args = parser.parse_args()
     report = Report("The HTTP front")
     report.conditions |= {"streams": args.streams, "step_s": STEP_S}

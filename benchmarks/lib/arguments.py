@@ -21,6 +21,14 @@ Wrong = argparse.ArgumentTypeError
 MOST = 10**12
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A module's docstring as it is, and of each option its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        unsaid = action.default in (None, False, argparse.SUPPRESS)
+        return (action.help or "") + ("" if unsaid else " (default %(default)s)")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in one line."""
 
@@ -36,7 +44,7 @@ def refuse(message: str) -> NoReturn:
 
 def parser_of(doc: str | None) -> Parser:
     """A parser whose help is a module's docstring, with `--json FILE` as `json_path`."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc, formatter_class=Help)
     parser.add_argument("--json", metavar="FILE", dest="json_path", type=writable, help="write the figures here")
     return parser
 

@@ -66,8 +66,8 @@ class Report:
         print(f"  {name} = {figure:.4g}", file=sys.stderr, flush=True)
         return figure
 
-    def finish(self, json_path: str | None) -> None:
-        """Print the table; write the object."""
+    def finish(self, json_path: str | None) -> int:
+        """Print the table; write the object. The exit status: 1 where the conditions say why the figures are void."""
         self.conditions["calibration_us"].append(calibrate_us())
         table = Table(title=self.title)
         for column in ("figure", "median", "min", "max", "runs", "aim"):
@@ -78,6 +78,9 @@ class Report:
             table.add_row(name, f"{value:g}", f"{low:g}", f"{high:g}", str(runs), "" if aim is None else f"{aim:g}")
         Console().print(table)
         self.save(json_path)
+        if void := self.conditions.get("void"):
+            print(f"void: {void}", file=sys.stderr)
+        return 1 if void else 0
 
     def save(self, json_path: str | None) -> None:
         """Write the object as it is so far."""

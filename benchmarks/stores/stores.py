@@ -171,9 +171,9 @@ async def measure_loop(report: Report, folder: Path, blocks: Blocks, rounds: int
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move (default 256)")
-    parser.add_argument("--block-nbytes", type=at_least_one, default=3 << 19, help="KV of a block (default 1.5 MiB)")
-    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure (default 15)")
+    parser.add_argument("--blocks", type=at_least_one, default=256, help="blocks that move")
+    parser.add_argument("--block-nbytes", type=at_least_one, default=3 << 19, help="KV of a block")
+    parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure")
     parser.add_argument("--folder", type=folder, help="where the files go (default: a temporary one)")
     options = parser.parse_args()
     report = Report("The file store against the raw path")

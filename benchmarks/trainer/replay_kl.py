@@ -106,10 +106,8 @@ def prove(report: Report, sequences: Sequence[Sampled], passes: dict[str, Pass])
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=at_least_one, default=20_000, help="sampled tokens, at least (default 20000)")
-    parser.add_argument(
-        "--steps", type=at_least_one, default=STEPS, help=f"training steps of the model (default {STEPS})"
-    )
+    parser.add_argument("--tokens", type=at_least_one, default=20_000, help="sampled tokens, at least")
+    parser.add_argument("--steps", type=at_least_one, default=STEPS, help="training steps of the model")
     parser.add_argument("--numerics", choices=("default", "fixed"), default="default", help="of both sides")
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help='"large" needs a GPU to be trained')
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")

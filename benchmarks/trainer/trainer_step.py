@@ -87,9 +87,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--size", choices=tuple(SHAPES), default="small", help="24 layers of 64 experts: large")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rows", type=at_least_one, default=16, help="sequences of a batch (default 16)")
-    parser.add_argument("--width", type=at_least_one, default=512, help="tokens of each (default 512)")
-    parser.add_argument("--pairs", type=at_least_one, default=5, help="steps of each side (default 5)")
+    parser.add_argument("--rows", type=at_least_one, default=16, help="sequences of a batch")
+    parser.add_argument("--width", type=at_least_one, default=512, help="tokens of each")
+    parser.add_argument("--pairs", type=at_least_one, default=5, help="steps of each side")
     options = parser.parse_args()
     device = torch.device(options.device)
     title = "trainer_step: a trainer's step with fixed numerics, and the library's own"

@@ -58,10 +58,8 @@ def verified(family: str, folder: Path, options: argparse.Namespace) -> dict[str
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--families", type=names_of(FAMILIES), default=set(FAMILIES), help="(default: all twelve)")
-    parser.add_argument(
-        "--tokens", type=at_least_one, default=20_000, help="sampled tokens of each, at least (default 20000)"
-    )
+    parser.add_argument("--families", type=names_of(FAMILIES), default=set(FAMILIES))
+    parser.add_argument("--tokens", type=at_least_one, default=20_000, help="sampled tokens of each, at least")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
     options = parser.parse_args()

@@ -234,13 +234,11 @@ def run(args: argparse.Namespace, seed: int, transport: str, hosts: Hosts | None
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=above_zero, default=5.0)
-    parser.add_argument(
-        "--faults", type=at_least_one, default=1, help="as many at least, however long it takes (default 1)"
-    )
+    parser.add_argument("--faults", type=at_least_one, default=1, help="as many at least, however long it takes")
     parser.add_argument("--seed", type=int, help="default: drawn")
-    parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
+    parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel")
     parser.add_argument("--hosts", action="store_true", help="each on a host of its own; blocks travel over tcp")
-    parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="KIND", default=[], help="kinds of faults")
     parser.add_argument(
         "--instances", nargs=2, type=at_least_one, metavar=("P", "D"), default=[PREFILL, DECODE],
         help="of each role (default 2 3); an only one of its role has no fault but those of the whole fleet",

@@ -67,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--families", type=names_of(PLAYED), default=set(PLAYED), help='entries of the catalogue, "a,b" (default: all)'
     )
-    parser.add_argument("--jobs", type=at_least_one, default=2, help="processes at a time (default 2)")
-    parser.add_argument("--limit", type=above_zero, default=180.0, help="seconds for one entry (default 180)")
+    parser.add_argument("--jobs", type=at_least_one, default=2, help="processes at a time")
+    parser.add_argument("--limit", type=above_zero, default=180.0, help="seconds for one entry")
     parser.add_argument("--table", type=writable, help="write the rows of these entries into the table of this page")
     options = parser.parse_args(arguments)
     names = tuple(name for name in PLAYED if name in options.families)

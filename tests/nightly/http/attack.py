@@ -137,10 +137,8 @@ async def beside(name: str, server: Front, router: Router, pairs: int, seconds: 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--pairs", type=at_least_one, default=3, help="windows without and with each attack (default 3)"
-    )
-    parser.add_argument("--seconds", type=above_zero, default=6.0, help="of a window (default 6)")
+    parser.add_argument("--pairs", type=at_least_one, default=3, help="windows without and with each attack")
+    parser.add_argument("--seconds", type=above_zero, default=6.0, help="of a window")
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="this attack; may be repeated")
     args = parser.parse_args()
     report = Report("Attacks on the HTTP front")

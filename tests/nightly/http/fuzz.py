@@ -123,7 +123,7 @@ def has_schemathesis(python: str) -> bool:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has Schemathesis")
-    parser.add_argument("--cases", type=at_least_one, default=10_000, help="in all, about (default 10000)")
+    parser.add_argument("--cases", type=at_least_one, default=10_000, help="in all, about")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if not has_schemathesis(args.python):

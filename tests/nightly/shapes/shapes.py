@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 where all shapes were served and nothing is wrong."""
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", type=names_of(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
-    parser.add_argument("--memory-gb", type=above_zero, default=25.0, help="of weights, a shape (default: 25)")
+    parser.add_argument("--memory-gb", type=above_zero, default=25.0, help="of weights, a shape")
     parser.add_argument("--quantised", action="store_true", help="weights from quantised shards")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU, every width small")
     parser.add_argument("--kernels", default="auto", choices=["auto", "triton", "torch"], help="of a rehearsal")
