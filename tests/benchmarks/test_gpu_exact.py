@@ -98,12 +98,6 @@ def test_a_wrong_row_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(report["conditions"]["failed"]) == {"glm4_moe tight", "glm4_moe bf16_tight"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        gpu_exact.main([])
-
-
 async def test_new_weights_in_the_middle_are_judged_by_both(tmp_path: Path) -> None:
     """All right as it is; one wrong row on either side of the turn is found, and so are other weights."""
     one = play(tmp_path, "ernie4_5_moe")

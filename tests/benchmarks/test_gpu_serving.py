@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import profile as profiling
 from benchmarks.gpu import serving as gpu_serving
@@ -98,13 +97,6 @@ def test_aims_are_of_figures_that_there_are(tmp_path: Path) -> None:
     of_default = kept["gpu_serving"]["figures"] | kept["gpu_serving_h"]["figures"]
     assert AIMS["qwen3-30b-a3b"].keys() <= of_default.keys()
     assert AIMS["qwen3-next-80b-a3b"].keys() <= kept["gpu_hybrid"]["figures"].keys()
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_serving"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="--tiny"):
-        gpu_serving.main()
 
 
 def step_at(start: float) -> list[Event]:

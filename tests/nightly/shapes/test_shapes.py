@@ -158,13 +158,6 @@ def test_half_weights_compute_in_float32_as_wide_ones_do(name: str, tmp_path: Pa
     assert not torch.equal(rounded.float(), exact)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        shapes.main([])
-    assert "needs a CUDA GPU" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["--shapes", "GPT-5"], ["--quantised", "--shapes", "Mixtral-8x7B"]])
 def test_shapes_that_are_not_there_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
