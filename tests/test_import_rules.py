@@ -52,7 +52,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.plugins", "fdasync.ipc.*",
         ),
         # the names of a store's verbs are words of the events
-        "fdasync.cache.store.wrappers": ("fdasync.cache.store.base", "fdasync.events.catalog", "fdasync.ipc.*"),
+        "fdasync.cache.store.guard": ("fdasync.cache.store.base", "fdasync.events.catalog", "fdasync.ipc.*"),
         "fdasync.drafting": ("fdasync.events.actions", "fdasync.registry.*"),
         "fdasync_kernels": (),
         "fdasync.runner": (
@@ -114,7 +114,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.engine": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.cache.identity", "fdasync.cache.store.base",
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
-            "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.drafting",
+            "fdasync.cache.store.guard", "fdasync.cache.store.process.proxy", "fdasync.drafting",
             "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.base", "fdasync.runner.chosen", "fdasync.runner.facts",
             "fdasync.runner.grammar_checks", "fdasync.stats",
@@ -412,7 +412,7 @@ def test_floors_allow_nothing_that_no_room_needs():
         ("fdasync_trainer.rows.checks", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.generator", "from fdasync.ipc.deadlines import wait_within"),
         ("fdasync.events.bus", "from fdasync.ipc import deadlines"),
-        ("fdasync.cache.store.wrappers.base", "from fdasync.cache.store.memory import MemoryStore"),
+        ("fdasync.cache.store.guard.guard", "from fdasync.cache.store.memory import MemoryStore"),
         ("fdasync.cache.store.file.store", "from fdasync.cache.aux_arena import AuxArena"),
         ("fdasync.scheduler.core", "from fdasync.runner.base import Runner"),
         ("fdasync.scheduler.core", "from fdasync.cache.aux_arena import AuxArena"),

@@ -1,6 +1,6 @@
 """What the file store costs beyond the raw path: against the same bytes moved without us.
 
-256 blocks of 1.5 MiB of KV with their rows are moved by the engine's own objects (`tier.py`: store I/O, wrappers, a
+256 blocks of 1.5 MiB of KV with their rows are moved by the engine's own objects (`tier.py`: store I/O, the guard, a
 process of its own, object format), against plain `pwritev` and `preadv` from as many threads in a process of its own
 (`raw_file.py`). Both arms: the same shared memory, touched before; slots of the same segments, reused; no syncs; one
 XXH3 pass; timed by the caller. Writes displace the blocks used longest ago; warm reads come from the page cache; before
@@ -38,6 +38,7 @@ from benchmarks.stores.raw_file import RawFiles
 from benchmarks.stores.tier import Blocks, Tier
 from fdasync.cache.store.file.layout import Shape, slots_within
 from fdasync.cache.store.file.store import FileConfig
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.ipc.shared_memory import HOST_REGION
 
 RATIO_AIM = 0.9
@@ -99,8 +100,8 @@ class Pairs:
 
     def _cpu_s(self, arm: str) -> float:
         """CPU time of an arm so far: its process and this one."""
-        store = self._tier.stack.process_store
-        assert store is not None
+        store = self._tier.store.inner
+        assert isinstance(store, ProcessStore)
         return cpu_s(store.pid if arm == "ours" else self._raw.pid) + cpu_s(os.getpid())
 
     def report(self, report: Report) -> None:

@@ -1,7 +1,7 @@
-"""The file store inside the engine's own wrappers and memory, which moves blocks as an engine does; without an engine.
+"""The file store inside the engine's own guard and memory, which moves blocks as an engine does; without an engine.
 
-`StoreStack` puts the store into a process of its own, checks and wraps it; a `StoreIO` calls it, and an `EventBus` gets
-its events. Only the scheduler is missing: the caller chooses the blocks to move. Used by `stores.py`.
+`guarded_store` puts the store into a process of its own, checks and guards it; a `StoreIO` calls it, and an `EventBus`
+gets its events. Only the scheduler is missing: the caller chooses the blocks to move. Used by `stores.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.engine.store_io import StoreIO
-from fdasync.engine.store_stack import StoreStack
+from fdasync.engine.store_stack import guarded_store
 from fdasync.events.actions import FetchBlocks, StoreBlocks
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import FetchEnded, StoreEnded
@@ -136,25 +136,23 @@ class Tier:
             kv_dtype="uint8",
             aux_specs=(ROUTING,),
         )
-        self._closing = Closing(_DEADLINE_S)
         self._bus = EventBus(time.monotonic)
         self._bus.attach(self._wake)
-        self.stack = StoreStack(engine, capacity, blocks.host, None, self._closing, self._bus.publish)
+        closing = Closing(_DEADLINE_S)
+        self.store = guarded_store(engine, capacity, blocks.host, None, closing, self._bus.publish)
         self._store_io: StoreIO
         self._ended: dict[int, asyncio.Future[StoreEnded | FetchEnded]] = {}
         self._number = 0
 
     async def __aenter__(self) -> Tier:
-        await self.stack.open(self._blocks.regions)
+        await self.store.open(self._blocks.regions)
         host, arena = self._blocks.host, self._blocks.arena
-        self._store_io = StoreIO(
-            self._bus, self.stack.store, host, arena, closing=self._closing, on_error=self._on_error
-        )
+        self._store_io = StoreIO(self._bus, self.store, host, arena, on_error=self._on_error)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._store_io.aclose()
-        await self.stack.aclose()
+        await self.store.aclose()
 
     async def write(self, round_: int, numbers: Sequence[int]) -> None:
         """Write blocks, until the store has them. Raises RuntimeError if it does not take all."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fdasync.events.catalog import WritesRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from fdasync.cache.store.base import Outcome
 
@@ -34,7 +34,7 @@ class Refusals:
         self._untold: dict[str, int] = {}
         self._told_at: dict[str, float] = {}
 
-    def add(self, store: str, outcomes: Sequence[Outcome], now: float) -> list[WritesRefused]:
+    def add(self, store: str, outcomes: Iterable[Outcome], now: float) -> list[WritesRefused]:
         """Count the refused outcomes of a put; returns the events that are due at `now`, engine time in seconds."""
         events = []
         refused: dict[str, Outcome] = {}

@@ -17,12 +17,13 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.picks import PickShape
 from fdasync.cache.store.base import Store
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.engine.config import make_policy, resolve, with_state_every
 from fdasync.engine.driver import Driver
 from fdasync.engine.output import OutputProcessor
 from fdasync.engine.prepare import Rehasher, namespace_of
 from fdasync.engine.store_io import StoreIO
-from fdasync.engine.store_stack import StoreStack
+from fdasync.engine.store_stack import guarded_store
 from fdasync.engine.tokenizer_process import TokenizerProcess
 from fdasync.errors import ConfigError, DeadlineExceeded, FdasyncError, PluginError, RunnerError, TaskCancelled
 from fdasync.events.bus import EventBus, check_subscription
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.cache.picks import PickTable
+    from fdasync.cache.store.guard import GuardedStore
     from fdasync.drafting import Drafter
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.driver import Attendant
@@ -121,7 +123,7 @@ class Runtime:
         self._attendant = attendant
         self._placement = self._make_placement(runner)
         self.runner = runner or self._make_runner()
-        self._stack: StoreStack | None = None
+        self.store: GuardedStore | None = None
         self._store_io: StoreIO | None = None
         self._rehasher: Rehasher | None = None
         self._closing = Closing(config.close_deadline_s)
@@ -276,16 +278,10 @@ class Runtime:
             self.trace = TraceRing(scheduler.config, config.trace_turns)
         self.processor = OutputProcessor(self.bus, loop.time, self._arena, on_end, routing_debug=capacity.routing_debug)
         self._rehasher = Rehasher(self.bus, capacity.block_tokens, lambda: self.namespace, on_failure)
-        if self._stack is not None:
+        if self.store is not None:
             assert self._host is not None
             self._store_io = StoreIO(
-                self.bus,
-                self._stack.store,
-                self._host,
-                self._arena,
-                self._snapshots,
-                closing=self._closing,
-                on_error=on_failure,
+                self.bus, self.store, self._host, self._arena, self._snapshots, on_error=on_failure
             )
         self.driver = Driver(
             loop,
@@ -307,8 +303,8 @@ class Runtime:
     @property
     def store_pid(self) -> int:
         """Process id of the store's own process; -1: there is none."""
-        store = None if self._stack is None else self._stack.process_store
-        return -1 if store is None else store.pid
+        inner = None if self.store is None else self.store.inner
+        return inner.pid if isinstance(inner, ProcessStore) else -1
 
     @property
     def picks(self) -> PickTable | None:
@@ -318,7 +314,7 @@ class Runtime:
     @property
     def store_problem(self) -> str:
         """Why the store is left alone; "" while it is used, and where there is none."""
-        event = None if self._stack is None else self._stack.left_alone
+        event = None if self.store is None else self.store.breaker.left_alone
         return "" if event is None else event.problem
 
     @property
@@ -335,15 +331,15 @@ class Runtime:
 
     async def _open_store(self) -> None:
         assert self._host is not None
-        self._stack = StoreStack(
+        self.store = guarded_store(
             self._config, self.capacity, self._host, self._given_store, self._closing, self.bus.publish
         )
         arenas = (self._host, self._arena, self._snapshots)
-        await self._stack.open([arena.region for arena in arenas if arena is not None])
+        await self.store.open([arena.region for arena in arenas if arena is not None])
 
     def _standing(self) -> list[Event]:
         """What a later subscriber gets first: taps that failed, and that the store is left alone."""
-        left_alone = None if self._stack is None else self._stack.left_alone
+        left_alone = None if self.store is None else self.store.breaker.left_alone
         return [*self.taps.failures.values(), *([] if left_alone is None else [left_alone])]
 
     def _load_tokenizer(self) -> None:
@@ -430,9 +426,9 @@ class Runtime:
             close = self._attendant.close_transports
             store.append(_Stage("closing the transports", close, self._closing.left_s / 2))
         if self._store_io is not None:
-            store.append(_Stage("letting go of blocks", self._store_io.aclose, reaping_s))
-        if self._stack is not None:
-            store.append(_Stage("closing the store", self._stack.aclose, reaping_s))
+            store.append(_Stage("ending transfers", self._store_io.aclose, reaping_s))
+        if self.store is not None:
+            store.append(_Stage("closing the store", self.store.aclose, reaping_s))
         runner_s = reaping_s if isinstance(self.runner, WorkerRunner | GroupRunner) else limit_s
         others = [
             _Stage("closing the runner", self.runner.aclose, runner_s),

@@ -15,10 +15,11 @@ import pytest
 
 from fdasync import Engine, SamplingParams
 from fdasync.cache.store.base import DONE, EXISTS, Item
+from fdasync.cache.store.guard import GuardedStore, GuardLimits
 from fdasync.cache.store.process.proxy import ProcessStore
-from fdasync.cache.store.wrappers import Breaker, Limits, Timeout
 from fdasync.errors import StoreTimeout, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
+from fdasync.ipc.deadlines import Closing
 from fdasync.ipc.shared_memory import Part, SharedRegion
 from fdasync.testing import check_sample, oracle_of, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
@@ -56,13 +57,16 @@ def item(name):
 
 
 def make(max_calls=8, **options):
-    """(the process, its store as engines wrap it, the breaker's states)"""
+    """(the process, its store as engines guard it, the breaker's states)"""
     process_store = ProcessStore("slow", {}, close_deadline_s=CALL_S, open_deadline_s=CALL_S, respawn_s=0.0)
     states = []
-    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=CALL_S, reap_s=CALL_S)
-    limited = Limits(store, max_calls=max_calls, max_nbytes=1 << 20, max_wait_s=CALL_S)
-    values = {"cooldown_s": 0.01, "probe_s": CALL_S, **options}
-    return process_store, Breaker(limited, on_state=lambda state, _: states.append(state), **values), states
+    limits = GuardLimits(
+        **{"call_s": CALL_S, "kill_s": KILL_S, "open_s": CALL_S, "reap_s": CALL_S, "max_calls": max_calls,
+           "retry_s": 0.01, **options}
+    )  # fmt: skip
+    tell = lambda event: states.append(event.state) if isinstance(event, BreakerChanged) else None  # noqa: E731
+    store = GuardedStore(process_store, limits, name="slow", publish=tell, closing=Closing(CALL_S))
+    return process_store, store, states
 
 
 @contextlib.asynccontextmanager
@@ -157,7 +161,7 @@ async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow)
         with pytest.raises(StoreUnavailable, match="a test"):
             await putting
         again()
-        await until(lambda: store.state == "closed", deadline_s=100 * skips.BLOCKED_S, every_s=0.01)
+        await until(lambda: store.breaker.state == "closed", deadline_s=100 * skips.BLOCKED_S, every_s=0.01)
         blocks[-1].cancel()
         # the probe that found the process starting may be late; the one after it is answered
         assert states.count("half_open") <= 3
@@ -177,7 +181,7 @@ async def test_an_engine_whose_loop_is_blocked_keeps_its_store_and_what_is_on_it
     )  # fmt: skip
     async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as told:
         pid = engine.store_pid
-        process_store = engine._runtime._stack.process_store
+        process_store = engine._runtime.store.inner
         for number in range(3):
             tokens = [number, *[(number * 31 + at * 7) % 100 for at in range(1, 40)]]
             answer = asyncio.ensure_future(engine.complete(tokens, PARAMS))

@@ -77,8 +77,8 @@ def hung_config(runner=None, **values):
         # what ends when it is cancelled is nobody's error
         ("put", "hangs", ""),
         ("exists_prefix", "hangs", ""),
-        ("put", "stubborn", "write 1"),
-        ("exists_prefix", "stubborn", "lookup 0"),
+        ("put", "stubborn", "put of store memory"),
+        ("exists_prefix", "stubborn", "exists_prefix of store memory"),
         ("aclose", "hangs", "aclose"),
         ("aclose", "stubborn", "aclose"),
         # the write waits its time out, then nobody is there to end it

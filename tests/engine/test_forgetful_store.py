@@ -15,9 +15,9 @@ import pytest
 
 from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store.wrappers import Wrapper
 from fdasync.scheduler.tiers.chains import TRUSTED_USES
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
+from fdasync.testing.stores.wrapper import Wrapper
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 
@@ -126,7 +126,7 @@ async def test_a_store_of_its_own_process_that_was_emptied_has_the_whole_prefix_
             await asyncio.to_thread(shutil.rmtree, path)
         # the question may meet a store that is just being started again: then the next one counts
         while engine.stats().scheduler.forgotten_blocks < 10:
-            asked += engine.store_pid != -1 and engine._runtime._stack.store.inner.state == "closed"
+            asked += engine.store_pid != -1 and engine._runtime.store.breaker.state == "closed"
             await ask(engine, PROMPT)
             await asyncio.sleep(0.05)
         assert asked <= 4 * BOUND

@@ -8,13 +8,15 @@ from random import Random
 import pytest
 
 from fdasync import Engine, SamplingParams
+from fdasync.cache.store.guard import GuardedStore, GuardLimits
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store.wrappers import Exclusive, Wrapper
 from fdasync.drafting import DrafterLimits, Speculation
 from fdasync.errors import ConfigError, StoreUnavailable
+from fdasync.ipc.deadlines import Closing
 from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.runner.synthetic.runner import SyntheticRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, run_sim, synthetic_config, synthetic_engine
+from fdasync.testing.stores.wrapper import Wrapper
 from tests.support.drafters import Foretold, answers_of
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
@@ -101,7 +103,8 @@ async def test_a_store_is_let_go_of_where_its_closing_fails():
             raise OSError("no")
 
     store = Fails(MemoryConfig())
-    one, two = Exclusive(store), Exclusive(store)
+    limits = GuardLimits(call_s=1.0)
+    one, two = (GuardedStore(store, limits, name="own", publish=lambda _: None, closing=Closing(1.0)) for _ in range(2))
     await one.open(())
     with pytest.raises(StoreUnavailable):
         await two.open(())
@@ -110,8 +113,11 @@ async def test_a_store_is_let_go_of_where_its_closing_fails():
     await two.aclose()
     with pytest.raises(OSError, match="no"):
         await one.aclose()
-    await two.open(())
+    three = GuardedStore(store, limits, name="own", publish=lambda _: None, closing=Closing(1.0))
+    await three.open(())
     assert store.in_use
+    with pytest.raises(OSError, match="no"):
+        await three.aclose()
 
 
 async def test_a_runner_serves_one_engine_at_a_time():

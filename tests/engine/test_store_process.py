@@ -70,7 +70,7 @@ async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(writ
         # it is asked and answers
         await ask(engine, prompt(number))
         assert states[-1] == "closed"
-        assert engine._runtime._stack.store.inner.state == "closed"
+        assert engine._runtime.store.breaker.state == "closed"
     check_idle(engine)
 
 

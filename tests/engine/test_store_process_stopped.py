@@ -114,8 +114,8 @@ async def test_a_store_that_hangs_is_left_alone_and_used_again_when_it_is_back(t
             os.kill(pid, signal.SIGCONT)
         state = asyncio.ensure_future(closes_again(changes))
         # it answers what it was asked, and is asked once more
-        stack = engine._runtime._stack
-        await skips.go_on(state.done, lambda: stack.store.inner.state == "open")
+        breaker = engine._runtime.store.breaker
+        await skips.go_on(state.done, lambda: breaker.state == "open")
         written = engine.stats().scheduler.written_blocks
         await ask(engine, 5)
         await until(lambda: engine.stats().scheduler.written_blocks > written)

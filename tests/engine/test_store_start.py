@@ -9,12 +9,12 @@ import pytest
 from fdasync import Engine, SamplingParams
 from fdasync.cache.store.base import finish
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store.wrappers import Wrapper
 from fdasync.errors import ConfigError, DeadlineExceeded, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
 from fdasync.testing.harness.processes import stop_process
+from fdasync.testing.stores.wrapper import Wrapper
 from tests.support import skips
 from tests.support.plugins import install_plugin
 
@@ -265,8 +265,8 @@ async def test_a_process_store_that_cannot_be_opened_is_used_when_it_can(why, la
             # it is killed for its age
             skips.block(seconds=skips.LIMIT_S)
         back = asyncio.ensure_future(comes_back(engine, told))
-        stack = engine._runtime._stack
-        await skips.go_on(back.done, lambda: stack.store.inner.state == "open" and engine.store_pid == -1)
+        breaker = engine._runtime.store.breaker
+        await skips.go_on(back.done, lambda: breaker.state == "open" and engine.store_pid == -1)
         states = await back
         assert (states[0].state, states[0].store) == ("open", "late")
         assert ("open did not end within 600 s" if why == "hang" else why) in states[0].problem

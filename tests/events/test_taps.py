@@ -9,13 +9,13 @@ import pytest
 
 from fdasync import Engine, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store.wrappers import Wrapper
 from fdasync.cli.common.options import engine_config, parse_plugin
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, PluginError, StoreUnavailable
 from fdasync.events.catalog import RequestEnded, TapFailed
 from fdasync.events.tap import Tap
 from fdasync.registry.registry import TAPS, Registry
 from fdasync.testing import synthetic_config, until
+from fdasync.testing.stores.wrapper import Wrapper
 from tests.support.plugins import install_plugin
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from fdasync.cache.store.process.proxy import ProcessStore
 from tests.support.helpers import hold_up
 
 if TYPE_CHECKING:
@@ -113,13 +114,12 @@ async def go_on(done: Callable[[], object], stands: Callable[[], object]) -> Non
 
 def is_left_or_stuck(engine: Engine, pid: int) -> bool:
     """Only time changes anything for this engine's store: its breaker rests, or this process does not answer it."""
-    stack = engine._runtime._stack
-    assert stack is not None
-    assert stack.process_store is not None
-    child = stack.process_store._child
+    store = engine._runtime.store
+    assert store is not None
+    assert isinstance(store.inner, ProcessStore)
+    child = store.inner._child
     is_asked = child is not None and child.process.pid == pid and bool(child._calls)
-    breaker: Any = stack.store
-    return is_asked or breaker.inner.state == "open"
+    return is_asked or store.breaker.state == "open"
 
 
 def blocked_steps(engine: Engine) -> Callable[[], bool]:

@@ -18,10 +18,10 @@ import pytest
 import uvloop
 
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store.wrappers import Wrapper
 from fdasync.errors import ConfigError
 from fdasync.testing import run_sim, synthetic_config
 from fdasync.testing.stores.latency import Latency
+from fdasync.testing.stores.wrapper import Wrapper
 from tests.system.covering import all_cells, combinations_of
 from tests.system.matrix import (
     DIMENSIONS,

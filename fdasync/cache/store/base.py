@@ -1,8 +1,8 @@
 """The contract of a store, a place outside the engine that keeps sealed blocks; and `finish`, which helps to keep it.
 
 `fdasync.testing.StoreTests` checks its sentences. Built in: `memory.py`, `file/store.py`; more by entry point
-(`fdasync.stores`). It knows no engine. `fdasync/engine/store_io.py` calls stores through the wrappers of
-`cache/store/wrappers/`.
+(`fdasync.stores`). It knows no engine. `fdasync/engine/store_io.py` calls stores through the guard of
+`cache/store/guard/`.
 
 **Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
 `capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". It is no path: "a" and "a/b"
@@ -18,7 +18,7 @@ a `put` reads.
 **The end of a verb is the end of its use of the parts.** However a verb ends - it returns, raises or is cancelled -
 the store neither reads nor writes the parts of that call any more, and keeps no reference to them. So a verb that is
 cancelled stops early if it can, and else takes its time, and only then raises CancelledError; `finish` does that for
-work that cannot be stopped. A caller that cannot wait uses a timeout that stops the waiting only (`wrappers.Timeout`).
+work that cannot be stopped. A caller that cannot wait has a deadline that stops the waiting only (`guard/`).
 
 **Atomic.** An object is there whole or not at all, for every reader, in this process and after any crash: never in
 part, never mixed with another. A put that failed, or was cancelled, leaves the object whole or absent.
@@ -33,8 +33,8 @@ puts of one key at a time: one of them wins, whole. To replace an object, delete
 **Errors.** The failure of one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
 (transient: the same call may succeed later) or StoreRejected (permanent: the call breaks a limit or the contract). A
 store checks the whole call before it begins: a call that it rejects has done nothing, not even for good items.
-(`wrappers.Limits` cuts a batch into several calls: those before the rejected one are done.) Any other error that a
-store raises is a defect of the store; wrappers turn it into StoreUnavailable. A missing key is never an error.
+Any other error that a store raises is a defect of the store; the guard turns it into StoreUnavailable. A missing key
+is never an error.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import xxhash
 from fdasync.cache.store.base import Moves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from fdasync.cache.store.base import Item, Piece
     from fdasync.ipc.shared_memory import Part
@@ -80,18 +80,23 @@ class BlockMoves(Moves):
         return ((0, views),)
 
     def arrive(self, item: Item) -> _BlockArrival:
-        return _BlockArrival(self, item)
+        return _BlockArrival(self, item, self.problem)
+
+    def complete_in_pieces(self, item: Item) -> Iterable[Piece]:
+        """As `complete`, once every piece was asked for: for a caller that stops in between."""
+        return _BlockArrival(self, item, self._write_header)
 
 
 class _BlockArrival:
-    """One block on its way in."""
+    """One block on its way in, or being completed: `end` gets its checksums, and returns the `problem`."""
 
-    __slots__ = ("_item", "_moves", "problem")
+    __slots__ = ("_end", "_item", "_moves", "problem")
 
-    def __init__(self, moves: BlockMoves, item: Item) -> None:
+    def __init__(self, moves: BlockMoves, item: Item, end: Callable[[Item, list[int]], str | None]) -> None:
         self.problem = ""
         self._moves = moves
         self._item = item
+        self._end = end
 
     def __iter__(self) -> Iterator[Piece]:
         moves = self._moves
@@ -104,7 +109,7 @@ class _BlockArrival:
             for view, run in zip(piece, runs, strict=True):
                 if run[3] >= 0:
                     sums[run[3]].update(view)
-        self.problem = moves.problem(self._item, [running.intdigest() for running in sums])
+        self.problem = self._end(self._item, [running.intdigest() for running in sums]) or ""
 
 
 def _plan(sizes: Sequence[int], sections: dict[int, int]) -> list[tuple[int, tuple[_Run, ...]]]:

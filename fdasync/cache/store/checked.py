@@ -1,25 +1,25 @@
 """A store of whole, checked blocks around any store of bytes: `CheckedStore`.
 
 It writes the header of `block_format.py` in front of the sections of a block, and returns a block that was read only
-after every check has held. No copies are joined: header, sections and padding are parts. It hashes in slices, so that
-no callback of its loop grows long. It knows no files and no engine. `process/main.py` makes it in the store's process,
-`engine/store_stack.py` around a store in the engine's process.
+after every check has held. No copies are joined: header, sections and padding are parts. `BlockMoves` hashes, in the
+threads of the store where it moves bytes in threads, else here on the loop, in pieces. It knows no files and no engine.
+`process/main.py` makes it in the store's process, `engine/store_stack.py` around a store in the engine's process.
 """
 
 from __future__ import annotations
 
 import asyncio
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import msgspec
-import xxhash
 
-from fdasync.cache.store.base import DONE, Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store.base import DONE, Capabilities, Item, Outcome, Store, StoreUsage
 from fdasync.cache.store.block_format import (
     MAX_RANK,
     BlockSchema,
     DamagedBlock,
+    DamageReason,
     check_key,
     check_schema,
     is_object_key,
@@ -34,14 +34,14 @@ from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from fdasync.cache.store.base import Piece
     from fdasync.ipc.shared_memory import SharedRegion
 
-# most bytes that one callback of the loop hashes: some 0.3 ms
-_SLICE_NBYTES = 4 << 20
-# blocks of a call that go to the inner store together, so that hashing and moving bytes overlap
-_GROUP = 16
+# pieces of a block that one callback of the loop hashes: some 0.3 ms
+_PIECES = 16
+_REASONS = frozenset(get_args(DamageReason))
 
 
 class CheckedStore(Store):
@@ -70,10 +70,18 @@ class CheckedStore(Store):
         # by the number of parts of an item, and of a whole object
         self._forms = {len(form.sizes): form for form in forms}
         self._whole_forms = {form.num_parts: form for form in forms}
-        # problems that `_judge_now` found, by id of the whole item
-        self._damage: dict[int, str] = {}
-        # a store that moves bytes in threads hashes them there; for any other store the loop hashes, in slices
-        self._beside = inner.beside(BlockMoves(forms, self._view, self._write_header, self._judge_now))
+        self._moves = BlockMoves(forms, self._view, self._write_header, self._problem)
+        # a store that moves bytes in threads hashes them there; for any other store the loop hashes, in pieces
+        self._beside = inner.beside(self._moves)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an engine has the store inside open."""
+        return self._inner.in_use
+
+    @in_use.setter
+    def in_use(self, in_use: bool) -> None:
+        self._inner.in_use = in_use
 
     def _check_schema(self) -> None:
         schema = self._schema
@@ -122,29 +130,27 @@ class CheckedStore(Store):
 
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
-        groups = _groups(items)
-        if len(groups) <= 1 or self._beside:
-            return await self._get_group(items)
-        # the blocks that have arrived are checked while the rest is read
-        return await _all_of([asyncio.ensure_future(self._get_group(group)) for group in groups])
+        whole = [_whole(item, self._forms[len(item.parts)].trash) for item in items]
+        found = self._all(await self._inner.get_into(whole), items)
+        if self._beside and found == [DONE] * len(found):
+            return found
+        outcomes = [await self._judge(item, outcome) for item, outcome in zip(whole, found, strict=True)]
+        damaged = {item.key for item, outcome in zip(items, outcomes, strict=True) if outcome.status == "damaged"}
+        if damaged:
+            trouble = await self._delete(sorted(damaged))
+            outcomes = [
+                Outcome("damaged", outcome.problem + trouble) if outcome.status == "damaged" else outcome
+                for outcome in outcomes
+            ]
+        return outcomes
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
-        if self._beside:
-            return await self._put_group([self._padded(item) for item in items])
-        groups = _groups(items)
-        if len(groups) <= 1:
-            return await self._put_group([await self._prepare(item) for item in items])
-        # the blocks that have their header are written while the rest is hashed
-        tasks: list[asyncio.Future[list[Outcome]]] = []
-        try:
-            for group in groups:
-                prepared = [await self._prepare(item) for item in group]
-                tasks.append(asyncio.ensure_future(self._put_group(prepared)))
-        except BaseException:
-            await _end(tasks)
-            raise
-        return await _all_of(tasks)
+        whole = [_whole(item, self._forms[len(item.parts)].zeros) for item in items]
+        if not self._beside:
+            for item in whole:
+                await _pass_over(self._moves.complete_in_pieces(item))
+        return self._all(await self._inner.put(whole), items)
 
     async def delete(self, keys: Sequence[str]) -> int:
         return await self._inner.delete(keys)
@@ -159,29 +165,7 @@ class CheckedStore(Store):
     async def kill(self, why: str) -> bool:
         return await self._inner.kill(why)
 
-    # -- a few items --------------------------------------------------------------------------------
-
-    async def _get_group(self, items: Sequence[Item]) -> list[Outcome]:
-        inner = [_whole(item, self._forms[len(item.parts)].trash) for item in items]
-        try:
-            found = self._all(await self._inner.get_into(inner), items)
-            if self._beside and found == [DONE] * len(found):
-                return found
-            outcomes = [await self._judge(item, outcome) for item, outcome in zip(inner, found, strict=True)]
-        finally:
-            for item in inner:
-                self._damage.pop(id(item), None)
-        damaged = {item.key for item, outcome in zip(items, outcomes, strict=True) if outcome.status == "damaged"}
-        if damaged:
-            trouble = await self._delete(sorted(damaged))
-            outcomes = [
-                Outcome("damaged", outcome.problem + trouble) if outcome.status == "damaged" else outcome
-                for outcome in outcomes
-            ]
-        return outcomes
-
-    async def _put_group(self, prepared: Sequence[Item]) -> list[Outcome]:
-        return self._all(await self._inner.put(prepared), prepared)
+    # -- parts of calls -----------------------------------------------------------------------------
 
     async def _delete(self, keys: Sequence[str]) -> str:
         """Delete damaged objects; "", or why that failed, to be added to the problem of their outcomes."""
@@ -195,8 +179,6 @@ class CheckedStore(Store):
         if len(outcomes) != len(items):
             raise StoreUnavailable(self._name, f"it gave {len(outcomes)} outcomes for {len(items)} items")
         return outcomes
-
-    # -- one item -----------------------------------------------------------------------------------
 
     def _check_items(self, items: Sequence[Item]) -> None:
         """Raise StoreRejected for an item that is not one of the schema's blocks."""
@@ -214,44 +196,21 @@ class CheckedStore(Store):
             if not is_object_key(item.key):
                 raise StoreRejected(self._name, f"{item.key!r} is not the key of a block")
 
-    # -- one whole item -----------------------------------------------------------------------------
-
-    async def _prepare(self, item: Item) -> Item:
-        """Write the header of the sections, on the loop; the item with its padding."""
-        whole = self._padded(item)
-        self._write_header(whole, [await self._checksum(part) for part in self._sections(whole)])
-        # one block is a callback long enough
-        await asyncio.sleep(0)
-        return whole
-
-    def _judge_now(self, item: Item, checksums: Sequence[int]) -> str:
-        """Check what was read; the problem, or "". In threads of the store inside."""
-        problem = self._problem(item, checksums)
-        if problem:
-            # the items of a call live until it ends, and so do their ids
-            self._damage[id(item)] = problem
-        return problem
-
     async def _judge(self, item: Item, outcome: Outcome) -> Outcome:
-        """The outcome of a read, once its bytes are checked: here, unless they were checked beside the read."""
+        """The outcome of a read of a whole item, once its bytes are checked: here, unless they were checked beside the
+        read."""
         if outcome.status in ("miss", "failed"):
             return outcome
         if outcome.status == "damaged":
-            return Outcome("damaged", self._damage.get(id(item)) or f"store: {outcome.problem}")
+            checked = outcome.problem.partition(":")[0] in _REASONS
+            return outcome if checked else Outcome("damaged", f"store: {outcome.problem}")
         if outcome.status != "done":
             return Outcome("failed", f"the store answered a read with {outcome.status!r}")
-        if not self._beside:
-            problem = self._problem(item, [await self._checksum(part) for part in self._sections(item)])
-            if problem:
-                return Outcome("damaged", problem)
-            await asyncio.sleep(0)
-        return outcome
-
-    def _padded(self, item: Item) -> Item:
-        return _whole(item, self._forms[len(item.parts)].zeros)
-
-    def _sections(self, item: Item) -> list[Part]:
-        return [item.parts[place] for place in self._whole_forms[len(item.parts)].sections]
+        if self._beside:
+            return outcome
+        arrival = self._moves.arrive(item)
+        await _pass_over(arrival)
+        return Outcome("damaged", arrival.problem) if arrival.problem else outcome
 
     def _header_page(self, key: str, checksums: Sequence[int]) -> bytes:
         return write_header(make_header(self._schema, key, checksums))
@@ -275,18 +234,6 @@ class CheckedStore(Store):
         except DamagedBlock as error:
             return str(error)
         return ""
-
-    async def _checksum(self, part: Part) -> int:
-        """XXH3-64 of a part; yields to the loop between slices."""
-        with self._view(part) as view:
-            if part.nbytes <= _SLICE_NBYTES:
-                return xxhash.xxh3_64_intdigest(view)
-            running = xxhash.xxh3_64()
-            for start in range(0, part.nbytes, _SLICE_NBYTES):
-                if start:
-                    await asyncio.sleep(0)
-                running.update(view[start : start + _SLICE_NBYTES])
-            return running.intdigest()
 
     def _view(self, part: Part) -> memoryview:
         return self._regions[part.region].view(part.offset, part.nbytes)
@@ -321,31 +268,9 @@ def _whole(item: Item, padding: Sequence[Part]) -> Item:
     return Item(item.key, tuple(parts))
 
 
-def _groups(items: Sequence[Item]) -> list[Sequence[Item]]:
-    return [items[start : start + _GROUP] for start in range(0, len(items), _GROUP)]
-
-
-async def _all_of(tasks: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:
-    """The outcomes of all tasks. Raises the first error; when it raises or is cancelled, all tasks have ended."""
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        await _end(tasks)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
-    return [outcome for task in tasks for outcome in task.result()]  # of tasks that are done
-
-
-async def _end(tasks: Sequence[asyncio.Future[list[Outcome]]]) -> None:
-    """Cancel the running tasks and wait for their end, even when cancelled: they use the caller's parts."""
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    try:
-        if left:
-            await finish(asyncio.ensure_future(asyncio.wait(left)))
-    finally:
-        for task in tasks:
-            # retrieved, so that asyncio does not warn
-            _ = task.cancelled() or task.exception()
+async def _pass_over(pieces: Iterable[Piece]) -> None:
+    """Let the pieces of a block be hashed, on the loop, which gets a turn now and then."""
+    for number, _ in enumerate(pieces, 1):
+        if number % _PIECES == 0:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fdasync.cache.store.wrappers import Wrapper
+from fdasync.testing.stores.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ import msgspec
 import xxhash
 
 from fdasync.cache.store.base import DONE, Item, Outcome, finish
-from fdasync.cache.store.wrappers.base import Wrapper
 from fdasync.errors import BadInput, StoreUnavailable
 from fdasync.ipc.shared_memory import page_aligned
 from fdasync.testing.stores.latency import Naps
+from fdasync.testing.stores.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

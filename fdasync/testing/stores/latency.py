@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.store.wrappers.base import GIB, Wrapper, nbytes_of
+from fdasync.testing.stores.wrapper import GIB, Wrapper, nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A pool behind the wrappers that an engine puts around it: trouble costs one deadline, then nothing, and ends."""
+"""A pool behind the guard that an engine puts around it: trouble costs one deadline, then nothing, and ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from fdasync_mooncake.testing import MasterProcess, MemoryProcess
 from mooncake_bench import Blocks, Lateness, get_one, put_one, until
 
+from fdasync.cache.store.guard import GuardedStore, GuardLimits
 from fdasync.cache.store.process.proxy import ProcessStore
-from fdasync.cache.store.wrappers import Breaker, Timeout
 from fdasync.errors import StoreTimeout, StoreUnavailable
+from fdasync.ipc.deadlines import Closing
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")
 
@@ -35,7 +36,8 @@ def blocks():
 
 async def guarded(master, blocks, rpc_timeout_s):
     inner = ProcessStore("mooncake", {"master": master.address, "rpc_timeout_s": rpc_timeout_s}, close_deadline_s=0.05)
-    store = Breaker(Timeout(inner, call_s=_DEADLINE_S, close_s=10), failures=1, cooldown_s=0.2, max_cooldown_s=0.4)
+    limits = GuardLimits(call_s=_DEADLINE_S, failures=1, retry_s=0.2, max_retry_s=0.4)
+    store = GuardedStore(inner, limits, name="mooncake", publish=lambda _: None, closing=Closing(10))
     await store.open([blocks.region])
     return store
 
@@ -56,7 +58,7 @@ async def test_a_hung_master_costs_one_deadline(master, blocks):
     async with Lateness() as lateness:
         first_s, error = await spent(get_one(store, blocks, "k"))
         assert isinstance(error, StoreTimeout)
-        assert store.state == "open"
+        assert store.breaker.state == "open"
         began = time.monotonic()
         for _ in range(200):
             with pytest.raises(StoreUnavailable, match="gets no calls"):
@@ -83,7 +85,7 @@ async def test_a_dead_master_costs_one_call_and_comes_back(master, blocks):
     master.kill()
     async with Lateness() as lateness:
         first_s, error = await spent(get_one(store, blocks, "k"))
-        assert store.state == "open"
+        assert store.breaker.state == "open"
         later_s, _ = await spent(store.exists_prefix(["k"]))
     assert first_s < _DEADLINE_S + _LATE_S
     assert later_s < _LATE_S
@@ -98,7 +100,7 @@ async def test_a_dead_master_costs_one_call_and_comes_back(master, blocks):
 
 
 async def state_of(store):
-    return store.state
+    return store.breaker.state
 
 
 async def put_or_why(store, blocks, key):
@@ -111,7 +113,8 @@ async def put_or_why(store, blocks, key):
 async def test_an_engine_that_gives_up_kills_the_process(master, blocks):
     """`aclose` while the master hangs: the running call is ended with its process, and nothing is left."""
     inner = ProcessStore("mooncake", {"master": master.address, "rpc_timeout_s": 300}, close_deadline_s=0.05)
-    store = Timeout(inner, call_s=0.2, close_s=0.5)
+    limits = GuardLimits(call_s=0.2)
+    store = GuardedStore(inner, limits, name="mooncake", publish=lambda _: None, closing=Closing(0.5))
     await store.open([blocks.region])
     master.signal(signal.SIGSTOP)
     with pytest.raises(StoreTimeout) as caught:

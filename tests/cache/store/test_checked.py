@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import xxhash
 
-from fdasync.cache.store.base import DONE, EXISTS, Item, finish
-from fdasync.cache.store.block_format import Section, object_key, read_header
+from fdasync.cache.store.base import DONE, EXISTS, Item
+from fdasync.cache.store.block_format import Section, read_header
 from fdasync.cache.store.checked import CheckedStore
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
 from tests.cache.store.block_objects import (
     GOOD,
     HEADER_AT,
     KV,
     NAME,
-    NAMESPACE,
     REGION_NBYTES,
     ROUTING,
     SCHEMA,
@@ -145,121 +139,6 @@ async def test_limits_are_those_of_blocks():
         assert bench.store.capabilities.max_parts == len(item.parts)
         assert bench.store.capabilities.max_item_nbytes == item.nbytes
         assert await bench.store.put([item]) == [DONE]
-
-
-SMALL = changed(sections=(Section("kv", "uint8", (50,), 50),))
-
-
-NAMES_OF_MANY = [object_key(NAMESPACE, bytes([number] * 16)) for number in range(60)]
-
-
-class Slow(MemoryStore):
-    """Waits in each verb, for `gate` if there is one, and counts; `fail` names a key that raises."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryConfig())
-        self.calls = self.running = self.stopped = 0
-        self.fail = ""
-        self.gate: asyncio.Event | None = None
-        self.on_call: Callable[[], None] = lambda: None
-
-    async def _slowly(self, items: Sequence[Item]) -> None:
-        self.calls += 1
-        self.running += 1
-        self.on_call()
-        try:
-            if self.fail in [item.key for item in items]:
-                await asyncio.sleep(0)
-                raise StoreUnavailable("slow", "not this one")
-            # ends late when it is cancelled, as the contract allows
-            await finish(asyncio.ensure_future(self.gate.wait() if self.gate else asyncio.sleep(0.01)))
-        except asyncio.CancelledError:
-            self.stopped += 1
-            raise
-        finally:
-            self.running -= 1
-
-    async def get_into(self, items):
-        await self._slowly(items)
-        return await super().get_into(items)
-
-    async def put(self, items):
-        await self._slowly(items)
-        return await super().put(items)
-
-
-@contextlib.asynccontextmanager
-async def many() -> AsyncIterator[tuple[Slow, CheckedStore, SharedRegion, list[Item]]]:
-    """A slow store behind the block format, and 60 small blocks."""
-    region = SharedRegion.create("many", 122 * PAGE_NBYTES)
-    inner = Slow()
-    store = CheckedStore(inner, SMALL)
-    items = []
-    for number, name in enumerate(NAMES_OF_MANY):
-        at = (2 + 2 * number) * PAGE_NBYTES
-        items.append(Item(name, (Part(0, at, PAGE_NBYTES), Part(0, at + PAGE_NBYTES, 50))))
-        region.view(at + PAGE_NBYTES, 50)[:] = bytes([number]) * 50
-    await store.open([region])
-    yield inner, store, region, items
-    await store.aclose()
-    region.close()
-
-
-async def test_large_batches_overlap_and_keep_their_order():
-    async with many() as (inner, store, region, items):
-        headers: list[int] = []
-        inner.on_call = lambda: headers.append(sum(region.view()[item.parts[0].offset] != 0 for item in items))
-        assert await store.put(items) == [DONE] * 60
-        # the first blocks were on their way before the last were hashed
-        assert len(headers) == 4
-        assert headers[0] <= 18
-        assert await store.put(items[1::2]) == [EXISTS] * 30
-        assert await inner.delete([NAMES_OF_MANY[5], NAMES_OF_MANY[40]]) == 2
-        region.view(50 * PAGE_NBYTES, 50)[:] = b"x" * 50
-        raw = Item(NAMES_OF_MANY[40], (Part(0, 50 * PAGE_NBYTES, 50),))
-        assert await inner.put([raw]) == [DONE]
-        for item in items:
-            region.view(item.parts[1].offset, 50)[:] = b"-" * 50
-        outcomes = await store.get_into(items)
-        wanted = ["done"] * 60
-        wanted[5], wanted[40] = "miss", "damaged"
-        assert [outcome.status for outcome in outcomes] == wanted
-        for number, item in enumerate(items):
-            if wanted[number] == "done":
-                assert bytes(region.view(item.parts[1].offset, 50)) == bytes([number]) * 50
-        assert (await store.usage()).objects == 58
-
-
-@pytest.mark.parametrize("verb", ["put", "get_into"])
-async def test_a_large_batch_ends_as_one(verb):
-    async with many() as (inner, store, _, items):
-        inner.fail = NAMES_OF_MANY[20]
-        with pytest.raises(StoreUnavailable, match="store slow: not this one"):
-            await getattr(store, verb)(items)
-        assert (inner.running, inner.calls > 1) == (0, True)
-
-
-@pytest.mark.parametrize("verb", ["put", "get_into"])
-@pytest.mark.parametrize("calls", [1, 4])
-@pytest.mark.parametrize("fail", ["", NAMES_OF_MANY[59]])
-async def test_a_large_batch_that_is_cancelled_has_ended_when_it_says_so(verb, calls, fail):
-    async with many() as (inner, store, _, items):
-        task = asyncio.ensure_future(getattr(store, verb)(items))
-        started = asyncio.Event()
-        inner.on_call = lambda: started.set() if inner.calls == calls else None
-        inner.fail = fail
-        # none ends before all have begun, however slow this machine is
-        inner.gate = asyncio.Event()
-        await started.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        assert inner.running > 0
-        task.cancel()
-        inner.gate.set()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert inner.running == 0
-        assert inner.stopped >= min(calls, 3)
 
 
 async def test_closing_closes_the_store_inside():

@@ -254,7 +254,6 @@ class TestSealed(InFolder):
             reasons = [outcome.problem.partition(":")[0] for outcome in outcomes]
             assert reasons == ["checksum", "checksum", "header", "key", "", ""] * (_BLOCKS // 6)
             assert all(self.holds(item, number + 1) for number, item in enumerate(items) if not reasons[number])
-            assert checked._damage == {}
             assert await checked.get_into([self.item(number) for number in (0, 3)]) == [MISS, MISS]
             self.fill(items[0], 77)
             assert await checked.put([items[0]]) == [DONE]
@@ -290,41 +289,3 @@ class TestSealed(InFolder):
             await checked.aclose()
 
         on_loop(lambda _: play())(self)
-
-    @on_loop
-    async def test_a_cancelled_read_of_damage_leaves_nothing(self):
-        plain = self.store(max_nbytes=1 << 26)
-        await plain.open([self.region])
-        items = [self.item(number) for number in range(_BLOCKS)]
-        raw = Part(0, _RAW_AT, SCHEMA.object_nbytes)
-        assert await plain.put([Item(item.key, (raw,)) for item in items]) == [DONE] * _BLOCKS
-        await plain.aclose()
-        checked = CheckedStore(self.store(max_nbytes=1 << 26, threads=2), SCHEMA)
-        await checked.open([self.region])
-        reading, go_on = threading.Semaphore(0), threading.Event()
-        true_preadv = os.preadv
-
-        def slow(fd, views, offset, *flags):
-            reading.release()
-            # the first four are judged, and the call is cancelled in the midst of the next
-            if len(started) >= 4:
-                assert go_on.wait(300)
-            started.append(offset)
-            return true_preadv(fd, views, offset, *flags)
-
-        started: list[int] = []
-        self.patch.setattr(os, "preadv", slow)
-        get = asyncio.ensure_future(checked.get_into(items))
-        try:
-            for _ in range(5):
-                assert await asyncio.to_thread(reading.acquire, timeout=300)
-            assert checked._damage
-            get.cancel()
-            await turns(5)
-            assert not get.done()
-        finally:
-            go_on.set()
-        await asyncio.wait([get])
-        assert get.cancelled()
-        assert checked._damage == {}
-        await checked.aclose()

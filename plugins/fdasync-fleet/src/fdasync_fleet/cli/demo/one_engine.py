@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.cache.store.plugins import make_store
-from fdasync.cache.store.wrappers import Wrapper
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.cli.common.options import parse_policy
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.engine import Engine
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
 _STORE_BLOCK_TOKENS = 16
 
 
-class _Kept(Wrapper):
-    """A store that outlives the engines that open it."""
+class _Kept(MemoryStore):
+    """Its objects outlive the engines that open it."""
 
     async def aclose(self) -> None:
-        """Leaves the store open."""
+        """Keeps the objects."""
 
 
 async def serve_all(
@@ -62,7 +61,7 @@ async def serve_all(
         return [await serve_apart(options, config, counts, console, life) for life in range(2 if config.store else 1)]
     if store is None:
         return [await serve(options, config, console)]
-    kept = _Kept(make_store("memory", config.store_config)) if config.store == "memory" else None
+    kept = _Kept(msgspec.convert(config.store_config, MemoryConfig)) if config.store == "memory" else None
     return [await serve(options, config, console, kept, life) for life in range(2)]
 
 

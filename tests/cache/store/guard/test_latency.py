@@ -10,7 +10,7 @@ import pytest
 from fdasync.errors import StoreUnavailable
 from fdasync.testing import run_sim
 from fdasync.testing.stores.latency import Latency
-from tests.cache.store.wrappers.scripted_store import Scripted, item, items, now, opened
+from tests.cache.store.guard.scripted_store import Scripted, item, items, now, opened
 
 # -- latency --------------------------------------------------------------------------------------------
 

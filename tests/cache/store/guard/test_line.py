@@ -1,4 +1,4 @@
-"""The wrapper that lets so many calls and bytes through at a time, in line."""
+"""The line of the guard: it lets so many calls and bytes through at a time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.store.base import DONE, EXISTS, MISS
-from fdasync.cache.store.wrappers import Limits, Timeout
-from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.cache.store.base import DONE
+from fdasync.errors import StoreBusy, StoreUnavailable
 from fdasync.testing import run_sim
 from fdasync.testing.harness.bounded import turns
-from tests.cache.store.wrappers.scripted_store import NBYTES, Scripted, item, items, now, opened
-from tests.cache.store.wrappers.wrapped import never_ends
+from tests.cache.store.guard.scripted_store import NBYTES, Guarded, Scripted, item, items, never_ends, now, opened
 from tests.support.helpers import case_settings
 
 LATER = StoreUnavailable("scripted", "later")
@@ -24,7 +22,7 @@ LATER = StoreUnavailable("scripted", "later")
 
 
 def limits(scripted, **options):
-    return Limits(scripted, **{"max_calls": 2, "max_nbytes": 10 * NBYTES, "max_wait_s": 1000.0, **options})
+    return Guarded(scripted, **{"max_calls": 2, "max_nbytes": 10 * NBYTES, **options})
 
 
 def test_calls_wait_in_line_first_come_first_served():
@@ -34,12 +32,12 @@ def test_calls_wait_in_line_first_come_first_served():
         async with opened(store):
             tasks = [asyncio.ensure_future(store.put(items(name))) for name in "abcdefg"]
             await turns(3)
-            assert (store.calls, store.waiting) == (2, 5)
+            assert (store.line.calls, len(store.line)) == (2, 5)
             await asyncio.wait(tasks)
             assert [asked[0].key for _, asked in scripted.calls] == list("abcdefg")
             assert scripted.times == [pytest.approx(number // 2, abs=1e-3) for number in range(7)]
             assert scripted.most_running == 2
-            assert (store.calls, store.waiting) == (0, 0)
+            assert (store.line.calls, len(store.line)) == (0, 0)
 
     run_sim(play())
 
@@ -71,89 +69,39 @@ def test_what_is_larger_than_the_limit_runs_alone():
     run_sim(play())
 
 
-def test_large_batches_are_cut_and_put_together_again():
-    async def play():
-        scripted = Scripted(max_batch=4)
-        store = limits(scripted, max_nbytes=3 * NBYTES)
-        async with opened(store):
-            names = [str(number) for number in range(10)]
-            scripted.script = [[DONE, MISS, DONE], [MISS, MISS, MISS], [DONE, DONE, DONE], [EXISTS]]
-            found = await store.get_into(items(*names))
-            assert found == [DONE, MISS, DONE, MISS, MISS, MISS, DONE, DONE, DONE, EXISTS]
-            assert [[one.key for one in asked] for _, asked in scripted.calls] == [
-                names[:3], names[3:6], names[6:9], names[9:],
-            ]  # fmt: skip
-            scripted.calls.clear()
-            scripted.script = [4, 4, 1]
-            assert await store.exists_prefix(names) == 9
-            assert [len(asked) for _, asked in scripted.calls] == [4, 4, 2]
-            scripted.calls.clear()
-            scripted.script = [4, 2]
-            assert await store.exists_prefix(names) == 6
-            assert len(scripted.calls) == 2
-            scripted.script = [1, 2, 0]
-            assert await store.delete(names) == 3
-            assert store.capabilities.max_batch > 10_000
-            with pytest.raises(StoreRejected, match="items in one call"):
-                await store.exists_prefix(["a"] * (store.capabilities.max_batch + 1))
-
-    run_sim(play())
-
-
-def test_a_run_that_fails_leaves_the_outcomes_of_those_before_it():
-    async def play():
-        scripted = Scripted([DONE, DONE], LATER, max_batch=2)
-        store = limits(scripted)
-        async with opened(store):
-            outcomes = await store.put(items(*"abcde"))
-            assert [(one.status, one.transient, one.problem) for one in outcomes] == [
-                ("done", False, ""), ("done", False, ""), *[("failed", True, "later")] * 3,
-            ]  # fmt: skip
-            assert len(scripted.calls) == 2
-            scripted.script = [LATER]
-            with pytest.raises(StoreUnavailable, match="later"):
-                await store.put(items(*"abcde"))
-            ended = never_ends()
-            scripted.script = [[DONE, DONE], StoreTimeout("scripted", "put", 1.0, ended)]
-            with pytest.raises(StoreTimeout):
-                await store.put(items(*"abcde"))
-            ended.cancel()
-
-    run_sim(play())
-
-
 def test_a_call_that_timed_out_keeps_its_place_until_its_end():
     async def play():
         stuck = never_ends()
         scripted = Scripted(stuck)
-        store = limits(Timeout(scripted, call_s=1.0), max_calls=1)
+        store = limits(scripted, call_s=1.0, max_calls=1)
         async with opened(store):
-            with pytest.raises(StoreTimeout) as found:
-                await store.put(items("a"))
-            assert store.calls == 1
+            late = asyncio.ensure_future(store.put(items("a")))
+            await asyncio.sleep(0.5)
             waiting = asyncio.ensure_future(store.put(items("b")))
-            await asyncio.sleep(100.0)
-            assert (store.waiting, len(scripted.calls)) == (1, 1)
+            await asyncio.wait([late])
+            await asyncio.sleep(0.2)
+            assert (store.line.calls, len(store.line), len(scripted.calls)) == (1, 2, 1), "a probe waits, too"
             stuck.set_result(None)
             assert await waiting == [DONE]
-            assert found.value.ended.done()
-            assert store.calls == 0
+            assert late.exception().ended.done()
+            await turns(5)
+            assert store.line.calls == 0
 
     run_sim(play())
 
 
 def test_waiting_in_line_has_a_deadline():
     async def play():
-        scripted = Scripted(10.0, 10.0)
-        store = limits(scripted, max_calls=1, max_wait_s=3.0)
+        scripted = Scripted(2.0, 2.0)
+        store = limits(scripted, max_calls=1, call_s=3.0)
         async with opened(store):
-            first = asyncio.ensure_future(store.put(items("a")))
+            tasks = [asyncio.ensure_future(store.put(items(name))) for name in "ab"]
             await turns(2)
             with pytest.raises(StoreBusy, match="did not end within 3 s"):
-                await store.put(items("b"))
+                await store.put(items("c"))
             assert now() == pytest.approx(3.0)
-            assert await first == [DONE]
-            assert (store.calls, store.waiting, len(scripted.calls)) == (0, 0, 1)
+            assert [await task for task in tasks] == [[DONE]] * 2
+            assert (store.line.calls, len(store.line), len(scripted.calls)) == (0, 0, 2)
 
     run_sim(play())
 
@@ -161,19 +109,22 @@ def test_waiting_in_line_has_a_deadline():
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 def test_a_call_that_leaves_the_line_makes_way_for_those_behind(how):
     async def play():
-        scripted = Scripted(10.0, 1.0)
-        store = limits(scripted, max_calls=9, max_nbytes=100, max_wait_s=3.0)
+        # the second begins at 2 s, and keeps its room until 4 s
+        scripted = Scripted(2.0, 2.0, 0.5)
+        store = limits(scripted, max_calls=9, max_nbytes=100, call_s=3.0)
         async with opened(store):
             first = asyncio.ensure_future(store.put([item("a", 60)]))
+            again = asyncio.ensure_future(store.put([item("a", 60)]))
             blocks = asyncio.ensure_future(store.put([item("b", 60)]))
             await asyncio.sleep(1.0)
             small = asyncio.ensure_future(store.put([item("c", 30)]))
-            await asyncio.sleep(1.0)
-            assert store.waiting == 2
+            await asyncio.sleep(1.5)
+            assert len(store.line) == 2
             if how == "cancelled":
                 blocks.cancel()
             await asyncio.wait([small])
-            assert now() == pytest.approx(3.0 if how == "cancelled" else 4.0)
+            assert now() == pytest.approx(3.0 if how == "cancelled" else 3.5)
+            await again
             assert small.result() == [DONE]
             await asyncio.wait([first, blocks])
             assert blocks.cancelled() if how == "cancelled" else isinstance(blocks.exception(), StoreUnavailable)
@@ -197,7 +148,7 @@ def test_a_call_that_is_cancelled_as_its_turn_comes_gives_the_turn_back():
             second = scripted.next = asyncio.ensure_future(store.put(items("b")))
             await asyncio.wait([first, second])
             assert second.cancelled()
-            assert (store.calls, store.waiting, len(scripted.calls)) == (0, 0, 1)
+            assert (store.line.calls, len(store.line), len(scripted.calls)) == (0, 0, 1)
             assert await store.put(items("c")) == [DONE]
 
     run_sim(play())
@@ -211,12 +162,17 @@ def test_those_in_line_end_with_the_store(how):
         async with opened(store):
             tasks = [asyncio.ensure_future(store.put(items(name))) for name in "abc"]
             await turns(2)
-            await (store.kill("a test") if how == "kill" else store.aclose())
+            ending = asyncio.ensure_future(store.kill("a test") if how == "kill" else store.aclose())
             await asyncio.wait(tasks[1:])
             assert now() == pytest.approx(0.0, abs=1e-6)
             assert all(isinstance(task.exception(), StoreUnavailable) for task in tasks[1:])
-            assert await tasks[0] == [DONE]
-            assert (store.calls, store.waiting, len(scripted.calls)) == (0, 0, 1)
+            await ending
+            if how == "kill":
+                with pytest.raises(StoreUnavailable, match="put was ended"):
+                    await tasks[0]
+            else:
+                assert await tasks[0] == [DONE]
+            assert (store.line.calls, len(store.line), len(scripted.calls)) == (0, 0, 1)
 
     run_sim(play())
 
@@ -236,7 +192,7 @@ def test_limits_hold_and_every_call_ends_whoever_leaves_when(calls, max_calls, m
 
     async def play():
         scripted = Timed()
-        store = limits(scripted, max_calls=max_calls, max_nbytes=max_nbytes, max_wait_s=float(max_wait))
+        store = limits(scripted, max_calls=max_calls, max_nbytes=max_nbytes, call_s=float(max_wait) / 10 + 41.0)
         async with opened(store):
             tasks = []
             for nbytes, takes, leaves_after in calls:
@@ -248,6 +204,6 @@ def test_limits_hold_and_every_call_ends_whoever_leaves_when(calls, max_calls, m
                 assert task.cancelled() or isinstance(task.exception(), StoreUnavailable) or task.result() == [DONE]
             assert scripted.most_running <= max_calls
             assert scripted.most_nbytes <= max(max_nbytes, max(nbytes for nbytes, *_ in calls))
-            assert (store.calls, store.waiting, store._nbytes) == (0, 0, 0)
+            assert (store.line.calls, len(store.line), store.line.nbytes) == (0, 0, 0)
 
     run_sim(play())

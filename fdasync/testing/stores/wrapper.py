@@ -1,19 +1,17 @@
-"""A store around a store that changes nothing: the base class of every wrapper.
+"""A store around a store that changes nothing: the base class of the stores here that delay, fail or record.
 
 Every verb goes through `around`, so a wrapper overrides one method, and every call to the store inside goes through
-`ask`, which turns a breach of the contract into StoreUnavailable and begins no call that a `kill` has ended. It knows
-the contract only.
+`ask`, which begins no call that a `kill` has ended. It knows the contract only.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
 from fdasync.cache.store.base import Capabilities, Item, Outcome, Store, StoreUsage
-from fdasync.errors import PLUGIN_ERRORS, FdasyncError, StoreRejected, StoreUnavailable
+from fdasync.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,21 +25,16 @@ GIB = 1 << 30
 class Wrapper(Store):
     """Delegates everything. It owns the store inside: it opens, kills and closes it.
 
-    Args:
-        inner: the store inside, not open yet.
-        name: of the store in errors, before it is open too; "": its own, once it is open.
-
     Attributes:
-        inner: the store inside.
+        inner: the store inside, not open yet when it is given.
         era: rises with every `kill` and `aclose`; a call of an earlier era begins no further call inside.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
 
-    def __init__(self, inner: Store, *, name: str = "") -> None:
+    def __init__(self, inner: Store) -> None:
         super().__init__(inner.config)
         self.inner = inner
-        self._given_name = name
         self.era = 0
         self._closed = False
 
@@ -51,21 +44,22 @@ class Wrapper(Store):
         return self.inner.capabilities
 
     @property
+    def in_use(self) -> bool:
+        """Whether an engine has the store inside open."""
+        return self.inner.in_use
+
+    @in_use.setter
+    def in_use(self, in_use: bool) -> None:
+        self.inner.in_use = in_use
+
+    @property
     def name(self) -> str:
-        """The store's name in errors: the given one, or the store's own once it is open."""
-        if self._given_name:
-            return self._given_name
+        """The name of the store inside, once it is open."""
         capabilities = getattr(self.inner, "capabilities", None)
         return capabilities.name if isinstance(capabilities, Capabilities) else type(self.inner).__name__
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """Open the store inside. An error that it should not raise becomes StoreUnavailable, as with verbs."""
-        try:
-            await self.inner.open(regions)
-        except FdasyncError:
-            raise
-        except Exception as error:
-            raise StoreUnavailable(self.name, f"open broke the contract: {type(error).__name__}: {error}") from error
+        await self.inner.open(regions)
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         return cast("int", await self._begin("exists_prefix", keys))
@@ -100,26 +94,11 @@ class Wrapper(Store):
         return await self.ask(verb, argument, self.era)
 
     async def ask(self, verb: StoreVerb, argument: Sequence[Any], era: int) -> Any:
-        """Call the same verb of the store inside, for a call that began in this era.
-
-        Raises StoreRejected, StoreUnavailable; the latter also if the era is over, and for an answer or an error that
-        breaks the contract.
-        """
+        """Call the same verb of the store inside, for a call that began in this era. Raises StoreUnavailable if the era
+        is over, and what the store raises."""
         self.check_era(era)
         call = getattr(self.inner, verb)
-        try:
-            answer = await (call() if verb == "usage" else call(argument))
-        except (StoreUnavailable, StoreRejected):
-            raise
-        except PLUGIN_ERRORS as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            problem = f"{verb} broke the contract: {type(error).__name__}: {error}"
-            raise StoreUnavailable(self.name, problem) from error
-        if not _fits(verb, argument, answer):
-            raise StoreUnavailable(self.name, f"{verb} broke the contract: it answered {answer!r:.200}")
-        return answer
+        return await (call() if verb == "usage" else call(argument))
 
     def check_era(self, era: int) -> None:
         """Raise StoreUnavailable for a call that a `kill` or `aclose` has ended."""
@@ -139,11 +118,3 @@ class Wrapper(Store):
 def nbytes_of(verb: StoreVerb, argument: Sequence[Any]) -> int:
     """Bytes of all parts of a call."""
     return sum([part.nbytes for item in argument for part in item.parts]) if verb in ("get_into", "put") else 0
-
-
-def _fits(verb: StoreVerb, argument: Sequence[Any], answer: Any) -> bool:
-    if verb == "usage":
-        return isinstance(answer, StoreUsage)
-    if verb in ("get_into", "put"):
-        return isinstance(answer, list) and len(answer) == len(argument) and {*map(type, answer)} <= {Outcome}
-    return isinstance(answer, int) and 0 <= answer <= len(argument)

@@ -1,4 +1,4 @@
-"""Wrappers of stores: each passes the suite, and does the one thing that it is for. Faults, latency, timeout, trace."""
+"""The guard, and the wrappers of the test kit: each passes the suite, and hands on what it does not change."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import asyncio
 from random import Random
 from typing import get_args
 
-import msgspec
 import pytest
 
-from fdasync.cache.store.base import DONE, Store, StoreUsage
-from fdasync.cache.store.wrappers import Breaker, Limits, Timeout, Trace, Wrapper
-from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.events.catalog import StoreVerb
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Outcome, Store, StoreUsage
+from fdasync.errors import StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.events.catalog import StoreCalled, StoreVerb
 from fdasync.testing import SimLoop, StoreTests, run_sim
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults
 from fdasync.testing.stores.latency import Latency
-from tests.cache.store.wrappers.scripted_store import Scripted, item, items, memory, opened
-
-
-def ignore(call):
-    """Of a trace."""
+from fdasync.testing.stores.wrapper import Wrapper
+from tests.cache.store.guard.scripted_store import NBYTES, Guarded, Scripted, item, items, memory, opened
 
 
 class WrappedSuite(StoreTests):
@@ -47,28 +42,23 @@ class TestPlain(WrappedSuite):
         return Wrapper(store)
 
 
-@pytest.mark.ci
-class TestTimeout(WrappedSuite):
+class TestGuarded(WrappedSuite):
     def wrap(self, store):
-        return Timeout(store, call_s=1.0, gib_s=1.0)
-
-
-@pytest.mark.ci
-class TestLimits(WrappedSuite):
-    def wrap(self, store):
-        return Limits(store, max_calls=3, max_nbytes=1 << 18, max_wait_s=10.0)
+        return Guarded(store, call_s=5.0, max_calls=4, max_nbytes=1 << 20)
 
 
 @pytest.mark.ci
-class TestBreaker(WrappedSuite):
-    def wrap(self, store):
-        return Breaker(store)
+class TestGuardedInRealTime(TestGuarded):
+    examples = 5
+
+    def new_loop(self):
+        return StoreTests.new_loop(self)
 
 
 @pytest.mark.ci
-class TestTrace(WrappedSuite):
+class TestOneCallAtATime(WrappedSuite):
     def wrap(self, store):
-        return Trace(store, ignore)
+        return Guarded(store, call_s=10.0, max_calls=1, max_nbytes=1 << 18)
 
 
 @pytest.mark.ci
@@ -89,26 +79,9 @@ class TestFaultsThatOnlyDelay(WrappedSuite):
         return FaultyStore(store, StoreFaults(delay=0.5, delay_s=0.01))
 
 
-class TestAllOfThem(WrappedSuite):
-    def wrap(self, store):
-        limited = Limits(FaultyStore(store, StoreFaults()), max_calls=4, max_nbytes=1 << 20, max_wait_s=10.0)
-        return Trace(Breaker(Timeout(limited, call_s=5.0)), ignore)
-
-
-@pytest.mark.ci
-class TestAllOfThemInRealTime(TestAllOfThem):
-    examples = 5
-
-    def new_loop(self):
-        return StoreTests.new_loop(self)
-
-
 WRAPS = {
     "plain": Wrapper,
-    "timeout": lambda store: Timeout(store, call_s=1.0),
-    "limits": lambda store: Limits(store, max_calls=1, max_nbytes=10, max_wait_s=1.0),
-    "breaker": Breaker,
-    "trace": lambda store: Trace(store, ignore),
+    "guard": Guarded,
     "latency": lambda store: Latency(store, call_s=0.0),
     "faults": lambda store: FaultyStore(store, StoreFaults()),
 }
@@ -129,7 +102,7 @@ def test_everything_is_delegated(wrap):
             assert await store.delete(["a"]) == 1
             assert await store.usage() == StoreUsage(objects=3)
             assert not await store.kill("a test")
-            assert msgspec.structs.replace(store.capabilities, max_batch=256) == scripted.capabilities
+            assert store.capabilities == scripted.capabilities
             assert store.config is scripted.config
         assert scripted.life == ["open", "kill: a test", "aclose"]
         verbs = ["exists_prefix", "put", *["get_into"] * (len(scripted.calls) - 4), "delete", "usage"]
@@ -138,15 +111,14 @@ def test_everything_is_delegated(wrap):
     run_sim(play())
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 @pytest.mark.parametrize(
     "line",
     [ValueError("oops"), asyncio.CancelledError(), [], [DONE], ["done", "done"], None, 3],
     ids=["raises", "cancels", "0", "1", "text", "none", "int"],
 )
-def test_what_breaks_the_contract_is_unavailable(wrap, line):
+def test_what_breaks_the_contract_is_unavailable(line):
     async def play():
-        store = wrap(Scripted(line))
+        store = Guarded(Scripted(line))
         async with opened(store):
             with pytest.raises(StoreUnavailable, match="scripted: put broke the contract") as found:
                 await store.put([item("a", 5), item("b", 5)])
@@ -157,7 +129,7 @@ def test_what_breaks_the_contract_is_unavailable(wrap, line):
 
 def test_counts_that_cannot_be_are_unavailable():
     async def play():
-        store = Wrapper(Scripted(3, -1, None, [1]))
+        store = Guarded(Scripted(3, -1, None, [1]), failures=9)
         async with opened(store):
             for call in (store.exists_prefix, store.delete, store.exists_prefix, store.delete):
                 with pytest.raises(StoreUnavailable, match="broke the contract: it answered"):
@@ -175,6 +147,43 @@ def test_refusals_go_through(wrap):
                 await store.put(items("a"))
             with pytest.raises(StoreUnavailable, match="later"):
                 await store.exists_prefix(["a"])
+
+    run_sim(play())
+
+
+def test_every_call_is_told_of():
+    async def play():
+        scripted = Scripted(
+            2, 1.0, [EXISTS, DONE], [DONE, MISS, Outcome("damaged", "x")], 1, StoreUnavailable("scripted", "gone"), 50.0
+        )
+        store = Guarded(scripted, call_s=4.0)
+        async with opened(store):
+            await store.exists_prefix(["a", "b", "c"])
+            await store.put(items("a", "b"))
+            await store.put(items("a", "b"))
+            await store.get_into(items("a", "b", "c"))
+            await store.delete(["a", "b"])
+            with pytest.raises(StoreUnavailable):
+                await store.get_into(items("a"))
+            with pytest.raises(StoreTimeout):
+                await store.put(items("a"))
+            with pytest.raises(StoreUnavailable, match="gets no calls"):
+                await store.put(items("a"))
+
+        def told(verb, count, nbytes=0, seconds=0.0, **outcomes):
+            near = pytest.approx(seconds, abs=1e-6)
+            return StoreCalled(store="scripted", verb=verb, items=count, nbytes=nbytes, seconds=near, **outcomes)
+
+        assert store.told == [
+            told("exists_prefix", 3, done=2, missed=1),
+            told("put", 2, 2 * NBYTES, 1.0, done=2),
+            told("put", 2, NBYTES, done=2),
+            told("get_into", 3, NBYTES, done=1, missed=1, damaged=1),
+            told("delete", 2, done=1, missed=1),
+            told("get_into", 1, error="StoreUnavailable"),
+            told("put", 1, seconds=4.0, error="StoreTimeout"),
+            told("put", 1, error="StoreUnavailable"),
+        ]
 
     run_sim(play())
 

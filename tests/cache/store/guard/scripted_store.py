@@ -1,12 +1,19 @@
-"""A store whose answers a test scripts, for tests of wrappers."""
+"""A store whose answers a test scripts, and the guard around it, for tests of the guard and of wrappers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
+import pytest
+
 from fdasync.cache.store.base import DONE, Capabilities, Item, Store, StoreUsage, finish
+from fdasync.cache.store.guard import GuardedStore, GuardLimits
+from fdasync.cache.store.guard.breaker import PROBE_KEY
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.errors import StoreUnavailable
+from fdasync.events.catalog import BreakerChanged
+from fdasync.ipc.deadlines import Closing
 from fdasync.ipc.shared_memory import Part, SharedRegion
 
 NBYTES = 1000
@@ -16,13 +23,14 @@ class Scripted(Store):
     """Answers each call by the next line of its script, then with success.
 
     A line is an exception (raised), a number (seconds to take), a future (waited for, cancelled or not), a coroutine
-    function, or the answer.
+    function, or the answer. Probes of a guard are answered beside the script, unless `probes`.
     """
 
     config_type = MemoryConfig
 
-    def __init__(self, *script, **limits):
+    def __init__(self, *script, probes=False, **limits):
         super().__init__(MemoryConfig())
+        self.probes = probes
         self.script = list(script)
         self.capabilities = Capabilities(name="scripted", durability="none", **limits)
         self.calls = []  # (verb, argument)
@@ -61,6 +69,8 @@ class Scripted(Store):
         await self._answer("open", (), None) if self.script and self.script[0] == "open" else None
 
     async def exists_prefix(self, keys):
+        if keys == [PROBE_KEY] and not self.probes:
+            return 0
         return await self._answer("exists_prefix", keys, len(keys))
 
     async def get_into(self, items):
@@ -81,6 +91,34 @@ class Scripted(Store):
 
     async def aclose(self):
         self.life.append("aclose")
+
+
+class Guarded(GuardedStore):
+    """Notes its breaker's states and when they came, and every call that it tells of."""
+
+    def __init__(self, inner, *, close_s=10.0, **limits):
+        self.states = []
+        self.told = []
+        # a breaker that a late call opens is closed again soon after
+        values = GuardLimits(**{"call_s": 1000.0, "retry_s": 1e-3, **limits})
+        super().__init__(inner, values, name="scripted", publish=self._note, closing=Closing(close_s))
+
+    def _note(self, event):
+        if isinstance(event, BreakerChanged):
+            assert event.problem
+            self.states.append((event.state, round(now(), 3)))
+        else:
+            self.told.append(event)
+
+    async def refuses(self):
+        calls, begun = len(self.inner.calls), now()
+        with pytest.raises(StoreUnavailable, match="gets no calls for now"):
+            await self.put(items("a"))
+        assert (now(), len(self.inner.calls)) == (begun, calls)
+
+
+def never_ends():
+    return asyncio.get_running_loop().create_future()
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.testing import run_sim
 from fdasync.testing.harness.guarded_memory import value
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults
-from tests.cache.store.wrappers.scripted_store import NBYTES, item, items, memory, now, opened
+from tests.cache.store.guard.scripted_store import NBYTES, item, items, memory, now, opened
 from tests.support.helpers import case_settings
 
 # -- faults ---------------------------------------------------------------------------------------------
