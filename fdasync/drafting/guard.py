@@ -7,7 +7,7 @@ Called by `planning.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,41 +30,21 @@ class GuardedDrafter:
         self._drafter = drafter
         self._name = name
 
-    def begin_all(
-        self,
-        keys: tuple[int, ...],
-        groups: tuple[int, ...],
-        prompts: tuple[bytes, ...],
-        answers: tuple[bytes, ...],
-        salts: tuple[str, ...],
-        *,
-        now: float,
-    ) -> None:
-        """See `Drafter`."""
+    def call(self, verb: Literal["begin_all", "take", "end"], *args: Any, **more: Any) -> None:
+        """See `Drafter`, of every verb but `propose`."""
         try:
-            self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
+            getattr(self._drafter, verb)(*args, **more)
         except PLUGIN_ERRORS as error:
-            own = type(self._drafter).begin_all is not Drafter.begin_all
-            raise self._broken("begin_all" if own else "begin", error) from error
+            is_default = verb == "begin_all" and type(self._drafter).begin_all is Drafter.begin_all
+            raise self._broken("begin" if is_default else verb, error) from error
 
     @property
     def outlasts(self) -> bool:
-        """See `Drafter`."""
+        """See `Drafter`; what is no answer counts as True."""
         try:
-            answer: object = self._drafter.outlasts
+            return self._drafter.outlasts is not False
         except PLUGIN_ERRORS as error:
             raise self._broken("outlasts", error) from error
-        if not isinstance(answer, bool):
-            problem = f"its outlasts is {answer!r:.100}, and not a property that is True or False"
-            raise PluginError(DRAFTERS, self._name, "", problem)
-        return answer
-
-    def take(self, keys: tuple[int, ...], counts: Counts, tokens: Tokens) -> None:
-        """See `Drafter`."""
-        try:
-            self._drafter.take(keys, counts, tokens)
-        except PLUGIN_ERRORS as error:
-            raise self._broken("take", error) from error
 
     def propose(self, keys: tuple[int, ...], most: Counts) -> tuple[Counts, Tokens]:
         """See `Drafter`; checks the columns. The caller owns `most`, which the drafter gets a copy of."""
@@ -88,13 +68,6 @@ class GuardedDrafter:
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.shape != (total,):
             raise self._nonsense(f"{tokens!r:.100} are no {total} tokens in int32")
         return paths, tokens
-
-    def end(self, key: int, *, now: float) -> None:
-        """See `Drafter`."""
-        try:
-            self._drafter.end(key, now=now)
-        except PLUGIN_ERRORS as error:
-            raise self._broken("end", error) from error
 
     def _broken(self, call: str, error: BaseException) -> PluginError:
         return PluginError(DRAFTERS, self._name, "", f"its {call} raised {type(error).__name__}: {error}")

@@ -4,8 +4,8 @@ One `plan` belongs to each planned step and one `done` to each completed one, in
 in flight. A path begins behind the tokens known at its plan. Tokens of earlier steps that come later move its head,
 also where they differ from the path. So what was drafted and accepted is counted exactly as the runner sees it.
 
-While no path is in flight and none is asked for, tokens cost next to nothing: the caller tells of completed steps by
-`passed`, keeps sequences and their tokens to itself, and tells of all of them at once when `plan` calls it back.
+A drafter that does not pay is switched off for so many steps: no path is asked for, and no token is told. Then a step
+tries it again. `plan` calls the caller back before, who tells of all sequences and their tokens at once.
 
 Pure: the same calls give the same drafts. It knows no queue, no block and no step's layout. Called by the scheduler.
 """
@@ -105,6 +105,8 @@ class DraftPlanner:
         self._flights: deque[_Flight] = deque()
         # how many of them have paths
         self._followed = 0
+        # whether tokens are told as steps complete
+        self._is_on = False
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._keys_of_rows: tuple[tuple[int, ...], npt.NDArray[np.int64]] | None = None
@@ -155,7 +157,7 @@ class DraftPlanner:
         self._acceptance[rows] = self._common
         self._reach[rows] = self._common_reach
         self._ends[:, rows] = self._forward[:, rows] = 0
-        self._drafter.begin_all(keys, groups, prompts, answers, salts, now=now)
+        self._drafter.call("begin_all", keys, groups, prompts, answers, salts, now=now)
 
     def end(self, key: int, *, now: float = 0.0) -> None:
         """A sequence ended; steps in flight may still name it. Does nothing for a key that is not live."""
@@ -163,7 +165,7 @@ class DraftPlanner:
         if row is not None:
             self._free.append(row)
             self._keys_of_rows = None
-            self._drafter.end(key, now=now)
+            self._drafter.call("end", key, now=now)
 
     def tally(self, key: int) -> tuple[int, int, int]:
         """A live sequence's decode steps that gave tokens since it began, drafts forwarded, drafts accepted."""
@@ -188,7 +190,7 @@ class DraftPlanner:
 
         Args:
             catch_up: called before the drafter is asked, and only then. Tells by `begin`, `take` and `end` what the
-                caller has kept to itself.
+                caller has kept to itself while the drafter was off. None: the drafter is never off.
         """
         ahead = len(self._flights)
         if ahead >= self._depth:
@@ -196,6 +198,8 @@ class DraftPlanner:
         turn = self._planned % self._depth
         self._planned += 1
         asks = self._asks(len(keys))
+        # off once no path is in flight any more
+        self._is_on = asks or self._followed > 0 or catch_up is None
         if asks and catch_up is not None:
             catch_up()
         if not asks or not self._rows:
@@ -246,8 +250,9 @@ class DraftPlanner:
         tokens: Sequence[int],
         *,
         seconds: float | None = None,
-    ) -> None:
-        """The oldest step in flight completed.
+    ) -> bool:
+        """The oldest step in flight completed. Returns whether its tokens were told to the drafter. If not, they come
+        later, by `take`, or in what a sequence begins with.
 
         Args:
             keys: the decodes of its plan, in order, and behind them the sequences whose last chunk it computed: new
@@ -259,6 +264,8 @@ class DraftPlanner:
         """
         turn = self._done % self._depth
         flight = self._complete(keys, seconds)
+        if not self._is_on:
+            return False
         decodes = len(flight.keys)
         self._followed -= flight.has_paths
         rows = self._rows_of(keys)
@@ -271,7 +278,7 @@ class DraftPlanner:
             given, rows, many, decodes = given[np.repeat(live, many)], rows[live], many[live], int(live[:decodes].sum())
             keys = tuple([key for key in keys if key in self._rows])
         if not len(rows):
-            return
+            return True
         if flight.has_paths:
             # the columns of this turn have entries of an earlier step for a sequence that begins again in this one
             self._judge(turn, rows[:decodes], many[:decodes], given)
@@ -280,25 +287,15 @@ class DraftPlanner:
                 self._heads[(self._done + number) % self._depth, rows] += many
         self._lengths[rows] += many
         self._tally[rows[:decodes], 0] += many[:decodes] > 0
-        self._drafter.take(keys, many, given)
-
-    @property
-    def follows(self) -> bool:
-        """Whether a step in flight has paths. Then `done` must be told of the next step that completes; else `passed`
-        is enough."""
-        return self._followed > 0
-
-    def passed(self, keys: tuple[int, ...], *, seconds: float | None = None) -> None:
-        """The oldest step in flight completed, and none in flight has paths; arguments as of `done`. Its tokens come
-        later, by `take`, or in what a sequence begins with."""
-        self._complete(keys, seconds)
+        self._drafter.call("take", keys, many, given)
+        return True
 
     def take(self, keys: tuple[int, ...], steps: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tokens of live sequences from steps that have `passed`: so many steps gave so many of each."""
+        """Tokens of live sequences from steps that were not told: so many steps gave so many of each."""
         rows, many = self._rows_of(keys), np.array(counts, np.int64)
         self._lengths[rows] += many
         self._tally[rows, 0] += np.array(steps, np.int64)
-        self._drafter.take(keys, many, np.array(tokens, np.int32))
+        self._drafter.call("take", keys, many, np.array(tokens, np.int32))
 
     @property
     def outlasts(self) -> bool:

@@ -2,20 +2,21 @@
 runner drafts by itself. Pure.
 
 A sequence begins to draft when its first token is known and it is to decode here, and ends with its result. In between
-it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. All that is
-told late, when the drafter is asked for paths (`held_text.py`). This module knows no queue and no block;
-`fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where the configuration names a
-drafter, or the runner has one.
+it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. While the
+drafter is switched off, since its drafts do not pay, tokens cost nothing here: they stand in the sequence anyway.
+Before it is asked again it is told everything of those that live, at once; of a sequence that ends it is told at its
+end, where that can serve another one. This module knows no queue and no block; `fdasync.drafting` says which drafts
+pay. Called by `core.py` and `step_planner.py`, where the configuration names a drafter, or the runner has one.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from fdasync.drafting import DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
+from fdasync.drafting import Beginning, DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
 from fdasync.errors import InvariantBroken
-from fdasync.scheduler.held_text import HeldText
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +34,40 @@ NO_DRAFTS = DraftCounters("", 0, 0, 0)
 def drafter_limits(config: SchedulerConfig) -> DrafterLimits:
     """The limits of the drafter that the configuration names."""
     return DrafterLimits.of(config.max_run_tokens - 1, config.pipeline_depth, config.max_running)
+
+
+class _Live:
+    """A sequence that drafts.
+
+    Attributes:
+        seq: it.
+        length: how many tokens it had when it began.
+        is_told: the planner knows it.
+        resumed: tokens that no decode step gave, the first ones after a preemption, and that the planner was not told.
+    """
+
+    __slots__ = ("is_told", "length", "resumed", "seq")
+
+    def __init__(self, seq: Sequence) -> None:
+        self.seq = seq
+        self.length = len(seq.tokens)
+        self.is_told = False
+        self.resumed = 0
+
+    def untold(self, known: int) -> tuple[list[int], int]:
+        """Its tokens behind the first `known`, and how many decode steps gave them; from now on they count as told."""
+        more = self.seq.tokens[known:]
+        steps, self.resumed = len(more) - self.resumed, 0
+        return more, steps
+
+    def beginning(self) -> Beginning:
+        """All of it; from now on it is told."""
+        seq = self.seq
+        tokens = array("i", seq.tokens).tobytes()
+        steps = self.untold(self.length)[1]
+        self.is_told = True
+        cut = 4 * seq.prompt_len
+        return Beginning(seq.key, seq.group, tokens[:cut], tokens[cut:], seq.max_len, seq.salt, steps)
 
 
 class StepDrafts:
@@ -57,10 +92,15 @@ class StepDrafts:
                 depth=config.pipeline_depth,
                 weighs=config.weighs_drafts,
             )
-            self._held = HeldText(self._planner)
         self._own = DraftCounters(config.own_drafter, 0, 0, 0)
         # None: the runner drafts as many as it may
         self._own_budget = OwnBudget(config.max_run_tokens - 1) if config.own_drafter and config.weighs_drafts else None
+        # sequences that draft, those among them that the planner does not know, and how many of each group
+        self._live: dict[int, _Live] = {}
+        self._untold: dict[int, _Live] = {}
+        self._groups: Counter[int] = Counter()
+        # steps have completed whose tokens the planner was not told
+        self._lags = False
         # of the steps in flight, whether the engine's drafter has paths in them
         self._with_paths: deque[bool] = deque()
         # where the runner drafts by itself, by live sequence: decode steps that gave tokens of it, the runner's drafts,
@@ -74,8 +114,9 @@ class StepDrafts:
         """The sequence has a token of its answer, and decodes. Does nothing where it has begun before."""
         if self._own.drafter:
             self._begun.setdefault(seq.key, (0, 0, 0))
-        if self._planner is not None:
-            self._held.begin(seq)
+        if self._planner is not None and seq.key not in self._live:
+            self._live[seq.key] = self._untold[seq.key] = _Live(seq)
+            self._groups[seq.group] += 1
 
     def propose(self, decodes: list[Sequence], now: float) -> tuple[Drafts | None, int | None]:
         """Drafts for the step that is being planned, which decodes these; None: it has none. And how many the runner
@@ -85,7 +126,7 @@ class StepDrafts:
             if decodes is not self._decodes:
                 self._decodes = decodes
                 self._keys = tuple([seq.key for seq in decodes])
-            drafts = self._planner.plan(self._keys, lambda: self._held.tell(now))
+            drafts = self._planner.plan(self._keys, lambda: self._tell(now))
         if self._own_budget is None:
             return drafts, None
         self._with_paths.append(drafts is not None)
@@ -104,26 +145,62 @@ class StepDrafts:
         if self._planner is None:
             return
         keys = self._keys if decodes is self._decodes else tuple([seq.key for seq in decodes])
-        follows = self._planner.follows
-        self._held.step_done(samplers, is_told=follows)
-        if not follows:
-            # each step gave one token at most, but for the runner's own drafts, which are counted apart
-            self._planner.passed(keys, seconds=seconds)
-            return
         if samplers:
             keys += tuple([seq.key for seq in samplers])
         counts = event.counts
         if counts is not None and counts.count(1) == len(counts) == len(event.tokens):
             counts = None
-        self._planner.done(keys, counts, event.tokens, seconds=seconds)
+        is_told = self._planner.done(keys, counts, event.tokens, seconds=seconds)
+        self._lags |= not is_told
+        for seq in samplers:
+            live = self._live.get(seq.key)
+            if live is not None and not (is_told and live.is_told):
+                live.resumed += 1
 
     def end(self, seq: Sequence, now: float) -> tuple[int, int, int]:
         """The sequence ended, wherever it stood; steps in flight may still name it. Returns `FinishRequest.drafts`."""
         own = self._begun.pop(seq.key, (0, 0, 0))
-        if self._planner is None:
+        live = self._live.pop(seq.key, None)
+        if self._planner is None or live is None:
             return own
-        steps, drafted, accepted = self._held.end(seq, now)
+        self._groups[seq.group] -= 1
+        serves = self._planner.outlasts or self._groups[seq.group] > 0
+        self._groups += Counter()
+        if live.is_told:
+            steps, drafted, accepted = self._planner.tally(seq.key)
+            # without a lag only a run that was cut has tokens there, which are not the sequence's own
+            more, late_steps = live.untold(self._planner.length(seq.key)) if self._lags else ([], 0)
+            if more and serves:
+                self._planner.take((seq.key,), [0], [len(more)], more)
+            steps += late_steps
+        else:
+            del self._untold[seq.key]
+            drafted = accepted = 0
+            told = live.beginning()
+            steps = told.steps
+            if serves:
+                self._planner.begin([told], now=now)
+        self._planner.end(seq.key, now=now)
         return own[0] if self._own.drafter else steps, own[1] + drafted, own[2] + accepted
+
+    def _tell(self, now: float) -> None:
+        """Tell the planner everything of the sequences that live."""
+        assert self._planner is not None
+        if self._lags:
+            self._lags = False
+            known = [live for live in self._live.values() if live.is_told]
+            lengths = self._planner.lengths(tuple([live.seq.key for live in known]))
+            news = [
+                (live.seq.key, *live.untold(length))
+                for live, length in zip(known, lengths, strict=True)
+                if len(live.seq.tokens) > length
+            ]
+            if news:
+                keys, tokens, steps = zip(*news, strict=True)
+                self._planner.take(keys, steps, [*map(len, tokens)], [token for some in tokens for token in some])
+        if self._untold:
+            self._planner.begin([live.beginning() for live in self._untold.values()], now=now)
+            self._untold.clear()
 
     @property
     def counters(self) -> DraftCounters:
@@ -137,7 +214,7 @@ class StepDrafts:
 
     def check(self, live: Iterable[Sequence]) -> None:
         """Raise InvariantBroken where a sequence that is not live has not ended here."""
-        begun = self._begun.keys() if self._planner is None else self._held.keys
+        begun = self._begun.keys() if self._planner is None else self._live.keys()
         left = set(begun) - {seq.key for seq in live}
         if left:
             raise InvariantBroken(f"sequences {sorted(left)} have ended, and their drafts have not")

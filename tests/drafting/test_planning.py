@@ -323,8 +323,8 @@ def test_nothing_is_drafted_for_the_last_token_or_behind():
     assert planner.plan((1,)) is None
 
 
-def test_steps_without_paths_are_told_together():
-    """Nothing reaches the drafter until it is asked; then its paths go on from all tokens, and steps are counted."""
+def test_a_drafter_that_does_not_pay_is_off_and_told_everything_before_it_is_asked_again():
+    """Then its paths go on from all tokens, and steps are counted."""
     seer = Seer(0.0)
     planner = DraftPlanner(seer, name="seer", max_drafts=3, depth=1)
     runner = Runner(Random(0))
@@ -354,20 +354,18 @@ def test_steps_without_paths_are_told_together():
         runner.launch((1, 2), drafts)
         keys, counts, tokens = runner.launched.popleft()
         seconds = len(keys) if drafts is None else 2.0 * len(keys) + sum(drafts.most) * 10.0
-        assert planner.follows is (drafts is not None)
-        if planner.follows:
+        is_told = planner.done(keys, counts, tokens, seconds=seconds)
+        assert is_told or drafts is None
+        if is_told:
             follows += 1
-            planner.done(keys, counts, tokens, seconds=seconds)
             told.update(runner.lengths)
-        else:
-            planner.passed(keys, seconds=seconds)
     assert 1 <= follows <= calls <= 30
     catch_up()
     assert seer.known == runner.lengths == {key: planner.length(key) for key in (1, 2)}
     assert planner.lengths((2, 1)) == [runner.lengths[2], runner.lengths[1]]
     assert planner.tally(1) == (400, planner.counters.drafted // 2, planner.counters.accepted // 2)
     with pytest.raises(InvariantBroken, match="none was planned"):
-        planner.passed((), seconds=0.1)
+        planner.done((), None, (), seconds=0.1)
 
 
 def test_a_step_that_is_told_as_another_one_is_refused():

@@ -74,8 +74,7 @@ def test_a_step_with_paths_of_the_host_is_no_price(monkeypatch: pytest.MonkeyPat
     """It verifies other drafts too. So no number gets a price, and drafts that are right are made without."""
     table = own_table(drafter="ngram", drafter_config={})
     monkeypatch.setattr(DraftPlanner, "plan", lambda *_: Drafts((1,), (1,), (1,), (1,), bytes(4)))
-    monkeypatch.setattr(DraftPlanner, "done", lambda *_args, **_more: None)
-    monkeypatch.setattr(DraftPlanner, "passed", lambda *_args, **_more: None)
+    monkeypatch.setattr(DraftPlanner, "done", lambda *_args, **_more: False)
     runner = Runner(table, right=3, row_s=9.0)
     runner.play(60)
     # with prices none would be made
