@@ -10,16 +10,17 @@ Numbers in, numbers out: the module knows no sequence, no drafter and no clock. 
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# one measured step moves the price of its bucket by so much of the difference
-_STEP_WEIGHT = 0.1
-# a measured step counts for at most so many times the price known: a stall is no price
-_MOST_TIMES = 4.0
+# a price is the median of so many last steps: a stalled step must not count, nor a step that verifies drafts of a plan
+# from before the number of drafts changed
+_MEASURED = 5
 _BUCKETS = 96
 # drafts must give so many times the tokens that their rows cost
 _MARGIN = 1.1
@@ -30,42 +31,48 @@ _LEAST = 1e-9
 
 
 class StepPrices:
-    """What steps cost by their rows, from steps that only decode: a running mean for each quarter of a power of two."""
+    """What steps cost by their rows, from steps that only decode: a median for each quarter of a power of two."""
 
     def __init__(self) -> None:
+        self._last: dict[int, deque[tuple[float, int]]] = {}
+        # the medians, and their rows
         self._rows = np.zeros(_BUCKETS)
         self._seconds = np.zeros(_BUCKETS)
 
-    def measure(self, rows: int, seconds: float) -> None:
-        """A step of so many rows, at least 1, took so long. Ignored unless the time is positive and finite."""
+    def measure(self, rows: int, seconds: float) -> bool:
+        """A step of so many rows, at least 1, took so long. False: that is no time, and ignored."""
         if not 0 < seconds < float("inf"):
-            return
+            return False
         bucket = _bucket(rows)
-        known = self._seconds[bucket]
-        if known:
-            self._rows[bucket] += _STEP_WEIGHT * (rows - self._rows[bucket])
-            self._seconds[bucket] += _STEP_WEIGHT * (min(seconds, _MOST_TIMES * known) - known)
-        else:
-            self._rows[bucket], self._seconds[bucket] = rows, seconds
+        last = self._last.setdefault(bucket, deque(maxlen=_MEASURED))
+        last.append((seconds, rows))
+        self._seconds[bucket], self._rows[bucket] = sorted(last)[(len(last) - 1) // 2]
+        return True
 
-    def knows(self, rows: int) -> bool:
-        """Whether a step of about so many rows was measured."""
-        return bool(self._seconds[_bucket(rows)])
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._last)
+
+    def knows(self, rows: int, *, near: int = 0) -> bool:
+        """Whether a step of about so many rows was measured, up to `near` quarters of a power of two away."""
+        bucket = _bucket(rows)
+        return bool(self._seconds[max(bucket - near, 0) : bucket + near + 1].any())
 
     def of(self, rows: Ints) -> Floats:
-        """Seconds of steps of these rows, rising: by straight lines through the measured means, the last one prolonged.
-        Where one mean is known alone, more rows cost in proportion. At least one step was measured."""
+        """Seconds of steps of these rows, rising: by straight lines through the medians, the last one prolonged. Where
+        one is known alone, more rows cost in proportion. At least one step was measured."""
         known = np.flatnonzero(self._seconds)
         # a price from long ago may be above the price of more rows, measured since
-        means = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
+        medians = np.minimum.accumulate(self._seconds[known][::-1])[::-1]
         at = self._rows[known]
         if len(known) == 1:
-            alone: Floats = np.maximum(rows / at[0], 1.0) * means[0]
+            alone: Floats = np.maximum(rows / at[0], 1.0) * medians[0]
             return alone
         # over a long stretch: neighbours differ by noise
         far = max(int(np.searchsorted(at, at[-1] / 2, "right")) - 1, 0)
-        slope = float(means[-1] - means[far]) / float(at[-1] - at[far])
-        seconds: Floats = np.interp(rows, at, means) + slope * np.maximum(rows - at[-1], 0.0)
+        slope = float(medians[-1] - medians[far]) / float(at[-1] - at[far])
+        seconds: Floats = np.interp(rows, at, medians) + slope * np.maximum(rows - at[-1], 0.0)
         return seconds
 
 

@@ -13,10 +13,11 @@ Numbers in, numbers out: it knows no sequence, no drafter and no clock. Called b
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from fdasync.drafting.budget import StepPrices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 # the acceptance of a depth is a mean over about so many verdicts, the last ones; at first over two that are imagined
 _MOST_VERDICTS = 200.0
 _FIRST_ACCEPTANCE, _FIRST_VERDICTS = 0.5, 2.0
-# a price is the median of so many last steps: a stalled step must not count, nor a step that verifies drafts from
-# before the number changed
-_MEASURED = 5
+# steps of as many sequences up to a factor of 2 have one price: so many quarters of a power of two
+_NEAR = 4
 # steps of the first try of a number, and of a later look
 _TRY_STEPS, _LOOK_STEPS = 6, 4
 # steps between looks: the interval doubles while they change nothing
@@ -46,30 +46,6 @@ class _Flight(NamedTuple):
     running: int
 
 
-class _Prices:
-    """Seconds of steps of one number of drafts, by how many sequences ran."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
-
-    def measure(self, running: int, seconds: float) -> None:
-        self._seconds.setdefault(_bucket(running), deque(maxlen=_MEASURED)).append(seconds)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any was measured."""
-        return bool(self._seconds)
-
-    def knows(self, running: int) -> bool:
-        """Whether steps of as many sequences were measured, up to a factor of 2."""
-        return any(abs(_bucket(running) - bucket) <= 4 for bucket in self._seconds)
-
-    def of(self, running: int) -> float:
-        """Seconds at so many sequences, after `knows`: by straight lines between what was measured, level beyond."""
-        at = sorted(self._seconds)
-        return float(np.interp(np.log2(running) * 4, at, [median(self._seconds[bucket]) for bucket in at]))
-
-
 class OwnBudget:
     """See the module. One `plan` for each planned step and one `done` for each completed one, in the same order.
 
@@ -80,7 +56,7 @@ class OwnBudget:
     def __init__(self, most: int) -> None:
         numbers = range(most + 1) if most <= 4 else [0, *[1 << bit for bit in range(most.bit_length())], most]
         self._choices = sorted(set(numbers))
-        self._prices = {number: _Prices() for number in self._choices}
+        self._prices = {number: StepPrices() for number in self._choices}
         self._acceptance = np.full(most, _FIRST_ACCEPTANCE)
         self._verdicts = np.full(most, _FIRST_VERDICTS)
         self._flights: deque[_Flight] = deque()
@@ -111,8 +87,7 @@ class OwnBudget:
         flight = self._flights.popleft()
         forwarded = np.array(drafts, np.int64)
         right = np.clip(np.array(counts, np.int64) - 1, 0, forwarded)
-        if seconds is not None and 0 < seconds < float("inf") and flight.running:
-            self._prices[flight.drafts].measure(flight.running, seconds)
+        if seconds is not None and flight.running and self._prices[flight.drafts].measure(flight.running, seconds):
             self._blind = 0
         for depth in range(len(self._acceptance)):
             tried = int(((right >= depth) & (forwarded > depth)).sum())
@@ -135,10 +110,11 @@ class OwnBudget:
         # the plain step first: what it gives is what drafts are held against
         for number in self._choices:
             prices = self._prices[number]
-            if not (prices.knows(running) if number in (0, self._best) else prices.is_known):
+            if not (prices.knows(running, near=_NEAR) if number in (0, self._best) else prices.is_known):
                 return self._try_blindly(number)
+        at = np.array([running])
         rates = {
-            number: self.expected_tokens(number) / self._prices[number].of(running) / (_MARGIN if number else 1.0)
+            number: self.expected_tokens(number) / float(self._prices[number].of(at)[0]) / (_MARGIN if number else 1.0)
             for number in self._choices
         }
         best = max(self._choices, key=rates.__getitem__)
@@ -171,8 +147,3 @@ class OwnBudget:
     def _try(self, number: int, steps: int) -> int:
         self._trying, self._left = number, steps - 1
         return number
-
-
-def _bucket(running: int) -> int:
-    """Four for each power of two."""
-    return round(float(np.log2(running)) * 4)
