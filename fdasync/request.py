@@ -10,12 +10,13 @@ import re
 from array import array
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import msgspec
+from msgspec import Meta
 
 from fdasync.errors import BadInput
-from fdasync.registry.mapping import converted, struct_of
+from fdasync.registry.mapping import check, converted, struct_of
 
 if TYPE_CHECKING:
     import os
@@ -61,6 +62,7 @@ MAX_SALT_CHARS = 4096
 MAX_VOCAB_SIZE = 1 << 31
 MAX_AUX_NAMES = 64
 _MAX_NAME_CHARS = 256
+_Bias = Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 MAX_VERSION_CHARS = 256
 #: what an engine starts with unless its configuration says otherwise
 FIRST_VERSION = "0"
@@ -148,7 +150,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     kind: GrammarKind
-    text: str
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
     def packed(self) -> bytes:
         """As `SamplerSpec.grammar` carries it."""
@@ -205,27 +207,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (`EngineConfig.chosen_positions_nbytes`); a router serves none.
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0, extra={"hint": "use temperature=0 for greedy"})] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[dict[int, _Bias], Meta(max_length=MAX_LOGIT_BIAS_TOKENS)] = {}
     grammar: Grammar | None = None
-    n: int = 1
-    stop: str | tuple[str, ...] = ()
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    stop: str | Annotated[tuple[str, ...], Meta(max_length=MAX_STOP_STRINGS)] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: LogprobKind = "none"
-    top_logprobs: int = 0
-    prompt_logprobs_start: int | None = None
-    prompt_top_logprobs: int = 0
-    chosen_positions_start: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    prompt_logprobs_start: Annotated[int, Meta(ge=0)] | None = None
+    prompt_top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    chosen_positions_start: Annotated[int, Meta(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -253,56 +255,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return copy
 
     def _check(self, vocab_size: int) -> None:
-        _at_least("max_tokens", self.max_tokens, 1)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_k", self.top_k, 0, 2**63 - 1)
-        _within("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise BadInput("top_p", "must be above 0", limit="(0, 1]", hint="use temperature=0 for greedy")
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS_TOKENS:
-            raise BadInput("logit_bias", f"{len(self.logit_bias)} token ids", limit=MAX_LOGIT_BIAS_TOKENS)
-        for token, bias in self.logit_bias.items():
-            _in_vocabulary("logit_bias", token, vocab_size)
-            _within(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        """What no annotation says: relations between fields, the vocabulary, and text that is no Unicode."""
+        if self.min_tokens > self.max_tokens:
+            raise BadInput("min_tokens", f"{self.min_tokens} is out of range", limit=f"0 to {self.max_tokens}")
         if self.grammar is not None:
             self._check_grammar(self.grammar)
-        _within("n", self.n, 1, 1024)
-        _within("top_logprobs", self.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
-        if self.seed is not None:
-            _within("seed", self.seed, 0, 2**63 - 1)
-        if self.prompt_logprobs_start is not None:
-            _at_least("prompt_logprobs_start", self.prompt_logprobs_start, 0)
-        _within("prompt_top_logprobs", self.prompt_top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
+        for name, count in (("top_logprobs", self.top_logprobs), ("prompt_top_logprobs", self.prompt_top_logprobs)):
+            if count > vocab_size:
+                raise BadInput(name, f"{count} is out of range", limit=f"0 to {vocab_size}")
         if self.prompt_top_logprobs and self.prompt_logprobs_start is None:
             raise BadInput("prompt_top_logprobs", "needs prompt_logprobs_start", hint="0 scores the whole prompt")
-        if self.chosen_positions_start is not None:
-            _at_least("chosen_positions_start", self.chosen_positions_start, 0)
         if self.top_logprobs and self.logprobs == "none":
             raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise BadInput("stop", f"{len(self.stop)} strings", limit=MAX_STOP_STRINGS)
         for text in self.stop:
+            # a stop string alone is one of these only now
             if not text or len(text) > MAX_STOP_CHARS:
                 raise BadInput("stop", f"a stop string of {len(text)} characters", limit=f"1 to {MAX_STOP_CHARS}")
             check_text("stop", text)
-        for token in self.stop_token_ids:
-            _in_vocabulary("stop_token_ids", token, vocab_size)
+        for field, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise BadInput(field, f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
 
     def _check_grammar(self, grammar: Grammar) -> None:
+        # an object that its caller made is not checked yet
         try:
-            # an object that its caller made is not checked yet
-            converted(Grammar, msgspec.structs.asdict(grammar))
+            check(grammar)
         except BadInput as wrong:
-            kinds = ", ".join(get_args(GrammarKind))
-            raise BadInput("grammar", f"{wrong.field}: {wrong.problem}", limit=kinds) from None
-        if not 0 < len(grammar.text) <= MAX_GRAMMAR_CHARS:
-            raise BadInput("grammar", f"{len(grammar.text)} characters", limit=f"1 to {MAX_GRAMMAR_CHARS}")
-        check_text("grammar", grammar.text)
+            raise BadInput("grammar", f"{wrong.field}: {wrong.problem}", limit=wrong.limit) from None
         if self.ignore_eos:
             raise BadInput("grammar", "cannot be kept with ignore_eos", hint="its text ends with EOS")
         if self.min_tokens:
@@ -404,22 +384,6 @@ def check_trace(trace: Any) -> None:
 def is_trace(trace: str) -> bool:
     """Whether a text is a `traceparent` of version 00, which names a trace and a span."""
     return _TRACE.fullmatch(trace) is not None and trace[3:35].strip("0") != "" and trace[36:52].strip("0") != ""
-
-
-def _within(field: str, value: float, low: float, high: float) -> None:
-    # `not (...)` so that NaN is refused as well; the bounds are finite
-    if not (low <= value <= high):
-        raise BadInput(field, f"{value!r} is out of range", limit=f"{low} to {high}")
-
-
-def _at_least(field: str, value: int, low: int) -> None:
-    if value < low:
-        raise BadInput(field, f"{value!r} is too small", limit=f"at least {low}")
-
-
-def _in_vocabulary(field: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise BadInput(field, f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
 
 
 def check_text(field: str, text: str) -> None:

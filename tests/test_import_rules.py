@@ -230,10 +230,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.start": (
-            *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.request", "fdasync.runner.report",
-            "fdasync_transformers.capture.*", "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*",
-            "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.mtp.*",
-            "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
+            *_RUNNER, "fdasync_kernels.experts.stored", "fdasync.registry.mapping", "fdasync.request",
+            "fdasync.runner.report", "fdasync_transformers.capture.*", "fdasync_transformers.execution.*",
+            "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.mtp.*", "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
         ),
     },
     {

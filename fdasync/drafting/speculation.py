@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from fdasync.drafting.base import Drafter, DrafterLimits
 from fdasync.drafting.plugins import make_drafter
 from fdasync.errors import ConfigError
+from fdasync.registry.mapping import check
 
 MAX_DRAFTS = 64
+_ONE_A_STEP = "leave config.speculation out for one token a step"
 # the drafter that is none: the runner's own drafts are verified alone
 RUNNERS_OWN = "none"
 
@@ -31,27 +33,14 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             sequence's running acceptance; False: all of them.
     """
 
-    drafter: str = "ngram"
+    drafter: Annotated[str, msgspec.Meta(min_length=1, extra={"hint": "'none': the runner drafts alone"})] = "ngram"
     drafter_config: dict[str, Any] = msgspec.field(default_factory=dict)
-    max_tokens: int = 3
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS, extra={"hint": _ONE_A_STEP})] = 3
     budget: bool = True
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field whose value is wrong."""
-        given: object = self.max_tokens
-        if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MAX_DRAFTS:
-            raise ConfigError(
-                "config.speculation.max_tokens",
-                f"{given!r:.100} is no whole number in range",
-                limit=f"1 to {MAX_DRAFTS}",
-                hint="leave config.speculation out for one token a step",
-            )
-        weighs: object = self.budget
-        if not isinstance(weighs, bool):
-            raise ConfigError("config.speculation.budget", f"{weighs!r:.100} is neither true nor false")
-        name: object = self.drafter
-        if not isinstance(name, str) or not name:
-            raise ConfigError("config.speculation.drafter", "names no drafter", hint="'none': the runner drafts alone")
+        check(self, error=ConfigError, root="config.speculation")
         if self.drafter == RUNNERS_OWN and self.drafter_config:
             raise ConfigError("config.speculation.drafter_config", "is set, and config.speculation.drafter is 'none'")
         try:

@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.drafting import Speculation
-from fdasync.errors import BadInput, ConfigError, PluginError
+from fdasync.errors import ConfigError, PluginError
 from fdasync.ipc.gpus import check_count, check_names
-from fdasync.registry.mapping import struct_of
+from fdasync.registry.mapping import check, common, struct_of
 from fdasync.registry.registry import POLICIES, Registry
-from fdasync.request import FIRST_VERSION, Numerics, checked_version
+from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.shares import MOST_RANKS
 from fdasync.scheduler import LeaseRules, Policy, SchedulerConfig
 from fdasync.scheduler.state.policy import OWN_POLICIES, check_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fdasync.runner.base import Capacity
 
 Auto = Literal["auto"]
 
 # the scheduler holds some hundred bytes for each block
 MAX_BLOCKS = 1 << 22
-# a tree adds neighbouring slices; the slices of a rank are a subtree of it
-_SUM_SLICES = (1, 2, 4)
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seconds = Annotated[float, Meta(ge=1e-3, le=1e9)]
+Blocks = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)] | Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
 # a restart
 _PREFILL_TOKENS_PER_S = 1000.0
@@ -43,8 +48,6 @@ _AUTO_HOST_MIN_SNAPSHOTS = 8
 _OWN_GPU = ("auto", "cuda", "cuda:0")
 # of an update: its weights may come from a slower place than the first weights did
 _UPDATE_S, _UPDATE_STARTS = 120.0, 3.0
-# keys of `leases` for which 0 has a meaning
-_FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
 # keys that had another name: an old name is refused, and the error gives the new one
 _RENAMED = {"lease_kill_s": "store_kill_s"}
 
@@ -157,52 +160,53 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing: bool | Auto = "auto"
     routing_debug: bool = False
     numerics: Numerics = "default"
-    sum_slices: int = 1
-    tensor_parallel: int = 1
+    # a tree adds neighbouring slices; the slices of a rank are a subtree of it
+    sum_slices: Literal[1, 2, 4] = 1
+    tensor_parallel: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     gpus: tuple[int | str, ...] | Auto = "auto"
     share_gpus: bool = False
-    max_context_tokens: int | Auto = "auto"
-    block_tokens: int | Auto = "auto"
-    num_blocks: int | Auto = "auto"
-    max_running: int = 256
-    max_step_tokens: int = 2048
-    max_requests: int = 4096
-    pipeline_depth: int = 2
+    max_context_tokens: Annotated[int, Meta(ge=2, le=1 << 31)] | Auto = "auto"
+    block_tokens: Annotated[int, Meta(ge=2, le=4096)] | Auto = "auto"
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] | Auto = "auto"
+    max_running: Count = 256
+    max_step_tokens: Count = 2048
+    max_requests: Count = 4096
+    pipeline_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     prefix_cache: bool = True
     policy: str = "arrival"
     policy_config: dict[str, Any] = msgspec.field(default_factory=dict)
     speculation: Speculation | None = None
-    decode_reserve_blocks: int | Auto = "auto"
-    host_blocks: int | Auto = "auto"
-    num_snapshots: int | Auto = "auto"
-    host_snapshots: int | Auto = "auto"
-    state_every_tokens: int | Auto = "auto"
+    decode_reserve_blocks: Annotated[int, Meta(ge=0, le=1024)] | Auto = "auto"
+    host_blocks: Blocks | Auto = "auto"
+    num_snapshots: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] | Auto = "auto"
+    host_snapshots: Blocks | Auto = "auto"
+    state_every_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | Auto = "auto"
     role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
     leases: LeaseRules = LeaseRules()
     store: str = ""
     store_config: dict[str, Any] = msgspec.field(default_factory=dict)
     write_through: Literal["off", "prompt", "all"] = "all"
     write_back: bool = True
-    chosen_positions_nbytes: int = 1 << 30
-    fetch_min_tokens: int = 0
+    chosen_positions_nbytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30
+    fetch_min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     store_required: bool = False
-    store_open_deadline_s: float = 10.0
-    store_deadline_s: float = 5.0
-    store_retry_s: float = 1.0
-    store_calls: int = 8
-    store_kill_s: float = 30.0
-    weight_version: str | int = FIRST_VERSION
-    inline_tokenise_chars: int = 8000
-    start_deadline_s: float = 900.0
+    store_open_deadline_s: Seconds = 10.0
+    store_deadline_s: Seconds = 5.0
+    store_retry_s: Seconds = 1.0
+    store_calls: Annotated[int, Meta(ge=1, le=1024)] = 8
+    store_kill_s: Seconds = 30.0
+    weight_version: Version = FIRST_VERSION
+    inline_tokenise_chars: Annotated[int, Meta(ge=0, le=1 << 24)] = 8000
+    start_deadline_s: Seconds = 900.0
     weights_interface: str = ""
-    update_deadline_s: float | Auto = "auto"
-    step_deadline_s: float = 120.0
-    request_deadline_s: float = 3600.0
-    prepare_deadline_s: float = 60.0
-    close_deadline_s: float = 10.0
+    update_deadline_s: Seconds | Auto = "auto"
+    step_deadline_s: Seconds = 120.0
+    request_deadline_s: Seconds = 3600.0
+    prepare_deadline_s: Seconds = 60.0
+    close_deadline_s: Seconds = 10.0
     seed: int | None = None
     taps: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    trace_turns: int = 0
+    trace_turns: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     profile_folder: str = ""
 
     def __post_init__(self) -> None:
@@ -225,42 +229,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def validate(self) -> None:
         """Raise ConfigError naming the first field whose value is wrong."""
         _check_list(self.gpus)
-        struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
-        for name in ("max_running", "max_step_tokens", "max_requests"):
-            _bounds(name, getattr(self, name), 1, 1 << 24)
-        if self.max_context_tokens != "auto":
-            _bounds("max_context_tokens", self.max_context_tokens, 2, 1 << 31)
-        if self.num_blocks != "auto":
-            _bounds("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
-        if self.block_tokens != "auto":
-            _bounds("block_tokens", self.block_tokens, 2, 4096)
-            if self.block_tokens & (self.block_tokens - 1):
-                raise ConfigError("config.block_tokens", f"{self.block_tokens} is not a power of two")
-        try:
-            self.model.encode()
-        except UnicodeEncodeError:
-            raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
-        try:
-            msgspec.json.encode(self.policy_config)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError("config.policy_config", f"holds what cannot stand in a trace: {error}") from None
+        check(self, error=ConfigError, root="config")
+        if self.block_tokens != "auto" and self.block_tokens & (self.block_tokens - 1):
+            raise ConfigError("config.block_tokens", f"{self.block_tokens} is not a power of two")
+        _check_encodes("policy_config", self.policy_config, "stand in a trace", msgspec.json.encode)
+        _check_encodes("store_config", self.store_config, "be sent to a process", msgspec.msgpack.encode)
         self._validate_tiers()
+        self._validate_gpus()
         self._validate_group()
         if self.speculation is not None:
             self.speculation.validate()
             _check_runs(self, 1 + self.speculation.max_tokens)
-        _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
-        if self.decode_reserve_blocks != "auto":
-            _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
-        for name in self.leases.__struct_fields__:
-            low = 1e-3 if name.endswith("_s") else 0 if name in _FROM_ZERO else 1
-            _bounds(f"leases.{name}", getattr(self.leases, name), low, 1e9)
-        _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
-        _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
-        _bounds("chosen_positions_nbytes", self.chosen_positions_nbytes, 0, 1 << 50)
-        for name in self.__struct_fields__:
-            if name.endswith("_deadline_s") and getattr(self, name) != "auto":
-                _bounds(name, getattr(self, name), 1e-3, 1e9)
         if self.max_step_tokens < self.max_running:
             raise ConfigError(
                 "config.max_step_tokens",
@@ -292,29 +271,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 hint="leave one of them out: a worker's own GPU is the first that it sees",
             )
 
-    @property
-    def places_gpus(self) -> bool:
-        """Whether the engine says which GPUs its workers see; else the runner chooses among all."""
-        if self.gpus != "auto":
-            return True
-        chooses = self.runner != "transformers" or self.runner_config.get("device", "auto") not in _OWN_GPU
-        return self.tensor_parallel > 1 and not chooses
-
-    def update_limit_s(self, start_s: float) -> float:
-        """The deadline of updates.
-
-        Args:
-            start_s: how long the runner took to open, which loaded as many weights as an update brings.
-        """
-        if self.update_deadline_s != "auto":
-            return self.update_deadline_s
-        return min(_UPDATE_S + _UPDATE_STARTS * start_s, self.start_deadline_s)
-
     def _validate_group(self) -> None:
-        _bounds("tensor_parallel", self.tensor_parallel, 1, MOST_RANKS)
-        self._validate_gpus()
-        if self.sum_slices not in _SUM_SLICES:
-            raise ConfigError("config.sum_slices", f"is {self.sum_slices!r}", limit=_SUM_SLICES)
         if self.sum_slices > 1 and self.numerics != "fixed":
             raise ConfigError(
                 "config.sum_slices",
@@ -345,66 +302,49 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def _validate_tiers(self) -> None:
-        if self.host_blocks != "auto":
-            _bounds("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
-        if self.num_snapshots != "auto":
-            _bounds("num_snapshots", self.num_snapshots, 1, MAX_BLOCKS)
-        if self.host_snapshots != "auto":
-            _bounds("host_snapshots", self.host_snapshots, 0, MAX_BLOCKS)
-        if self.state_every_tokens != "auto":
-            _bounds("state_every_tokens", self.state_every_tokens, 1, 1 << 31)
-        _bounds("fetch_min_tokens", self.fetch_min_tokens, 0, 1 << 31)
-        try:
-            checked_version(self.weight_version)
-        except BadInput as error:
-            raise ConfigError("config.weight_version", error.problem, limit=error.limit, hint=error.hint) from None
-        _bounds("store_calls", self.store_calls, 1, 1024)
-        _bounds("store_retry_s", self.store_retry_s, 1e-3, 1e9)
-        _bounds("store_kill_s", self.store_kill_s, 1e-3, 1e9)
+        hands_over = self.role != "alone"
         if self.store and self.host_blocks == 0:
             raise ConfigError(
                 "config.host_blocks", "is 0, and a store is set", hint="stores are read and written by way of the host"
             )
-        if self.role != "alone" and self.host_blocks == 0:
+        if hands_over and self.host_blocks == 0:
             raise ConfigError(
-                "config.host_blocks",
-                f"is 0, and the role is {self.role!r}",
-                hint="instances read host blocks",
+                "config.host_blocks", f"is 0, and the role is {self.role!r}", hint="instances read host blocks"
             )
-        tiers = self.store or self.role != "alone" or self.host_blocks not in (0, "auto")
-        if tiers and not self.prefix_cache:
+        if (self.store or hands_over or self.host_blocks not in (0, "auto")) and not self.prefix_cache:
             raise ConfigError(
                 "config.prefix_cache",
                 "is off, and a host tier, a store or a role is set",
                 hint="tiers and other instances find blocks by prefix",
             )
-        try:
-            msgspec.msgpack.encode(self.store_config)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError("config.store_config", f"holds what cannot be sent to a process: {error}") from None
-        if self.store_config and not self.store:
-            raise ConfigError("config.store_config", "is set, but config.store names no store")
-        if self.store_required and not self.store:
-            raise ConfigError("config.store_required", "is set, but config.store names no store")
+        for name, given in (("store_config", self.store_config), ("store_required", self.store_required)):
+            if given and not self.store:
+                raise ConfigError(f"config.{name}", "is set, but config.store names no store")
+
+    @property
+    def places_gpus(self) -> bool:
+        """Whether the engine says which GPUs its workers see; else the runner chooses among all."""
+        if self.gpus != "auto":
+            return True
+        chooses = self.runner != "transformers" or self.runner_config.get("device", "auto") not in _OWN_GPU
+        return self.tensor_parallel > 1 and not chooses
+
+    def update_limit_s(self, start_s: float) -> float:
+        """The deadline of updates.
+
+        Args:
+            start_s: how long the runner took to open, which loaded as many weights as an update brings.
+        """
+        if self.update_deadline_s != "auto":
+            return self.update_deadline_s
+        return min(_UPDATE_S + _UPDATE_STARTS * start_s, self.start_deadline_s)
 
     def runner_limits(self) -> RunnerLimits:
-        """The limits that the runner is made with."""
-        return RunnerLimits(
-            model=self.model,
-            capture=self.routing,
-            max_running=self.max_running,
-            max_step_tokens=self.max_step_tokens,
-            max_context_tokens=_or_none(self.max_context_tokens),
-            block_tokens=_or_none(self.block_tokens),
-            num_blocks=_or_none(self.num_blocks),
-            pipeline_depth=self.pipeline_depth,
-            routing_debug=self.routing_debug,
-            numerics=self.numerics,
-            sum_slices=self.sum_slices,
-            speculation=0 if self.speculation is None else self.speculation.max_tokens,
-            tensor_parallel=self.tensor_parallel,
-            num_snapshots=_or_none(self.num_snapshots),
-        )
+        """The limits that the runner is made with; None where the runner decides."""
+        known: dict[str, Any] = common(self, RunnerLimits)
+        known = {name: None if value == "auto" else value for name, value in known.items()}
+        drafts = 0 if self.speculation is None else self.speculation.max_tokens
+        return RunnerLimits(**known | {"capture": self.routing, "speculation": drafts})
 
 
 def _check_list(gpus: object) -> None:
@@ -482,40 +422,25 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
     if recurrent:
         _check_recurrent(config, capacity)
     reserve, speculation = config.decode_reserve_blocks, config.speculation
-    return SchedulerConfig(
-        block_tokens=capacity.block_tokens,
-        num_blocks=capacity.num_blocks,
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        pipeline_depth=config.pipeline_depth,
-        max_run_tokens=capacity.max_run_tokens,
-        prefix_cache=config.prefix_cache,
-        capture=bool(capacity.aux_specs),
-        decode_reserve_blocks=(2 if config.role == "decode" else 1) if reserve == "auto" else reserve,
-        leases=config.leases,
-        kv_events=config.role != "alone",
-        weight_version=str(config.weight_version),
-        weights_id=capacity.weights_id,
-        namespace=namespace,
-        num_host_blocks=host_blocks(config, capacity),
-        block_nbytes=capacity.block_nbytes,
-        store=bool(config.store),
-        write_through=config.write_through,
-        write_back=config.write_back,
-        fetch_min_tokens=config.fetch_min_tokens,
-        prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
-        policy=config.policy,
-        policy_config=config.policy_config,
-        own_drafter=capacity.drafter,
-        drafter="" if speculation is None else speculation.host_drafter,
-        drafter_config={} if speculation is None else speculation.drafter_config,
-        weighs_drafts=speculation is None or speculation.budget,
-        recurrent=recurrent,
-        num_snapshots=capacity.num_snapshots,
-        num_host_snapshots=host_snapshots(config, capacity),
-        state_every_tokens=capacity.state_every_tokens if recurrent else capacity.block_tokens,
-        snapshot_nbytes=capacity.snapshot_nbytes,
-    )
+    # what both have is as the runner resolved it
+    known = common(config, SchedulerConfig) | common(capacity, SchedulerConfig)
+    return SchedulerConfig(**known | {
+        "namespace": namespace,
+        "capture": bool(capacity.aux_specs),
+        "recurrent": recurrent,
+        "store": bool(config.store),
+        "kv_events": config.role != "alone",
+        "num_host_blocks": host_blocks(config, capacity),
+        "num_host_snapshots": host_snapshots(config, capacity),
+        "decode_reserve_blocks": (2 if config.role == "decode" else 1) if reserve == "auto" else reserve,
+        "state_every_tokens": capacity.state_every_tokens if recurrent else capacity.block_tokens,
+        "snapshot_nbytes": capacity.snapshot_nbytes,
+        "prefill_tokens_per_s": capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+        "own_drafter": capacity.drafter,
+        "drafter": "" if speculation is None else speculation.host_drafter,
+        "drafter_config": {} if speculation is None else speculation.drafter_config,
+        "weighs_drafts": speculation is None or speculation.budget,
+    })  # fmt: skip
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -547,10 +472,8 @@ def _check_runs(config: EngineConfig, run: int) -> None:
         )
 
 
-def _bounds(field: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"config.{field}", f"{value!r} is out of range", limit=f"{low:g} to {high:g}")
-
-
-def _or_none(value: int | Auto) -> int | None:
-    return None if value == "auto" else value
+def _check_encodes(field: str, value: Any, what: str, encode: Callable[[Any], bytes]) -> None:
+    try:
+        encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"config.{field}", f"holds what cannot {what}: {error}") from None

@@ -1,14 +1,18 @@
-"""Plain values (a parsed TOML or JSON file, a request's body) into a struct; a value that does not fit is refused by
-name.
+"""Plain values (a parsed TOML or JSON file, a request's body) into a struct, and a check of structs that were made in
+Python; a value that does not fit its annotation (type, words, `msgspec.Meta`) is refused by name, with the limit.
+
+`Meta(extra={"hint": ...})` beside a bound is the way out that the error names.
 
 Pure; the module knows errors only. `request.py`, the configurations and the modules that make plugins call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,13 +22,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 # how many unknown names an error lists, and how many characters of each
 _MOST_TOLD = 5
 _MOST_CHARS = 100
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def struct_of(
     kind: type[S], values: Mapping[str, Any], *, error: type[BadInput] = BadInput, root: str = "", whole: str = ""
 ) -> S:
-    """A struct of this kind with these values, copied except for fields of arbitrary type. Types are checked, ranges
-    are not. Raises `error` that names the field.
+    """A struct of this kind with these values, copied except for fields of arbitrary type. Types, words and bounds are
+    checked as annotations have them. Raises `error` that names the field, its value and the limit.
 
     Args:
         root: stands before every field's name, with a dot.
@@ -51,50 +56,129 @@ def converted(
     are."""
     try:
         return msgspec.convert(values, kind, str_keys=True)
-    except msgspec.ValidationError as wrong:
-        raise refusal_of(kind, wrong, error=error, root=root, whole=whole) from None
+    # msgspec reads text with a lone surrogate, and objects that are half a mapping, without a check
     except Exception as wrong:
-        # msgspec reads text with a lone surrogate, and objects that are half a mapping, without a check
-        raise _unreadable(kind, values, wrong, error, root, whole) from None
+        raise _refusal(kind, values, wrong, error, root, whole or root) from None
 
 
-def _unreadable(
-    kind: type[msgspec.Struct],
-    values: Mapping[str, Any],
-    wrong: Exception,
-    error: type[BadInput],
-    root: str,
-    whole: str,
-) -> BadInput:
-    """The error for values that cannot be read at all, which names the first such field."""
-    hints = get_type_hints(kind, include_extras=True)
-    names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
-    found = whole or root
-    for key, value in values.items():
+def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str = "") -> None:
+    """Raise `error`, as `struct_of` does, for the first field of a struct that was made in Python whose value does not
+    fit its annotation, and for text that is no Unicode. Structs inside are checked as well."""
+    for name, hint in _hints(type(made)).items():
+        value, place = getattr(made, name), f"{root}.{name}" if root else name
         try:
-            msgspec.convert(value, hints[names[key]], str_keys=True)
-        except msgspec.ValidationError:
-            continue
-        except Exception as own:
-            found, wrong = f"{root}.{key}" if root else key, own
-            break
+            msgspec.convert(value, hint, str_keys=True)
+            if isinstance(value, str):
+                value.encode()
+        except Exception as wrong:
+            raise _refusal(hint, value, wrong, error, place, place) from None
+        if isinstance(value, msgspec.Struct):
+            check(value, error=error, root=place)
+
+
+def common(made: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The values of a struct's fields that another kind of struct has under the same names."""
+    return {name: getattr(made, name) for name in made.__struct_fields__ if name in kind.__struct_fields__}
+
+
+def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], place: str, whole: str) -> BadInput:
+    """The error for a value that does not fit its annotation: it names the innermost part that does not."""
+    for step, own, part in _parts(hint, value):
+        try:
+            msgspec.convert(part, own, str_keys=True)
+        except Exception as inner:
+            return _refusal(own, part, inner, error, f"{place}{step}".lstrip("."), whole)
+    field = place or whole
     if isinstance(wrong, UnicodeEncodeError):
-        return error(found, "has a lone surrogate", hint="it is not valid Unicode text")
-    return error(found, f"cannot be read: {type(wrong).__name__}: {wrong}")
+        return error(field, "has a lone surrogate", hint="it is not valid Unicode text")
+    if not isinstance(wrong, msgspec.ValidationError):
+        return error(field, f"cannot be read: {type(wrong).__name__}: {wrong}")
+    refusal = error.of_validation(wrong, place, whole)
+    problem, limit, way_out = refusal.problem, wanted(hint), ""
+    for bare, meta in _alternatives(hint):
+        if meta is not None:
+            way_out = (meta.extra or {}).get("hint", way_out)
+            if _fits(value, bare) and (told := _out_of_bounds(value, meta)):
+                problem, limit = told, _limit(meta)
+            elif meta.min_length is None and meta.max_length is None:
+                limit = limit or _limit(meta)
+    return error(refusal.field, problem, limit=limit or None, hint=way_out)
 
 
-def refusal_of(
-    kind: type[msgspec.Struct],
-    wrong: msgspec.ValidationError,
-    *,
-    error: type[BadInput] = BadInput,
-    root: str = "",
-    whole: str = "",
-) -> BadInput:
-    """The error for values of the wrong type; see `struct_of` for the arguments."""
-    refusal = error.of_validation(wrong, root, whole)
-    choices = _choices(kind, refusal.field.removeprefix(f"{root}."))
-    return error(refusal.field, refusal.problem, limit=choices) if choices else refusal
+def _alternatives(hint: Any) -> Iterator[tuple[Any, msgspec.Meta | None]]:
+    """The types that a value may have, each with its bounds."""
+    if get_origin(hint) is Annotated:
+        bare, *metas = get_args(hint)
+        meta = next((one for one in metas if isinstance(one, msgspec.Meta)), None)
+        yield from ((one, inner or meta) for one, inner in _alternatives(bare))
+    elif isinstance(hint, UnionType) or get_origin(hint) is Union:
+        for one in get_args(hint):
+            yield from _alternatives(one)
+    else:
+        yield hint, None
+
+
+def _parts(hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Of each part of a value: how its path goes on from the value's, its annotation, and itself."""
+    for bare, _ in _alternatives(hint):
+        origin, inner = get_origin(bare), get_args(bare)
+        if isinstance(bare, type) and issubclass(bare, msgspec.Struct) and isinstance(value, dict):
+            hints = _hints(bare)
+            yield from ((f".{name}", hints[name], part) for name, part in value.items() if name in hints)
+        elif origin is dict and isinstance(value, dict):
+            yield from ((f"[{_shown(key)}]", inner[1], part) for key, part in value.items())
+        elif origin in (list, tuple) and isinstance(value, list | tuple):
+            yield from ((f"[{at}]", inner[0], part) for at, part in enumerate(value))
+
+
+def _shown(key: object) -> str:
+    readable = isinstance(key, int) or (isinstance(key, str) and key.isprintable() and len(key) <= _MOST_CHARS)
+    return str(key) if readable else "..."
+
+
+@functools.cache
+def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The annotation of each field, by the name that plain values have for it."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
+
+
+def _fits(value: Any, bare: Any) -> bool:
+    try:
+        msgspec.convert(value, bare, str_keys=True)
+    except Exception:
+        return False
+    return True
+
+
+def _out_of_bounds(value: Any, meta: msgspec.Meta) -> str:
+    """What is wrong with a value of the right type; "": msgspec has better words."""
+    if meta.pattern is not None or meta.multiple_of is not None:
+        return ""
+    if isinstance(value, str | bytes | list | tuple | dict):
+        return f"has {len(value)} {'characters' if isinstance(value, str) else 'entries'}"
+    return f"{value!r:.100} is {'too small' if meta.le is None and meta.lt is None else 'out of range'}"
+
+
+def _limit(meta: msgspec.Meta) -> Any:
+    low = meta.min_length if meta.ge is None else meta.ge
+    high = meta.max_length if meta.le is None else meta.le
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    first = f"at least {low}" if low is not None else "" if meta.gt is None else f"above {meta.gt}"
+    last = f"up to {high}" if high is not None else "" if meta.lt is None else f"below {meta.lt}"
+    return ", ".join(filter(None, (first, last)))
+
+
+def wanted(hint: Any) -> str:
+    """In words what a field takes that takes words of a few, or values beside them; "" for any other field."""
+    kinds = [bare for bare, _ in _alternatives(hint) if bare is not type(None)]
+    if not any(get_origin(kind) is Literal for kind in kinds):
+        return ""
+    return " or ".join(
+        " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else _WORDS.get(kind, "a list")
+        for kind in kinds
+    )
 
 
 def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], root: str) -> BadInput:
@@ -109,15 +193,6 @@ def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], 
     # a name that cannot be read where it is printed is quoted
     name = first if first.isprintable() and len(first) <= _MOST_CHARS else f"{first!r:.{_MOST_CHARS}}"
     return error(f"{root}.{name}" if root else name, problem, hint=f"did you mean {nearest!r}?" if nearest else "")
-
-
-def _choices(kind: type[msgspec.Struct], field: str) -> str:
-    """The words that a `Literal` field, or an entry of a list or tuple of them, may be; "" for any other field."""
-    name, entry, _ = field.partition("[")
-    hint = get_type_hints(kind).get(name)
-    if entry and get_origin(hint) in (list, tuple):
-        hint = get_args(hint)[0]
-    return " or ".join(map(repr, get_args(hint))) if get_origin(hint) is Literal else ""
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

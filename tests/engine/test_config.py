@@ -255,7 +255,7 @@ class Named(msgspec.Struct, forbid_unknown_fields=True):
     ("values", "text"),
     [
         ({"sizes": {1: 1}}, "r.sizes: Expected `str`, got `int` for a key"),
-        ({"sizes": {"a": "b"}}, "r.sizes[...]: Expected `int`, got `str`"),
+        ({"sizes": {"a": "b"}}, "r.sizes[a]: Expected `int`, got `str`"),
         ({"colours": ["red", "blue"]}, "r.colours[1]: Invalid enum value 'blue' (limit: 'red' or 'green')"),
         ({1: 1}, "r: 1 is no name of a field"),
         ([("sizes", {})], "r: a mapping is needed, not list"),

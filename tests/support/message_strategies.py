@@ -24,10 +24,13 @@ _MOST_CHARS = 24
 
 
 def _bounds(info: inspect.IntType | inspect.FloatType, low: float, high: float) -> tuple[float, float]:
+    whole = isinstance(info, inspect.IntType)
     low = low if info.ge is None else info.ge
-    low = low if info.gt is None else info.gt + 1
+    if info.gt is not None:
+        low = info.gt + 1 if whole else math.nextafter(info.gt, math.inf)
     high = high if info.le is None else info.le
-    high = high if info.lt is None else info.lt - 1
+    if info.lt is not None:
+        high = info.lt - 1 if whole else math.nextafter(info.lt, -math.inf)
     return low, high
 
 
@@ -40,6 +43,8 @@ def of_info(info: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.FloatType():
             low, high = _bounds(info, -math.inf, math.inf)
             return st.floats(low, high, allow_nan=False)
+        case inspect.Metadata():
+            return of_info(info.type)
         case inspect.StrType():
             least = info.min_length or 0
             return st.text(min_size=least, max_size=min(info.max_length or _MOST_CHARS, max(least, _MOST_CHARS)))
@@ -86,6 +91,8 @@ def obeys(info: inspect.Type, value: Any) -> bool:
                 return False
             unbound = info.ge is info.gt is info.le is info.lt is None
             return unbound or low <= value <= high
+        case inspect.Metadata():
+            return obeys(info.type, value)
         case inspect.StrType() | inspect.BytesType():
             kind = str if isinstance(info, inspect.StrType) else bytes
             return isinstance(value, kind) and _long_enough(info, value)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+_Seconds = Annotated[float, Meta(ge=1e-3, le=1e9)]
+_Count = Annotated[int, Meta(ge=1, le=10**9)]
+_FromZero = Annotated[int, Meta(ge=0, le=10**9)]
 
 
 class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,21 +36,21 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         beyond_running: samples beyond max_running that may hold leases.
     """
 
-    asks: int = 256
-    asks_per_peer: int = 16
-    ahead_tokens: int = 0
-    silent_s: float = 1.0
-    queue_s: float = 5.0
-    find_s: float = 60.0
-    total_s: float = 120.0
-    ttl_s: float = 5.0
-    max_ttl_s: float = 60.0
-    max_total_s: float = 600.0
-    staging_blocks: int = 0
-    receive_s: float = 10.0
-    line: int = 256
-    age_s: float = 2.0
-    beyond_running: int = 64
+    asks: _Count = 256
+    asks_per_peer: _Count = 16
+    ahead_tokens: _FromZero = 0
+    silent_s: _Seconds = 1.0
+    queue_s: _Seconds = 5.0
+    find_s: _Seconds = 60.0
+    total_s: _Seconds = 120.0
+    ttl_s: _Seconds = 5.0
+    max_ttl_s: _Seconds = 60.0
+    max_total_s: _Seconds = 600.0
+    staging_blocks: _FromZero = 0
+    receive_s: _Seconds = 10.0
+    line: _Count = 256
+    age_s: _Seconds = 2.0
+    beyond_running: _FromZero = 64
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

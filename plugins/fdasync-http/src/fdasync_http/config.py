@@ -5,12 +5,16 @@ Pure data; `application.py` and every room of paths read the app's settings, `pr
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fdasync.errors import ConfigError
+from fdasync.registry.mapping import check
 
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 Dialect = Literal["sglang", "vllm"]
 
 _MIN_KEY_CHARS = 16
@@ -53,16 +57,17 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pulls_root: str = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
     memory_saver: Literal["auto", "off"] = "auto"
-    max_body_nbytes: int = 4 << 20
-    max_bodies_nbytes: int = 512 << 20
-    max_json_depth: int = 32
-    max_live: int = 4096
-    body_timeout_s: float = 60.0
-    pull_s: float = 3600.0
-    group_s: float = 120.0
-    health_s: float = 20.0
+    max_body_nbytes: Count = 4 << 20
+    max_bodies_nbytes: Count = 512 << 20
+    max_json_depth: Count = 32
+    max_live: Count = 4096
+    body_timeout_s: Seconds = 60.0
+    pull_s: Seconds = 3600.0
+    group_s: Annotated[float, Meta(gt=0, le=3600.0)] = 120.0
+    health_s: Seconds = 20.0
 
     def __post_init__(self) -> None:
+        check(self, error=ConfigError)
         for name in ("api_key", "admin_key"):
             key = getattr(self, name)
             if key and (len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key):
@@ -70,12 +75,6 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(name, "is no key", limit=f"{_MIN_KEY_CHARS} or more printable ASCII characters")
         if self.admin_key and not self.api_key:
             raise ConfigError("admin_key", "needs an api_key", hint="without one the other paths are open")
-        for name, low in (("max_body_nbytes", 1), ("max_bodies_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(name, f"{getattr(self, name)} is too small", limit=f"at least {low}")
-        for name, most in (("body_timeout_s", 1e6), ("pull_s", 1e6), ("group_s", 3600), ("health_s", 1e6)):
-            if not 0 < getattr(self, name) <= most:
-                raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit=f"above 0, up to {most:g}")
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +90,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         write_s: longest that a client may read nothing while an answer waits.
     """
 
-    max_connections: int = 16384
-    max_header_nbytes: int = 64 << 10
-    max_pipelined: int = 16
-    header_s: float = 20.0
-    write_s: float = 120.0
+    max_connections: Count = 16384
+    max_header_nbytes: Count = 64 << 10
+    max_pipelined: Count = 16
+    header_s: Seconds = 20.0
+    write_s: Seconds = 120.0

@@ -5,12 +5,14 @@ Knows the library's names of things; knows no steps. Used by `runner.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from fdasync.errors import ConfigError
+from fdasync.registry.mapping import check
 from fdasync_transformers.execution.graphs import decode_rows
 from fdasync_transformers.execution.mixed_graphs import token_ladder
 from fdasync_transformers.fixed.refusals import FIXED_DTYPES, refuse_settings
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.model.moe_layers import MoELayers
 
-_MAX_THREADS = 1024
 # most bytes of expert weights that one product may gather on a GPU, in dtypes without a grouped product there
 _MAX_GATHERED_NBYTES = 16 << 30
 # most gathered bytes in a step with a graph, which keeps their memory
@@ -84,10 +85,10 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     weights: Literal["checkpoint", "random"] = "checkpoint"
     device: str = "auto"
-    instance: int = 0
+    instance: Annotated[int, Meta(ge=0)] = 0
     instances: int = 1
     logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    num_threads: int | None = None
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
     quantised_weights: Literal["dequantised", "stored", "stored_linears"] = "dequantised"
     kv_cache_nbytes: int | None = None
@@ -108,6 +109,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
     """Raise ConfigError naming the first key that makes no sense."""
+    check(config, error=ConfigError, root="runner_config")
     sizes = config.graph_sizes
     if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
         raise ConfigError(
@@ -122,13 +124,9 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
             f"{list(tokens)} are not rising numbers of tokens",
             limit=limits.max_step_tokens,
         )
-    if not 0 <= config.instance < config.instances:
+    if config.instance >= config.instances:
         raise ConfigError(
             "runner_config.instance", f"{config.instance} is none of {config.instances}", hint="they count from 0"
-        )
-    if config.num_threads is not None and not 1 <= config.num_threads <= _MAX_THREADS:
-        raise ConfigError(
-            "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
         )
     if config.mtp and limits.sum_slices > 1:
         problem = f"multi-token prediction layers have no sums of {limits.sum_slices} slices yet"
