@@ -246,7 +246,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.cli": (
             "fdasync.cache.store.*", "fdasync.drafting", "fdasync.engine.*", "fdasync.events.*", "fdasync.ipc.*",
-            "fdasync.registry.*", "fdasync.request", "fdasync.runner.*", "fdasync.scheduler.*",
+            "fdasync.registry.*", "fdasync.runner.*", "fdasync.scheduler.*",
         ),
     },
     # trainers
@@ -298,8 +298,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         # fleets: instances as the command line starts them, under actors, and routers that follow them
         "fdasync_ray": (
             "fdasync.cli.common.*", "fdasync.engine.config", "fdasync.engine.weights.source", "fdasync.ipc.deadlines",
-            "fdasync.request", "fdasync.runner.synthetic", "fdasync_fleet.cli.local.*", "fdasync_fleet.link.address",
-            "fdasync_fleet.link.keys", "fdasync_fleet.router.*",
+            "fdasync.registry.mapping", "fdasync.request", "fdasync.runner.synthetic", "fdasync_fleet.cli.local.*",
+            "fdasync_fleet.link.address", "fdasync_fleet.link.keys", "fdasync_fleet.router.*",
         ),
     },
 )  # fmt: skip

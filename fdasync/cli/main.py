@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from fdasync.cli.common.fields import GroupedCommand
 from fdasync.cli.common.options import as_typed, engine_config, engine_options
 from fdasync.cli.common.stdout import print_json
 from fdasync.cli.store import store
@@ -77,7 +78,7 @@ def cli() -> None:
     """fdasync: serve mixture-of-experts models, and get the exact expert routing of every token."""
 
 
-@cli.command()
+@cli.command(cls=GroupedCommand)
 @engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(as_json: bool, **options: Any) -> None:

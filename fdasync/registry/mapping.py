@@ -64,7 +64,7 @@ def converted(
 def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str = "") -> None:
     """Raise `error`, as `struct_of` does, for the first field of a struct that was made in Python whose value does not
     fit its annotation, and for text that is no Unicode. Structs inside are checked as well."""
-    for name, hint in _hints(type(made)).items():
+    for name, hint in hints_of(type(made)).items():
         value, place = getattr(made, name), f"{root}.{name}" if root else name
         try:
             msgspec.convert(value, hint, str_keys=True)
@@ -74,6 +74,20 @@ def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str =
             raise _refusal(hint, value, wrong, error, place, place) from None
         if isinstance(value, msgspec.Struct):
             check(value, error=error, root=place)
+
+
+def of_text(hint: Any, value: Any, place: str, error: type[BadInput] = BadInput) -> Any:
+    """A value as an annotation has it, of plain values, or of text as a command line has it. Raises `error`, for the
+    field `place`."""
+    if isinstance(value, str):
+        for bare, _ in alternatives(hint):
+            if _fits(value, bare, strict=False):
+                value = msgspec.convert(value, bare, strict=False)
+                break
+    try:
+        return msgspec.convert(value, hint, str_keys=True)
+    except Exception as wrong:
+        raise _refusal(hint, value, wrong, error, place, place) from None
 
 
 def common(made: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -94,8 +108,8 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
     if not isinstance(wrong, msgspec.ValidationError):
         return error(field, f"cannot be read: {type(wrong).__name__}: {wrong}")
     refusal = error.of_validation(wrong, place, whole)
-    problem, limit, way_out = refusal.problem, wanted(hint), ""
-    for bare, meta in _alternatives(hint):
+    problem, limit, way_out = refusal.problem, _wanted(hint), ""
+    for bare, meta in alternatives(hint):
         if meta is not None:
             way_out = (meta.extra or {}).get("hint", way_out)
             if _fits(value, bare) and (told := _out_of_bounds(value, meta)):
@@ -105,25 +119,25 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
     return error(refusal.field, problem, limit=limit or None, hint=way_out)
 
 
-def _alternatives(hint: Any) -> Iterator[tuple[Any, msgspec.Meta | None]]:
+def alternatives(hint: Any) -> Iterator[tuple[Any, msgspec.Meta | None]]:
     """The types that a value may have, each with its bounds."""
     if get_origin(hint) is Annotated:
         bare, *metas = get_args(hint)
         meta = next((one for one in metas if isinstance(one, msgspec.Meta)), None)
-        yield from ((one, inner or meta) for one, inner in _alternatives(bare))
+        yield from ((one, inner or meta) for one, inner in alternatives(bare))
     elif isinstance(hint, UnionType) or get_origin(hint) is Union:
         for one in get_args(hint):
-            yield from _alternatives(one)
+            yield from alternatives(one)
     else:
         yield hint, None
 
 
 def _parts(hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Of each part of a value: how its path goes on from the value's, its annotation, and itself."""
-    for bare, _ in _alternatives(hint):
+    for bare, _ in alternatives(hint):
         origin, inner = get_origin(bare), get_args(bare)
         if isinstance(bare, type) and issubclass(bare, msgspec.Struct) and isinstance(value, dict):
-            hints = _hints(bare)
+            hints = hints_of(bare)
             yield from ((f".{name}", hints[name], part) for name, part in value.items() if name in hints)
         elif origin is dict and isinstance(value, dict):
             yield from ((f"[{_shown(key)}]", inner[1], part) for key, part in value.items())
@@ -137,15 +151,15 @@ def _shown(key: object) -> str:
 
 
 @functools.cache
-def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def hints_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The annotation of each field, by the name that plain values have for it."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
 
 
-def _fits(value: Any, bare: Any) -> bool:
+def _fits(value: Any, bare: Any, strict: bool = True) -> bool:
     try:
-        msgspec.convert(value, bare, str_keys=True)
+        msgspec.convert(value, bare, strict=strict, str_keys=True)
     except Exception:
         return False
     return True
@@ -170,9 +184,9 @@ def _limit(meta: msgspec.Meta) -> Any:
     return ", ".join(filter(None, (first, last)))
 
 
-def wanted(hint: Any) -> str:
+def _wanted(hint: Any) -> str:
     """In words what a field takes that takes words of a few, or values beside them; "" for any other field."""
-    kinds = [bare for bare, _ in _alternatives(hint) if bare is not type(None)]
+    kinds = [bare for bare, _ in alternatives(hint) if bare is not type(None)]
     if not any(get_origin(kind) is Literal for kind in kinds):
         return ""
     return " or ".join(
@@ -183,18 +197,19 @@ def wanted(hint: Any) -> str:
 
 def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], root: str) -> BadInput:
     first, *others = unknown
-    nearest = _nearest(first, known)
+    close = nearest(first, known)
     more = [
-        f"{other!r:.100}{f' ({near!r}?)' if (near := _nearest(other, known)) else ''}" for other in others[:_MOST_TOLD]
+        f"{other!r:.100}{f' ({near!r}?)' if (near := nearest(other, known)) else ''}" for other in others[:_MOST_TOLD]
     ]
     if len(others) > _MOST_TOLD:
         more.append(f"{len(others) - _MOST_TOLD} others")
     problem = "is not a key that exists" + (f", nor is {', nor '.join(more)}" if more else "")
     # a name that cannot be read where it is printed is quoted
     name = first if first.isprintable() and len(first) <= _MOST_CHARS else f"{first!r:.{_MOST_CHARS}}"
-    return error(f"{root}.{name}" if root else name, problem, hint=f"did you mean {nearest!r}?" if nearest else "")
+    return error(f"{root}.{name}" if root else name, problem, hint=f"did you mean {close!r}?" if close else "")
 
 
-def _nearest(name: str, known: tuple[str, ...]) -> str:
+def nearest(name: str, known: tuple[str, ...]) -> str:
+    """The name that a wrong one was probably meant to be; ""."""
     found = get_close_matches(name.lower(), known, n=1)
     return found[0] if found else ""

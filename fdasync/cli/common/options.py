@@ -1,7 +1,8 @@
-"""Options of the command line that make an `EngineConfig`.
+"""Options of the command line, and the `--config` file, that make an `EngineConfig`.
 
-Parses, and checks keys of stores, policies and taps against the plugin's own; starts nothing. An option beats the same
-key of the `--config` file. Called by `serve.py`, which has `serve` and `up`, and by the demo.
+An option is a field of the configuration, a key of a plugin, or `--config`, whose file has the same keys. Options beat
+the file, and no file is read that is not named. Checks keys of plugins against the plugin's own; starts nothing. Called
+by the commands that take an engine's options.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from fdasync.cache.store.plugins import load_store
+from fdasync.cli.common.fields import Fields, GroupedOption
 from fdasync.cli.common.gpus import parse_gpus
 from fdasync.drafting import RUNNERS_OWN, drafter_class
 from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
 from fdasync.ipc.gpus import counted
-from fdasync.registry.registry import TAPS, Registry
-from fdasync.request import Numerics
-from fdasync.runner.shares import MOST_RANKS
+from fdasync.registry.mapping import hints_of, nearest, of_text, struct_of
+from fdasync.registry.registry import COMMANDS, TAPS, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,125 +40,129 @@ POLICY_HELP = (
     " shortest-prompt-first:ageing_s_per_token=0.01.  [default: arrival]"
 )
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_COUNT = click.IntRange(1)
 # in an error's words: the key that an option of the same name sets
 _CONFIG_KEY = re.compile(r"\bconfig\.(?:runner_config\.)?(\w+)")
 # of a click context: the mapping of its `--config` file
 _VALUES = "fdasync.config"
+_MODEL, _GPUS, _STEPS, _TIERS, _TIMES, _WATCH = (
+    "Model", "GPUs", "Requests and steps", "Host tier and store", "Deadlines", "Watching"
+)  # fmt: skip
+# of what `engine_config` reads, each in its group; the other fields are set by options below, or by a file alone
+_FIELDS = Fields(
+    EngineConfig,
+    groups={
+        _MODEL: ("model", "runner", "process", "numerics", "sum_slices", "routing", "routing_debug", "weight_version",
+                 "weights_interface", "seed"),
+        _GPUS: ("tensor_parallel", "share_gpus"),
+        _STEPS: ("max_context_tokens", "block_tokens", "num_blocks", "max_running", "max_step_tokens", "max_requests",
+                 "pipeline_depth", "prefix_cache", "decode_reserve_blocks", "num_snapshots", "state_every_tokens",
+                 "chosen_positions_nbytes", "inline_tokenise_chars"),
+        _TIERS: ("host_blocks", "host_snapshots", "write_through", "write_back", "fetch_min_tokens", "store_required",
+                 "store_calls", "store_deadline_s", "store_open_deadline_s", "store_retry_s", "store_kill_s"),
+        _TIMES: ("start_deadline_s", "update_deadline_s", "step_deadline_s", "request_deadline_s",
+                 "prepare_deadline_s", "close_deadline_s"),
+        _WATCH: ("trace_turns", "profile_folder"),
+    },
+    names={"tensor_parallel": "--tp"},
+    leave=("role", "tokenizer", "gpus", "leases", "speculation", "store", "store_config", "policy", "policy_config",
+           "runner_config", "taps"),
+    types={"model": click.Path(exists=True, file_okay=False)},
+)  # fmt: skip
 
 
 def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None) -> Path | None:
     """The table of the file that has the command's name, as `[http]`, has values of the command's own options: they
-    are checked as if they were given, and options beat them."""
+    are checked as if they were given, and options beat them. Tables of other commands are theirs."""
     if path is None:
         return None
     # once: it may be a pipe
     values = ctx.meta[_VALUES] = read_config(path)
-    table = values.pop(str(ctx.info_name), None)
-    if table is not None:
-        # as the command line names them: `connect` for --connect
-        known = {
-            option.opts[0].removeprefix("--").replace("-", "_"): option
-            for option in ctx.command.params
-            if isinstance(option, click.Option) and option.name not in ("config_path", *_NAMES)
-        }
-        if not isinstance(table, dict):
-            raise BadInput("--config", f"{path}: {ctx.info_name} is no table")
-        if unknown := [name for name in table if name not in known]:
-            problem = f"{path}: {ctx.info_name}.{unknown[0]} is no option of the command"
-            raise BadInput("--config", problem, hint=f"its keys are: {', '.join(known)}")
-        ctx.default_map = {
-            str(known[name].name): [value] if known[name].multiple and isinstance(value, str) else value
-            for name, value in table.items()
-        }
+    named = ctx
+    while named.parent is not None and named.parent.parent is not None:
+        # of `fdasync ray up` it is [ray]
+        named = named.parent
+    command = str(named.info_name)
+    table = values.pop(command, {})
+    for other in Registry().names(COMMANDS):
+        if isinstance(values.get(other), dict):
+            del values[other]
+    # as the command line names them: `connect` for --connect
+    known = {
+        option.opts[0].removeprefix("--").replace("-", "_"): option
+        for option in ctx.command.params
+        if isinstance(option, click.Option) and option.name not in ("config_path", *_NAMES)
+    }
+    if not isinstance(table, dict):
+        raise BadInput("--config", f"{path}: {command} is no table")
+    ctx.default_map = {}
+    for name, value in table.items():
+        if name not in known:
+            near = nearest(name, tuple(known))
+            hint = f"did you mean {near!r}?" if near else f"its keys are: {', '.join(known)}"
+            raise BadInput("--config", f"{path}: {command}.{name} is no option of the command", hint=hint)
+        option = known[name]
+        given = [value] if option.multiple and isinstance(value, str) else value
+        try:
+            option.type_cast_value(ctx, given)
+        except click.BadParameter as wrong:
+            raise BadInput("--config", f"{path}: {command}.{name}: {wrong.message}") from None
+        ctx.default_map[str(option.name)] = given
     return path
 
 
-_OPTIONS = (
-    click.option(
-        "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Hugging Face checkpoint folder."
-    ),
+_OTHERS = (
     click.option(
         "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True,
         callback=_take_table,
         help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64; a table of the command's name has its"
-        " other options. Options beat the file.",
-    ),
-    click.option("--runner", help="Runner plugin: transformers (the default), synthetic, or another's name."),
-    click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
-        help="Of weights and KV; float64 is for toy models on CPUs.",
+        " other options. Options beat the file, and no file is read that is not named here.",
     ),
     click.option(
-        "--device", help="Of the model: cpu, cuda:1, ... Default: a GPU if there is one; several instances take GPUs"
-        " in turn.",
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]), cls=GroupedOption,
+        group=_MODEL, help="Of weights and KV; float64 is for toy models on CPUs.",
     ),
     click.option(
-        "--num-threads", type=_COUNT, help="CPU threads of each model process. Default: instances share the cores."
+        "--device", cls=GroupedOption, group=_MODEL,
+        help="Of the model: cpu, cuda:1, ... Default: a GPU if there is one; several instances take GPUs in turn.",
     ),
     click.option(
-        "--numerics", type=click.Choice(get_args(Numerics)),
-        help="fixed: every number of a token depends on its prefix and the weights alone, to the last bit; runners that"
-        " cannot promise it are refused.  [default: default]",
+        "--num-threads", type=click.IntRange(1), cls=GroupedOption, group=_MODEL,
+        help="CPU threads of each model process. Default: instances share the cores.",
     ),
     click.option(
-        "--sum-slices", type=_COUNT,
-        help="With fixed numerics, 2 or 4: one process and so many ranks compute the same bits.  [default: 1]",
-    ),
-    click.option(
-        "--tp", "tensor_parallel", type=click.IntRange(1, MOST_RANKS),
-        help="Tensor parallel: so many processes, each with its part of the model, compute every step; at most"
-        f" {MOST_RANKS}.  [default: 1]",
-    ),
-    click.option(
-        "--gpus", multiple=True, metavar="LIST",
+        "--gpus", multiple=True, metavar="LIST", cls=GroupedOption, group=_GPUS,
         help="GPUs of the processes in order, such as 0,1 (as nvidia-smi counts, of those in CUDA_VISIBLE_DEVICES) or"
         " UUIDs; with several instances a list for each, or one for all. Another engine's are refused. Default, auto:"
         " --tp takes the first that are free.",
     ),
-    click.option("--share-gpus", is_flag=True, help="Others may have the same GPUs, if they share them as well."),
-    click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
-    click.option("--block-tokens", type=_COUNT, help="Tokens of a KV block, a power of two. Default: the runner's."),
-    click.option("--max-context-tokens", type=_COUNT, help="Longest prompt and output together. Default: the model's."),
-    click.option("--max-running", type=_COUNT, help="Sequences in a step.  [default: 256]"),
-    click.option("--max-step-tokens", type=_COUNT, help="Token budget of a step.  [default: 2048]"),
-    click.option("--host-blocks", type=_COUNT, help="KV blocks in host memory. Default: what 1 GiB holds."),
+    click.option("--policy", metavar="POLICY", cls=GroupedOption, group=_STEPS, help=POLICY_HELP),
     click.option(
-        "--store", metavar="STORE",
+        "--drafter", metavar="DRAFTER", cls=GroupedOption, group=_STEPS,
+        help="Several tokens of a sample in a step, where drafts are right: any installed drafter, e.g. ngram or"
+        " ngram:keep_s=600; none: the runner alone drafts.  [default: one token a step]",
+    ),
+    click.option(
+        "--draft-tokens", type=click.IntRange(1), cls=GroupedOption, group=_STEPS,
+        help="With --drafter, most drafts of a sample in a step. Default: 3.",
+    ),
+    click.option(
+        "--store", metavar="STORE", cls=GroupedOption, group=_TIERS,
         help=f"Tier behind the host. {STORE_HELP} A folder of `file` serves one instance: with several, each has its"
         " own inside it.",
     ),
     click.option(
-        "--store-required", is_flag=True,
-        help="Do not start without the store. Default: start, say so, and use the store once it opens.",
-    ),
-    click.option("--policy", metavar="POLICY", help=POLICY_HELP),
-    click.option(
-        "--drafter", metavar="DRAFTER",
-        help="Several tokens of a sample in a step, where drafts are right: any installed drafter, e.g. ngram or"
-        " ngram:keep_s=600; none: the runner alone drafts.  [default: one token a step]",
-    ),
-    click.option("--draft-tokens", type=_COUNT, help="With --drafter, most drafts of a sample in a step. Default: 3."),
-    click.option(
-        "--tap", "taps", multiple=True, metavar="TAP",
+        "--tap", "taps", multiple=True, metavar="TAP", cls=GroupedOption, group=_WATCH,
         help="A tap plugin that reads the engine's events: NAME, or NAME:key=value,key=value.",
     ),
-    click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
-_PLAIN = (
-    "numerics", "sum_slices", "tensor_parallel", "num_blocks", "block_tokens", "max_context_tokens", "max_running",
-    "max_step_tokens", "host_blocks", "seed",
-)  # fmt: skip
-# parameters that `engine_config` takes
-_NAMES = (
-    "model", "runner", "dtype", "device", "num_threads", *_PLAIN, "gpus", "share_gpus", "store", "store_required",
-    "policy", "drafter", "draft_tokens", "taps",
-)  # fmt: skip
+# parameters that `engine_config` takes besides those of `_FIELDS`
+_OWN = ("dtype", "device", "num_threads", "gpus", "policy", "drafter", "draft_tokens", "store", "taps")
+_NAMES = (*[str(option.name) for option in _FIELDS.options.values()], *_OWN)
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: the options that `engine_config` takes."""
-    for option in reversed(_OPTIONS):
+    for option in reversed((*_OTHERS[:1], _FIELDS, *_OTHERS[1:])):
         command = option(command)
     return command
 
@@ -168,58 +173,47 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     Args:
         role: of the command line; None: the file's role, or "mixed".
 
-    Raises ConfigError, or BadInput, naming the option or the file's key.
+    Raises ConfigError, or BadInput, naming the option, or the file and its key.
     """
-    taken = {
-        name: options.pop(name)
-        for name in ("model", "config_path", "runner", "dtype", "device", "num_threads", *_PLAIN)
-    }
-    ctx = click.get_current_context(silent=True)
-    if ctx is not None and _VALUES in ctx.meta:
-        values = ctx.meta[_VALUES]
-    else:
-        values = {} if taken["config_path"] is None else read_config(taken["config_path"])
-    if taken["model"] is not None:
-        values["model"] = str(taken["model"])
-    if taken["runner"] is not None:
-        values["runner"] = taken["runner"]
-    own = {name: taken[name] for name in ("dtype", "device", "num_threads") if taken[name] is not None}
-    if own and isinstance(values.setdefault("runner_config", {}), dict):
-        values["runner_config"] = {**values["runner_config"], **own}
-    values.update({name: taken[name] for name in _PLAIN if taken[name] is not None})
-    gpus, each = parse_gpus(options.pop("gpus"))
+    path, ctx = options.pop("config_path", None), click.get_current_context(silent=True)
+    read = ctx.meta.get(_VALUES) if ctx is not None else None
+    file = read if read is not None else {} if path is None else read_config(path)
+    given = _FIELDS.given(options)
+    own = {name: options.pop(name, None) for name in _OWN}
+    of_runner = {name: own[name] for name in ("dtype", "device", "num_threads") if own[name] is not None}
+    if of_runner and isinstance(known := file.get("runner_config", {}), dict):
+        given["runner_config"] = {**known, **of_runner}
+    gpus, each = parse_gpus(own["gpus"] or ())
     if gpus is not None:
-        values["gpus"] = gpus
-    if options.pop("share_gpus"):
-        values["share_gpus"] = True
-    policy = parse_policy(options.pop("policy"))
-    if policy is not None:
-        values["policy"], values["policy_config"] = policy
-    drafter, draft_tokens = parse_drafter(options.pop("drafter")), options.pop("draft_tokens")
-    if drafter is not None:
-        known = values.get("speculation")
-        own = {"drafter": drafter[0], "drafter_config": drafter[1]}
-        values["speculation"] = {**known, **own} if isinstance(known, dict) else own
-    if draft_tokens is not None:
-        if not isinstance(values.get("speculation"), dict):
+        given["gpus"] = gpus
+    for name, parsed in (("policy", parse_policy(own["policy"])), ("store", parse_store(own["store"]))):
+        if parsed is not None:
+            given[name], given[f"{name}_config"] = parsed
+    drafts = {} if own["drafter"] is None else dict(zip(_DRAFTER, parse_drafter(own["drafter"]) or (), strict=True))
+    if own["draft_tokens"] is not None:
+        drafts["max_tokens"] = own["draft_tokens"]
+    known = file.get("speculation")
+    if drafts:
+        if "drafter" not in drafts and not isinstance(known, dict):
             raise BadInput("--draft-tokens", "is given, and no drafter is", hint="give --drafter ngram, too")
-        values["speculation"] = {**values["speculation"], "max_tokens": draft_tokens}
-    store = parse_store(options.pop("store"))
-    if store is not None:
-        values["store"], values["store_config"] = store
-    given: set[str] = set()
-    for text in options.pop("taps"):
+        given["speculation"] = {**known, **drafts} if isinstance(known, dict) else drafts
+    taps: dict[str, Any] = {}
+    for text in own["taps"] or ():
         name, keys = parse_plugin("--tap", text, _tap_keys)
-        if name in given:
+        if name in taps:
             raise BadInput("--tap", f"names {name} twice", hint="give all its keys in one --tap")
-        given.add(name)
-        if isinstance(values.setdefault("taps", {}), dict):
-            values["taps"][name] = keys
-    if options.pop("store_required"):
-        values["store_required"] = True
-    if role is not None or values.get("role", "alone") == "alone":
-        values["role"] = role or "mixed"
-    config = EngineConfig.from_mapping(values)
+        taps[name] = keys
+    if taps and isinstance(known := file.get("taps", {}), dict):
+        given["taps"] = {**known, **taps}
+    if role is not None or file.get("role", "alone") == "alone":
+        given["role"] = role or "mixed"
+    try:
+        config = EngineConfig.from_mapping({**file, **given})
+    except ConfigError as wrong:
+        key = wrong.field.removeprefix("config.").split(".")[0]
+        if path is None or key in given or key not in file:
+            raise
+        raise ConfigError(f"{path}: {wrong.field}", wrong.problem, limit=wrong.limit, hint=wrong.hint) from None
     if gpus is not None and gpus != "auto" and each not in (config.tensor_parallel, len(gpus)):
         problem = f"has {counted(each)} in a list, and --tp is {config.tensor_parallel}"
         hint = "say one list per instance, with a GPU for each rank, or one list for all"
@@ -232,19 +226,14 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
 def as_typed(error: BaseException, arguments: Sequence[str]) -> str:
     """The text of an error with the name of the option, such as `--gpus`, in place of each configuration key whose
     option is among these arguments."""
+    words = {name: option.opts[0] for name, option in _FIELDS.options.items()}
+    words |= {name: f"--{name.replace('_', '-')}" for name in _OWN}
     typed = {
-        str(option.name): option.opts[0]
-        for option in _options()
-        if any(argument == option.opts[0] or argument.startswith(f"{option.opts[0]}=") for argument in arguments)
+        name: word
+        for name, word in words.items()
+        if any(argument == word or argument.startswith(f"{word}=") for argument in arguments)
     }
     return _CONFIG_KEY.sub(lambda found: typed.get(found[1], found[0]), str(error))
-
-
-def _options() -> list[click.Parameter]:
-    command = click.Command("any")
-    for option in _OPTIONS:
-        option(command)
-    return command.params
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -274,6 +263,9 @@ def parse_policy(text: str | None) -> tuple[str, dict[str, Any]] | None:
     return None if text is None else parse_plugin("--policy", text, lambda name: policy_class(name).config_type)
 
 
+_DRAFTER = ("drafter", "drafter_config")
+
+
 def parse_drafter(text: str | None) -> tuple[str, dict[str, Any]] | None:
     """Entry-point name and configuration of `--drafter`; None where it is not given. Raises as `parse_plugin` does."""
     if text is None or text == RUNNERS_OWN:
@@ -298,18 +290,19 @@ def parse_plugin(
         missing = "its configuration behind the colon" if name else f"the name of a {option.removeprefix('--')}"
         raise BadInput(option, f"{text!r} lacks {missing}", limit=PLUGIN_FORMS)
     config_type = config_type_of(name)
-    keys = [field.encode_name for field in msgspec.structs.fields(config_type)]
+    hints = hints_of(config_type)
     json_form = rest.startswith("{")
-    given = _json_object(option, rest) if json_form else _pairs(option, name, rest, keys)
-    hint = f"its keys are: {', '.join(keys) or 'none'}"
-    if unknown := [key for key in given if key not in keys]:
-        raise BadInput(f"{option} {name}.{unknown[0]}", "is not a key that exists", hint=hint)
+    given = _json_object(option, rest) if json_form else _pairs(option, name, rest, list(hints))
+    place = f"{option} {name}"
+    if not json_form:
+        # a value of the command line is text
+        given = {key: of_text(hints[key], value, f"{place}.{key}") if key in hints else value
+                 for key, value in given.items()}  # fmt: skip
     try:
-        # a value of the command line is text, and is converted to the key's type
-        own = msgspec.convert(given, config_type, strict=json_form)
-    except msgspec.ValidationError as error:
-        wrong = ConfigError.of_validation(error, f"{option} {name}")
-        raise BadInput(wrong.field, wrong.problem, hint=hint) from None
+        own = struct_of(config_type, given, root=place)
+    except BadInput as wrong:
+        keys = f"its keys are: {', '.join(hints) or 'none'}"
+        raise BadInput(wrong.field, wrong.problem, limit=wrong.limit, hint=wrong.hint or keys) from None
     values = msgspec.to_builtins(own)
     return name, {key: values[key] for key in given if key in values}
 

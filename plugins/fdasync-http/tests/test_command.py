@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 import click
 import httpx2
 import pytest
-from fdasync_http.command import http
+from fdasync_http.command import _APP, _CONNECTIONS, _SETTINGS, http
 from fdasync_http.config import ConnectionLimits, HttpConfig
-from fdasync_http.limits import _LIMITS
 
 from fdasync import Instance
 from fdasync.runner.synthetic import WEIGHTS_FILE
@@ -183,11 +182,17 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         (("--connect", "ipc:///nowhere", "--mixed", "1"), "leave out"),
         (("--api-key-file", "{open}"), "chmod 600"),
         (("--port", "70000"), "--port"),
-        (("--max-body-mib", "0"), "Invalid value for '--max-body-mib': 0 is not in the range 1<=x<=1024"),
-        (("--header-timeout-s", "0"), "Invalid value for '--header-timeout-s': 0.0 is not in the range 0.1<=x"),
+        (("--max-body-mib", "0"), "Invalid value for '--max-body-mib': 0 is out of range (limit: 1 to 1073741824)"),
+        (
+            ("--header-timeout-s", "0"),
+            "'--header-timeout-s': 0.0 is out of range (limit: above 0, up to 1000000.0)",
+        ),
         (("--max-body-mib", "600"), "--max-bodies-mib: 512 is less than --max-body-mib, 600"),
-        (("--config", "{table}"), "Invalid value for '--max-connections': 0 is not in the range 1<=x<=1000000"),
-        (("--config", "{typo}"), "http.max_conections is no option of the command; its keys are: prefill,"),
+        (("--config", "{table}"), "table.toml: http.max_connections: 0 is out of range (limit: 1 to 1000000)"),
+        (
+            ("--config", "{typo}"),
+            "typo.toml: http.max_conections is no option of the command; did you mean 'max_con",
+        ),
     ],
 )
 async def test_what_cannot_start_says_why(options, told, tmp_path):
@@ -303,16 +308,15 @@ async def test_keys_of_the_table_are_named_as_the_options(value, tmp_path):
 def test_help_has_the_limits_in_a_group_of_their_own():
     told = http.get_help(click.Context(http, info_name="http"))
     options, limits = told.split("\nLimits:\n")
+    limits, others = limits.split("\nOptions:\n")
     assert "--drain-s" in options
-    for field in (*LIMITS, *ConnectionLimits.__struct_fields__):
-        limit = next(one for one in _LIMITS if one.field == field)
-        assert f"\n  {limit.option} " in f"\n{limits}"
-        assert limit.option not in options
-
-
-# fields of the app's that are no limits
-SETTINGS = {"model", "dialect", "api_key", "admin_key", "weights_root", "pulls_root", "rows", "memory_saver"}
-LIMITS = [name for name in HttpConfig.__struct_fields__ if name not in SETTINGS]
+    for field, option in {**_APP.options, **_CONNECTIONS.options}.items():
+        where = options if field in _SETTINGS else limits
+        assert f"\n  {option.opts[0]} " in f"\n{where}"
+        assert told.count(f"\n  {option.opts[0]} ") == 1
+    assert not set(HttpConfig.__struct_fields__) - set(_APP.options) - {"api_key", "admin_key"}
+    assert not set(ConnectionLimits.__struct_fields__) - set(_CONNECTIONS.options)
+    assert "--config" in others
 
 
 @pytest.mark.ci

@@ -8,8 +8,7 @@ import logging
 import random
 
 import pytest
-from fdasync_http.config import ConnectionLimits
-from fdasync_http.server import Listen
+from fdasync_http.config import ConnectionLimits, Listen
 
 from fdasync.testing import until
 

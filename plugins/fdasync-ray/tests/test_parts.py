@@ -39,7 +39,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({}, "no instances"),
         ({"prefill": 1}, "decode instances are missing"),
         ({"mixed": 1, "cpus": 0.0}, "needs a resource"),
-        ({"mixed": -1}, "below zero"),
+        ({"mixed": -1}, "out of range"),
         ({"mixed": 1, "name": ""}, "name"),
         ({"mixed": 1, "gpus": 1.5}, "whole"),
         ({"mixed": 1, "gpus": 0.5}, "share_gpus"),

@@ -45,10 +45,11 @@ import json, sys
 from pathlib import Path
 from fdasync import EngineConfig
 from fdasync_fleet.cli.local.restarts import RestartRules
-from fdasync_fleet.cli.up import UpOptions, run_up
+from fdasync_fleet.cli.local.options import UpOptions
+from fdasync_fleet.cli.up import run_up
 
 config = EngineConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text()))
-sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=RestartRules(first_s=0.01, limit=LIMIT))))
+sys.exit(run_up(config, UpOptions(mixed=2, folder=sys.argv[2]), RestartRules(first_s=0.01, limit=LIMIT)))
 """
 
 # its router never gets to its end

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 import uvloop
-from fdasync_fleet.cli.local.child import Child, ChildEnded, Role, in_words
+from fdasync_fleet.cli.local.child import Child, ChildEnded, in_words
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_fleet.cli.local.options import LinkOptions
 from fdasync_fleet.cli.local.restarts import RestartRules, Restarts
 from fdasync_fleet.router.config import RouterConfig
 from fdasync_fleet.router.router import Router, connect
@@ -29,7 +30,7 @@ from fdasync.ipc.child import allow_files, settle
 from fdasync.registry.registry import TOKENIZERS, Registry
 from fdasync_http.application import app
 from fdasync_http.front import model_name
-from fdasync_http.server import Listen, Served, bind, check_certificates, check_exposure, serving
+from fdasync_http.server import Served, bind, check_certificates, check_exposure, serving
 
 if TYPE_CHECKING:
     import socket
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.telemetry.otel import SpanLines
-    from fdasync_http.config import HttpConfig
+    from fdasync_http.config import HttpConfig, HttpOptions, Listen
 
 _EXIT_FAILED = 1
 _EXIT_ERROR = 2
@@ -52,30 +53,6 @@ _ID_CHARS = 8
 _SHOWN_LINES = 8
 _TELL_S = 3.0
 _FILES, _CHILD_FILES = 64, 8
-
-
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve; see `fdasync http --help`.
-
-    Attributes:
-        addresses: instances that run already; (): `counts` says which to start.
-        counts: how many instances of each role to start.
-        front: "in-process": one engine in this process, and no instances.
-        tokenizer_folder: checkpoint folder of the tokenizer; "": the model's.
-        ready_fd: descriptor for the ready line; None: none.
-        connect_s: longest that the first instance may take to answer.
-        keys: file of the fleet's keys, for `addresses`; "": none.
-        traces: file that spans of requests are appended to; "": there are none.
-    """
-
-    addresses: tuple[str, ...] = ()
-    counts: dict[Role, int] = {}
-    front: Literal["process", "in-process"] = "process"
-    tokenizer_folder: str = ""
-    ready_fd: int | None = None
-    connect_s: float = 30.0
-    keys: str = ""
-    traces: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +79,7 @@ def run_http(engine: EngineConfig | None, options: HttpOptions, config: HttpConf
             os.fstat(options.ready_fd)
         except OSError as error:
             raise BadInput("--ready-fd", f"{options.ready_fd} is no open descriptor: {error.strerror}") from None
-    allow_files(_FILES + listen.limits.max_connections + _CHILD_FILES * sum(options.counts.values()))
+    allow_files(_FILES + listen.limits.max_connections + _CHILD_FILES * sum(options.counts().values()))
     return uvloop.run(_Service(engine, options, config, listen).run())
 
 
@@ -120,7 +97,7 @@ class _Service:
         self._options = options
         self._config = config
         self._listen = listen
-        plans = [] if engine is None else plans_for(engine, options.counts, drain_s=listen.drain_s)
+        plans = [] if engine is None else plans_for(engine, options.counts(), LinkOptions(drain_s=listen.drain_s))
         self._fleet = LocalFleet(plans, None, self._on_end)
         self._restarts = {plan.name: Restarts(RestartRules()) for plan in plans}
         self._bound: socket.socket | None = None
@@ -256,7 +233,7 @@ class _Service:
     def _tokenizer(self, generator: Generator) -> Tokenizer | None:
         """The tokenizer of the front: chats are rendered and text is decoded here, not on the loop of an instance."""
         facts = generator.facts()
-        folder = self._options.tokenizer_folder or facts.model_path
+        folder = self._options.tokenizer or facts.model_path
         if not folder or not facts.tokenizer:
             return None
         tokenizer: Tokenizer = Registry().load_function(TOKENIZERS, facts.tokenizer)(folder)

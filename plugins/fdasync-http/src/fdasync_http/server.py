@@ -16,11 +16,9 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import uvicorn
 
 from fdasync.errors import BadInput
-from fdasync_http.config import ConnectionLimits
 from fdasync_http.protocol import protocol_with
 
 if TYPE_CHECKING:
@@ -28,30 +26,11 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from fdasync_http.config import Listen
+
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
 _START_S = 30.0
-
-
-class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how to listen.
-
-    Attributes:
-        host: name or address; only loopback ones without a key or client certificates.
-        port: 0: any free one.
-        certificate, key: PEM files of TLS; "": plain HTTP.
-        client_authority: PEM file of the authority whose certificates clients must show; "": they show none.
-        drain_s: longest that the end waits for answers under way.
-        limits: of connections.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 30000
-    certificate: str = ""
-    key: str = ""
-    client_authority: str = ""
-    drain_s: float = 30.0
-    limits: ConnectionLimits = ConnectionLimits()
 
 
 def check_exposure(listen: Listen, *, has_key: bool) -> None:

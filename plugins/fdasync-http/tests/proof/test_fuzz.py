@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from fdasync_http import app
-from fdasync_http.server import Listen, serving
+from fdasync_http.config import Listen
+from fdasync_http.server import serving
 
 from tests.nightly.http import fuzz
 

@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fdasync_fleet.cli.local.child import Role
+from fdasync_fleet.cli.local.options import Seconds, missing_half
 from fdasync_fleet.cli.local.restarts import RestartRules
 from fdasync_fleet.link.address import check_address, is_ipc
+from msgspec import Meta
 
+from fdasync.cli.common.fields import Address, File
 from fdasync.cli.common.options import store_of_instance
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import ConfigError
+from fdasync.registry.mapping import check
 
 #: Ray's namespace of the named actors
 NAMESPACE = "fdasync"
+Count = Annotated[int, Meta(ge=0, le=512)]
+Amount = Annotated[float, Meta(ge=0)]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    engine: of every instance; its role is set for each. Its folders must be there on every node.
-    name: of the fleet in its cluster; two fleets that live have two names.
-    prefill, decode, mixed: how many instances of each role.
-    cpus, gpus: Ray's resources of one instance; all on one node, so a group of tensor-parallel ranks is.
-        `cpus` is also how many threads its ranks have, where the runner computes on CPUs.
-    resources: further ones of an instance, by name.
-    listen: address of every instance, such as "tcp://eth1:0" where nodes have several networks; the system chooses the
-        port. "": the address by which Ray knows the node.
-    keys: file of the fleet's keys (`fdasync keys new`), for routers outside of the cluster. It is read by the process
-        that starts the fleet, and goes to instances and routers through Ray. "": keys that are made for this fleet.
-    transport: how blocks come from other instances, as `fdasync serve --transport`.
-    serve_options: further options of every `fdasync serve`, each word by itself, as `("--metrics-port", "0")`.
-    place_s: how long a cluster may take to give an instance its place before another place is asked for.
-    room_s: how long a start or a growth waits for room before it raises NoRoom. The places stay wanted.
-    drain_s: how long an instance that leaves may take to end its requests.
-    restart: how soon and how often an instance that ended is started again, there or on another node.
+    """What a fleet is made of.
+
+    Attributes:
+        engine: of every instance; its role is set for each. Its folders must be there on every node.
+        name: of the fleet: fdasync_ray.attach(NAME); two fleets that live have two names.
+        prefill: prefill instances.
+        decode: decode instances.
+        mixed: mixed instances.
+        cpus: Ray CPUs of an instance, all on one node, and its threads where it computes on CPUs.
+        gpus: Ray GPUs of an instance, all on one node, so a group of tensor-parallel ranks is; 0: none.
+        resources: further ones of an instance, by name.
+        listen: address of every instance, such as tcp://eth1:0 where nodes have several networks; the system chooses
+            the port; by default the address by which Ray knows the node.
+        keys: file of the fleet's keys (`fdasync keys new`), for routers outside of the cluster; it is read by the
+            process that starts the fleet, and goes to instances and routers through Ray; by default keys of this fleet
+            alone.
+        transport: how blocks come from other instances, as of `fdasync serve`.
+        serve_options: further options of every `fdasync serve`, each word by itself, as `("--metrics-port", "0")`.
+        place_s: how long a cluster may take to give an instance its place before another place is asked for.
+        room_s: how long a start or a growth waits for room before it raises NoRoom. The places stay wanted.
+        drain_s: how long an instance that leaves may take to end its requests.
+        restart: how soon and how often an instance that ended is started again, there or on another node.
     """
 
     engine: EngineConfig
-    name: str = "fleet"
-    prefill: int = 0
-    decode: int = 0
-    mixed: int = 0
-    cpus: float = 1.0
-    gpus: float = 0.0
+    name: Annotated[str, Meta(min_length=1)] = "fleet"
+    prefill: Count = 0
+    decode: Count = 0
+    mixed: Count = 0
+    cpus: Amount = 1.0
+    gpus: Amount = 0.0
     resources: dict[str, float] = {}
-    listen: str = ""
-    keys: str = ""
+    listen: Address = ""
+    keys: File = ""
     transport: str = "auto"
     serve_options: tuple[str, ...] = ()
-    place_s: float = 10.0
-    room_s: float = 60.0
-    drain_s: float = 600.0
+    place_s: Seconds = 10.0
+    room_s: Seconds = 60.0
+    drain_s: Seconds = 600.0
     restart: RestartRules = RestartRules()
 
     def counts(self) -> dict[Role, int]:
@@ -78,12 +89,11 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises ConfigError for what no cluster could start."""
-        if not self.name or any(count < 0 for count in self.counts().values()):
-            raise ConfigError("name" if not self.name else "counts", "is empty or below zero")
+        check(self, error=ConfigError)
         if not sum(self.counts().values()):
             raise ConfigError("counts", "no instances", hint="prefill=1, decode=1, or mixed=1")
-        if bool(self.prefill) != bool(self.decode) and not self.mixed:
-            raise ConfigError("counts", f"{'decode' if self.prefill else 'prefill'} instances are missing")
+        if missing := missing_half(self.prefill, self.decode, self.mixed):
+            raise ConfigError("counts", f"{missing.removeprefix('--')} instances are missing")
         if not self.bundle():
             raise ConfigError("cpus", "an instance needs a resource, or Ray puts all on one node", limit="above 0")
         if self.engine.gpus != "auto":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from fdasync_fleet.cli.local.child import Plan
+from fdasync_fleet.cli.local.options import LinkOptions
 from fdasync_fleet.cli.local.restarts import Restarts
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -162,8 +163,7 @@ class Slot:
             name=self.name,
             role=self.role,
             config=config.config_of(self.name, self.role),
-            transport=config.transport,
-            drain_s=config.drain_s,
+            links=LinkOptions(transport=config.transport, drain_s=config.drain_s),
             extra=config.serve_options,
         )
         async with shared.choosing:

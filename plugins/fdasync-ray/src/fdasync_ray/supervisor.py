@@ -53,7 +53,8 @@ class Supervisor:
         file = os.memfd_create(f"{plan.name}.keys")
         os.fchmod(file, 0o600)
         os.write(file, msgspec.json.encode(keys))  # blocking: memory
-        self._plan = msgspec.structs.replace(plan, keys=f"/proc/{os.getpid()}/fd/{file}")
+        links = msgspec.structs.replace(plan.links, keys=f"/proc/{os.getpid()}/fd/{file}")
+        self._plan = msgspec.structs.replace(plan, links=links)
         self._child: Child | None = None
         self._folder = NodeFolder(uid, plan.config.model, plan.config.runner)
         self._placing = asyncio.Lock()

@@ -13,10 +13,9 @@ import uvloop
 
 from fdasync.cli.common.signals import Signals
 from fdasync.errors import ConfigError
-from fdasync_ray.config import FleetConfig
 
 if TYPE_CHECKING:
-    from fdasync.engine.config import EngineConfig
+    from fdasync_ray.config import FleetConfig
 
 _LOOPBACK = "tcp://127.0.0.1:0"
 _CONNECT_S = 10.0
@@ -24,48 +23,23 @@ _EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
 _LONG_S = 3600.0
 
 
-class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; see `fdasync ray up --help`."""
+def run_up(config: FleetConfig, address: str, *, chosen: bool) -> int:
+    """Run the fleet until a signal; returns the exit code. Raises FdasyncError where it cannot start.
 
-    prefill: int = 0
-    decode: int = 0
-    mixed: int = 0
-    address: str | None = None
-    name: str = "fleet"
-    listen: str = ""
-    keys: Path | None = None
-    encrypt_blocks: bool = False
-    room_s: float = 60.0
-    cpus: float = 1.0
-    ray_gpus: float | None = None
-    transport: str = "auto"
-    drain_s: float = 600.0
-
-
-def run_up(engine: EngineConfig, options: UpOptions) -> int:
-    """Run the fleet until a signal; returns the exit code. Raises FdasyncError where it cannot start."""
-    config = FleetConfig(
-        engine=engine,
-        name=options.name,
-        prefill=options.prefill,
-        decode=options.decode,
-        mixed=options.mixed,
-        cpus=options.cpus,
-        gpus=options.ray_gpus or 0.0,
-        # of a cluster of its own, which ends with this process, no other machine is a part
-        listen=options.listen or ("" if options.address else _LOOPBACK),
-        keys="" if options.keys is None else str(options.keys.absolute()),
-        transport=options.transport,
-        serve_options=("--encrypt-blocks",) if options.encrypt_blocks else (),
-        room_s=options.room_s,
-        drain_s=options.drain_s,
-    )
+    Args:
+        address: of a Ray cluster that runs, or "auto"; "": one of this machine alone is started.
+        chosen: somebody has said how many GPUs an instance has.
+    """
+    # of a cluster of its own, which ends with this process, no other machine is a part
+    listen = config.listen or ("" if address else _LOOPBACK)
+    config = msgspec.structs.replace(config, listen=listen, keys=config.keys and str(Path(config.keys).absolute()))
     config.check()
-    _connect(options.address)
+    _connect(address)
     import ray
 
+    engine = config.engine
     try:
-        if options.ray_gpus is None and engine.runner != "synthetic" and engine.runner_config.get("device") != "cpu":
+        if not chosen and engine.runner != "synthetic" and engine.runner_config.get("device") != "cpu":
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             config = msgspec.structs.replace(config, gpus=float(engine.tensor_parallel if has_gpus else 0))
             config.check()
@@ -74,12 +48,12 @@ def run_up(engine: EngineConfig, options: UpOptions) -> int:
         ray.shutdown()
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str) -> None:
     """Connect this process to a cluster. Raises ConfigError where none answers."""
     import ray
 
     hint = "start one: `ray start --head`, or leave --address out to have one of this machine alone"
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         # Ray itself tries for two minutes, and then ends the process
         try:

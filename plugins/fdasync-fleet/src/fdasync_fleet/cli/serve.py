@@ -1,4 +1,4 @@
-"""The `fdasync serve` and `fdasync up` commands: options and exit codes.
+"""The `fdasync serve` and `fdasync up` commands: exit codes, and what their options (`options.py`) must have together.
 
 Parses; the work is in `service.py` and `up.py`, which are imported when a command runs. Called by `main.py`.
 """
@@ -6,92 +6,18 @@ Parses; the work is in `service.py` and `up.py`, which are imported when a comma
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from fdasync.cli.common.numbers import NumberRange
+from fdasync.cli.common.fields import GroupedCommand
 from fdasync.cli.common.options import engine_config, engine_options
-
-_MAX_INSTANCES = 64
-_drain_s = click.option(
-    "--drain-s",
-    default=600.0,
-    show_default=True,
-    type=NumberRange(0, 1e9),
-    help="Longest that the first signal waits for requests.",
-)
-_host = click.option(
-    "--host",
-    default="",
-    metavar="HOST",
-    help="What other machines dial in place of the host of --listen, behind address translation or where --listen is"
-    " tcp://0.0.0.0:PORT: an address in numbers, or an interface.",
-)
-_encrypt_blocks = click.option(
-    "--encrypt-blocks",
-    is_flag=True,
-    help="Blocks that go over tcp do so by TLS 1.3, both ways; needs --keys, and the package of fdasync-fleet[tls].",
-)
-_trusted_network = click.option(
-    "--trusted-network",
-    is_flag=True,
-    help="Whoever reaches this machine's ports may read and write blocks on their way: have them come from other"
-    " machines by Mooncake's engine (fdasync-mooncake), over RDMA or TCP, where both instances say so.",
-)
+from fdasync_fleet.cli.local.options import SERVE, UP, missing_half
 
 
-@click.command()
-@click.option(
-    "--role",
-    type=click.Choice(["mixed", "prefill", "decode"]),
-    help="mixed serves requests whole; prefill ones compute prompts and hand over to decode ones.  [default: mixed]",
-)
-@click.option(
-    "--listen",
-    required=True,
-    metavar="ADDRESS",
-    help="ipc:///path, or tcp://127.0.0.1:PORT (0: any). With --keys tcp://HOST:PORT: an address that the other"
-    " machines reach, or an interface's name.",
-)
-@_host
-@click.option(
-    "--data-port",
-    default=0,
-    type=click.IntRange(0, 65535),
-    help="Port from which other machines read blocks, where address translation has to pass it on.  [default: any]",
-)
-@click.option(
-    "--keys",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of `fdasync keys new`: every link that is not ipc is authenticated and encrypted.",
-)
-@_encrypt_blocks
-@_trusted_network
-@click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    metavar="ADDRESS",
-    help="A decode instance to connect to at once; to others it connects when a router names them.",
-)
-@click.option("--name", default="", help="For people.  [default: the address]")
-@click.option(
-    "--transport",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help="How blocks come from other instances: shm (mapped memory), tcp (a loopback port), a plugin's name, or auto:"
-    " shm where that works, else tcp; both where --listen is a tcp address. device: from GPU to GPU of one machine"
-    " where both instances say so, else as auto.",
-)
+@click.command(cls=GroupedCommand)
+@SERVE
 @engine_options
-@_drain_s
-@click.option("--json-log", default="", metavar="PATH", help="Append events as JSON lines; - is stderr.")
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Prometheus on the loopback; 0: any free port.")
-@click.option("--ready-fd", type=click.IntRange(0), help="Write one JSON line to this descriptor when ready.")
-@click.option("--parent", type=click.IntRange(1), hidden=True, help="End when this process, our parent, ends.")
 def serve(**options: Any) -> None:
     """Run one instance until Ctrl-C or SIGTERM, for `fdasync.connect([ADDRESS, ...])`.
 
@@ -109,59 +35,15 @@ def serve(**options: Any) -> None:
     130: interrupted while it loaded.
     """
     from fdasync.ipc.child import leave
-    from fdasync_fleet.cli.service import ServeOptions, run_serve
+    from fdasync_fleet.cli.service import run_serve
 
-    config = engine_config(options, options.pop("role"))
-    leave(run_serve(config, ServeOptions(**{**options, "peers": tuple(options["peers"])})))
+    plan = SERVE.take(options)
+    leave(run_serve(engine_config(options, plan.role), plan))
 
 
-@click.command()
-@click.option("--prefill", default=0, type=click.IntRange(0, _MAX_INSTANCES), help="Prefill instances.")
-@click.option("--decode", default=0, type=click.IntRange(0, _MAX_INSTANCES), help="Decode instances.")
-@click.option("--mixed", default=0, type=click.IntRange(0, _MAX_INSTANCES), help="Mixed instances.")
+@click.command(cls=GroupedCommand)
+@UP
 @engine_options
-@click.option(
-    "--transport",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help="How blocks go from one to another.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where the sockets are made, and removed at the end; holds nothing else. Addresses are ipc://FOLDER/p0,"
-    " .../d0 and so on. Made if missing. Default: a private temporary folder.",
-)
-@click.option(
-    "--listen",
-    default="",
-    metavar="ADDRESS",
-    help="tcp://HOST:PORT of the first instance, instead of sockets; the others listen at the ports behind it, or each"
-    " at a free one with port 0. Beyond the loopback with --keys alone.",
-)
-@_host
-@click.option(
-    "--keys",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of `fdasync keys new`: links over tcp are authenticated and encrypted.",
-)
-@_encrypt_blocks
-@_trusted_network
-@_drain_s
-@click.option(
-    "--json-log",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Append the events of each instance to DIR/NAME.jsonl, as JSON lines.",
-)
-@click.option(
-    "--restart",
-    default="on-failure",
-    show_default=True,
-    type=click.Choice(["on-failure", "no"]),
-    help="Whether an instance that fails or is killed is started again.",
-)
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Start prefill, decode and mixed instances on this machine and show how they do, until Ctrl-C or SIGTERM.
@@ -181,15 +63,11 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     Exit code 0: all drained. 1: an instance was given up, or was not there at the end; or requests were cut short. 2:
     an instance could not start. 130: interrupted while instances loaded, or were connected to.
     """
-    from fdasync_fleet.cli.local.restarts import RestartRules
-    from fdasync_fleet.cli.up import UpOptions, run_up
+    from fdasync_fleet.cli.up import run_up
 
-    config = engine_config(options)
-    rules = RestartRules() if options.pop("restart") == "on-failure" else RestartRules(limit=0)
-    plan = UpOptions(**options, restart=rules)
+    plan, config = UP.take(options), engine_config(options)
     if not plan.prefill + plan.decode + plan.mixed:
         raise click.UsageError("no instances: say --prefill 1 --decode 1, or --mixed 1", ctx)
-    if bool(plan.prefill) != bool(plan.decode) and not plan.mixed:
-        missing = "--decode" if plan.prefill else "--prefill"
+    if missing := missing_half(plan.prefill, plan.decode, plan.mixed):
         raise click.UsageError(f"one half is missing: add {missing} 1, or run --mixed ones", ctx)
     sys.exit(run_up(config, plan))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +26,7 @@ from fdasync_fleet.instance.instance import Instance
 if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.events.catalog import Event
+    from fdasync_fleet.cli.local.options import ServeOptions
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -41,25 +41,6 @@ _LONG_S = 3600.0
 
 # of a runner's notes: a pipe of 64 KiB takes the ready line at once, whatever the characters
 _MOST_NOTES, _MOST_NOTE_CHARS = 40, 300
-
-
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; see `fdasync serve --help`."""
-
-    listen: str
-    host: str = ""
-    data_port: int = 0
-    keys: Path | None = None
-    encrypt_blocks: bool = False
-    trusted_network: bool = False
-    peers: tuple[str, ...] = ()
-    name: str = ""
-    transport: str = "auto"
-    drain_s: float = 600.0
-    json_log: str = ""
-    metrics_port: int | None = None
-    ready_fd: int | None = None
-    parent: int | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +99,7 @@ async def _serve(config: EngineConfig, options: ServeOptions) -> int:
         peers=options.peers,
         name=options.name,
         transport=options.transport,
-        keys=options.keys,
+        keys=options.keys or None,
         encrypt_blocks=options.encrypt_blocks,
         trusted_network=options.trusted_network,
     )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from fdasync.engine.config import EngineConfig
+    from fdasync_fleet.cli.local.options import UpOptions
     from fdasync_fleet.router.stats import RouterStats
 
 _EXIT_FAILED = 1
@@ -47,62 +48,38 @@ _SHOWN_LINES = 8
 _FILES, _CHILD_FILES = 48, 8
 
 
-class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; see `fdasync up --help`.
+def run_up(config: EngineConfig, options: UpOptions, rules: RestartRules | None = None) -> int:
+    """Run the instances until a signal; returns the exit code. Raises FdasyncError where they cannot start.
 
-    Attributes:
-        restart: when an instance that ended by itself is started again; a limit of 0: never.
+    Args:
+        rules: when an instance that ended by itself is started again; None: as the options say.
     """
-
-    prefill: int = 0
-    decode: int = 0
-    mixed: int = 0
-    transport: str = "auto"
-    folder: Path | None = None
-    listen: str = ""
-    host: str = ""
-    keys: Path | None = None
-    encrypt_blocks: bool = False
-    trusted_network: bool = False
-    drain_s: float = 600.0
-    json_log: Path | None = None
-    restart: RestartRules = RestartRules()
-
-
-def run_up(config: EngineConfig, options: UpOptions) -> int:
-    """Run the instances until a signal; returns the exit code. Raises FdasyncError where they cannot start."""
     allow_files(_FILES + _CHILD_FILES * (options.prefill + options.decode + options.mixed))
-    return uvloop.run(_Up(config, options, StdoutWriter(sys.stdout, "fdasync up")).run())
+    rules = rules or (RestartRules() if options.restart == "on-failure" else RestartRules(limit=0))
+    return uvloop.run(_Up(config, options, rules, StdoutWriter(sys.stdout, "fdasync up")).run())
 
 
 class _Up:
     """See the module."""
 
-    def __init__(self, config: EngineConfig, options: UpOptions, out: StdoutWriter) -> None:
+    def __init__(self, config: EngineConfig, options: UpOptions, rules: RestartRules, out: StdoutWriter) -> None:
         self._out = out
         self._console = Console(file=cast("TextIO", out))
         self._options = options
         self._failed = False
         self._running = self._draining = False
         # read before there is a loop
-        self._keys = keys_of(options.keys)
+        self._keys = keys_of(options.keys or None)
         plans = plans_for(
-            config,
-            {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed},
-            transport=options.transport,
-            drain_s=options.drain_s,
-            listen=options.listen,
-            host=options.host,
-            keys="" if options.keys is None else str(options.keys.absolute()),
-            encrypt_blocks=options.encrypt_blocks,
-            trusted_network=options.trusted_network,
+            config, {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}, options
         )
-        if options.json_log is not None:
-            options.json_log.mkdir(parents=True, exist_ok=True)
-            folder = options.json_log.absolute()
+        if options.json_log:
+            folder = Path(options.json_log).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
             plans = [msgspec.structs.replace(plan, json_log=str(folder / f"{plan.name}.jsonl")) for plan in plans]
-        self._fleet = LocalFleet(plans, options.folder, self._on_end)
-        self._restarts = {plan.name: Restarts(options.restart) for plan in plans}
+        self._fleet = LocalFleet(plans, Path(options.folder) if options.folder else None, self._on_end)
+        self._restarts = {plan.name: Restarts(rules) for plan in plans}
+        self._gives_up = not rules.limit
         self._store_problems = {plan.name: "" for plan in plans}
         # problem, and whether events were lost, as told of each instance
         self._tap_states = {plan.name: ("", False) for plan in plans}
@@ -154,7 +131,7 @@ class _Up:
             if code is not None:
                 return code
             self._say("ready; connect with")
-            keys = "" if self._options.keys is None else f', keys="{self._options.keys}"'
+            keys = f', keys="{self._options.keys}"' if self._options.keys else ""
             self._print(f"    fdasync.connect([{listed}]{keys})")
             for child in self._fleet.children:
                 if child.gpus:
@@ -282,7 +259,7 @@ class _Up:
             return
         status = child.exited.result()  # a process that was reaped
         what = f"[red]{child.name} ({child.role}) {in_words(status)}[/]"
-        if self._draining or not status or not self._options.restart.limit:
+        if self._draining or not status or self._gives_up:
             # it was asked to end, or no child is started again
             self._failed = True
             self._say(f"{what}; the others go on")

@@ -21,6 +21,7 @@ import msgspec
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import DeadlineExceeded, FdasyncError
 from fdasync.ipc.deadlines import wait_within
+from fdasync_fleet.cli.local.options import LINKS, LinkOptions
 from fdasync_fleet.link.address import remove_dead
 
 if TYPE_CHECKING:
@@ -53,19 +54,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to start one instance; the fields are options of `fdasync serve`.
 
     Attributes:
-        listen: where it listens; "": at a socket in the fleet's folder.
-        keys: file of the fleet's keys; "": none.
+        links: where it listens is there as well; "": at a socket in the fleet's folder.
         extra: further options, each word by itself, as `("--metrics-port", "0")`.
     """
 
     name: str
     role: Role
     config: EngineConfig
-    transport: str = "auto"
-    drain_s: float = 600.0
+    links: LinkOptions = LinkOptions()
     json_log: str = ""
-    listen: str = ""
-    keys: str = ""
     extra: tuple[str, ...] = ()
 
 
@@ -121,9 +118,7 @@ class Child:
         self._text = b""
         arguments = [
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.listens, "--name", plan.name),
-            *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}"),
-            *("--parent", str(os.getpid()), "--json-log", plan.json_log),
-            *(("--keys", plan.keys) if plan.keys else ()),
+            *("--parent", str(os.getpid()), "--json-log", plan.json_log, *LINKS.arguments(plan.links)),
             *plan.extra,
         ]
         ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -22,11 +23,11 @@ from fdasync.errors import ConfigError, DeadlineExceeded
 from fdasync.ipc.deadlines import Within
 from fdasync_fleet.cli.local.child import Child, ChildEnded, Plan, Role
 from fdasync_fleet.cli.local.folder import Folder
+from fdasync_fleet.cli.local.options import LinkOptions
 from fdasync_fleet.link.address import check_address, is_ipc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-    from pathlib import Path
 
     from fdasync.engine.config import EngineConfig
 
@@ -34,35 +35,23 @@ T = TypeVar("T")
 
 # seconds beyond the start deadline of a child's engine
 _START_S = 10.0
+_ALONE = LinkOptions()
 
 
-def plans_for(
-    config: EngineConfig,
-    counts: dict[Role, int],
-    *,
-    transport: str = "auto",
-    drain_s: float = 600.0,
-    listen: str = "",
-    host: str = "",
-    keys: str = "",
-    encrypt_blocks: bool = False,
-    trusted_network: bool = False,
-) -> list[Plan]:
+def plans_for(config: EngineConfig, counts: dict[Role, int], links: LinkOptions = _ALONE) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
     its own GPUs where these are placed (`EngineConfig.gpus`).
 
     Args:
-        listen: a tcp address for the first one, the others at the ports behind it; with port 0 each takes a free one.
-            "": at sockets in the fleet's folder.
-        host: what others dial in place of the host of `listen`; see `Instance`.
-        keys: file of the fleet's keys; "": none.
-        encrypt_blocks, trusted_network: see `Instance`.
+        links: of all; its `listen` is a tcp address for the first one, the others at the ports behind it; with port 0
+            each takes a free one. "": at sockets in the fleet's folder.
 
     Raises ConfigError where that cannot be.
     """
     names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
     places = gpus_of_instances(config, [name for name, _ in names])
     sharing = most_on_one(places) if places and places[0] != "auto" else 0
+    keys = links.keys and str(Path(links.keys).absolute())
     return [
         Plan(
             name=name,
@@ -74,20 +63,15 @@ def plans_for(
                 runner_config={**config.runner_config, **_place(config, number, len(names), sharing)},
                 store_config=store_of_instance(config, name),
             ),
-            transport=transport,
-            drain_s=drain_s,
-            listen=_listen(listen, host, number, bool(keys)),
-            keys=keys,
-            extra=("--encrypt-blocks",) * encrypt_blocks
-            + ("--trusted-network",) * trusted_network
-            + (("--host", host) if host else ()),
+            links=msgspec.structs.replace(links, keys=keys, listen=_listen(links, number)),
         )
         for number, (name, role) in enumerate(names)
     ]
 
 
-def _listen(first: str, host: str, number: int, keyed: bool) -> str:
+def _listen(links: LinkOptions, number: int) -> str:
     """The address of an instance: the number counts ports from the first one's on. Raises ConfigError."""
+    first, host, keyed = links.listen, links.host, bool(links.keys)
     if not first:
         if host:
             raise ConfigError("host", "stands for the host of --listen", hint="say --listen tcp://HOST:PORT, too")
@@ -165,7 +149,7 @@ class LocalFleet:
     def open(self) -> None:
         """Start all children at once. Raises ConfigError; call `aclose` afterwards, whether it raised or not."""
         self._folder = folder = Folder(self._wanted)
-        addresses = [plan.listen or f"ipc://{folder.path / plan.name}" for plan in self._plans]
+        addresses = [plan.links.listen or f"ipc://{folder.path / plan.name}" for plan in self._plans]
         # a tcp address is an instance's to check: an interface's name stands for one
         folder.check([address for address in addresses if is_ipc(address)])
         for plan, address in zip(self._plans, addresses, strict=True):
