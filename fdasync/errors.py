@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
-
-# the end of msgspec's messages: the path of the value, or of the mapping with a key of a wrong type
-_WHERE = re.compile(r" - at (?:`\$(?P<value>[^`]*)`|`key` in `\$(?P<keys>[^`]*)`)$")
 
 #: what ends a process, or a notebook's cell: where it comes in an engine's own work, the engine fails by it, and it
 #: reaches the program all the same
@@ -78,28 +74,6 @@ class BadInput(PermanentError, ValueError):
         if hint:
             text += f"; {hint}"
         super().__init__(text)
-
-    @classmethod
-    def of_validation(cls, error: Exception, root: str = "", whole: str = "") -> Self:
-        """This error made of msgspec's error, whose message ends in the path of the value.
-
-        Args:
-            root: stands before that path; "": the path alone is the field.
-            whole: the field where there is no path; `root` unless it is given.
-        """
-        text, inner = str(error), ""
-        where = _WHERE.search(text)
-        if where is not None:
-            text = text[: where.start()]
-            inner = (where["value"] if where["keys"] is None else where["keys"]).lstrip(".")
-            if where["keys"] is not None:
-                text += " for a key"
-        if "unknown field" in text:
-            name = text.rpartition("unknown field ")[2].strip("`")
-            inner = f"{inner}.{name}".lstrip(".")
-            text = "is not a key that exists"
-        field = f"{root}.{inner}" if root and inner else root or inner
-        return cls(field or whole, text)
 
 
 class TooLong(BadInput):

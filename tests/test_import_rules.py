@@ -132,7 +132,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
-        "fdasync_fleet.link": ("fdasync.ipc.*", "fdasync_fleet.fields", "fdasync_fleet.messages"),
+        "fdasync_fleet.link": (
+            "fdasync.ipc.*", "fdasync.registry.mapping", "fdasync_fleet.fields", "fdasync_fleet.messages",
+        ),
         "fdasync_fleet.transfer": (
             "fdasync.cache.store.base", "fdasync.ipc.*", "fdasync.registry.*", "fdasync_fleet.messages",
         ),

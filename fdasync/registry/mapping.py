@@ -42,10 +42,6 @@ def struct_of(
     for key in values:
         if not isinstance(key, str):
             raise error(whole, f"{key!r:.100} is no name of a field")
-    known = kind.__struct_encode_fields__
-    unknown = [key for key in values if key not in known]
-    if unknown and kind.__struct_config__.forbid_unknown_fields:
-        raise _unknown(error, unknown, known, root)
     return converted(kind, dict(values), error=error, root=root, whole=whole)
 
 
@@ -76,18 +72,18 @@ def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str =
             check(value, error=error, root=place)
 
 
-def of_text(hint: Any, value: Any, place: str, error: type[BadInput] = BadInput) -> Any:
-    """A value as an annotation has it, of plain values, or of text as a command line has it. Raises `error`, for the
+def of_text(hint: Any, value: Any, place: str) -> Any:
+    """A value as an annotation has it, of a plain value, or of text as a command line has it. Raises BadInput for the
     field `place`."""
     if isinstance(value, str):
-        for bare, _ in alternatives(hint):
-            if _fits(value, bare, strict=False):
-                value = msgspec.convert(value, bare, strict=False)
-                break
+        fitting = [bare for bare, _ in alternatives(hint) if _fits(value, bare, strict=False)]
+        if not fitting:
+            raise BadInput(place, f"{value!r:.100} is not {_words(hint)}")
+        value = msgspec.convert(value, fitting[0], strict=False)
     try:
         return msgspec.convert(value, hint, str_keys=True)
     except Exception as wrong:
-        raise _refusal(hint, value, wrong, error, place, place) from None
+        raise _refusal(hint, value, wrong, BadInput, place, place) from None
 
 
 def common(made: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -97,6 +93,11 @@ def common(made: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], place: str, whole: str) -> BadInput:
     """The error for a value that does not fit its annotation: it names the innermost part that does not."""
+    for bare, _ in alternatives(hint):
+        if _is_struct(bare) and isinstance(value, dict) and bare.__struct_config__.forbid_unknown_fields:
+            known = bare.__struct_encode_fields__
+            if unknown := [key for key in value if isinstance(key, str) and key not in known]:
+                return _unknown(error, unknown, known, place)
     for step, own, part in _parts(hint, value):
         try:
             msgspec.convert(part, own, str_keys=True)
@@ -107,8 +108,9 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
         return error(field, "has a lone surrogate", hint="it is not valid Unicode text")
     if not isinstance(wrong, msgspec.ValidationError):
         return error(field, f"cannot be read: {type(wrong).__name__}: {wrong}")
-    refusal = error.of_validation(wrong, place, whole)
-    problem, limit, way_out = refusal.problem, _wanted(hint), ""
+    problem, limit, way_out = str(wrong).replace(" - at `key` in `$`", " for a key"), "", ""
+    if any(get_origin(bare) is Literal for bare, _ in alternatives(hint)):
+        limit = _words(hint)
     for bare, meta in alternatives(hint):
         if meta is not None:
             way_out = (meta.extra or {}).get("hint", way_out)
@@ -116,7 +118,7 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
                 problem, limit = told, _limit(meta)
             elif meta.min_length is None and meta.max_length is None:
                 limit = limit or _limit(meta)
-    return error(refusal.field, problem, limit=limit or None, hint=way_out)
+    return error(field, problem, limit=limit or None, hint=way_out)
 
 
 def alternatives(hint: Any) -> Iterator[tuple[Any, msgspec.Meta | None]]:
@@ -136,13 +138,14 @@ def _parts(hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Of each part of a value: how its path goes on from the value's, its annotation, and itself."""
     for bare, _ in alternatives(hint):
         origin, inner = get_origin(bare), get_args(bare)
-        if isinstance(bare, type) and issubclass(bare, msgspec.Struct) and isinstance(value, dict):
+        if _is_struct(bare) and isinstance(value, dict):
             hints = hints_of(bare)
             yield from ((f".{name}", hints[name], part) for name, part in value.items() if name in hints)
         elif origin is dict and isinstance(value, dict):
             yield from ((f"[{_shown(key)}]", inner[1], part) for key, part in value.items())
         elif origin in (list, tuple) and isinstance(value, list | tuple):
-            yield from ((f"[{at}]", inner[0], part) for at, part in enumerate(value))
+            each = inner if origin is tuple and Ellipsis not in inner else inner[:1] * len(value)
+            yield from ((f"[{at}]", own, part) for at, (own, part) in enumerate(zip(each, value, strict=False)))
 
 
 def _shown(key: object) -> str:
@@ -155,6 +158,10 @@ def hints_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The annotation of each field, by the name that plain values have for it."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
+
+
+def _is_struct(bare: Any) -> bool:
+    return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
 
 
 def _fits(value: Any, bare: Any, strict: bool = True) -> bool:
@@ -184,14 +191,12 @@ def _limit(meta: msgspec.Meta) -> Any:
     return ", ".join(filter(None, (first, last)))
 
 
-def _wanted(hint: Any) -> str:
-    """In words what a field takes that takes words of a few, or values beside them; "" for any other field."""
-    kinds = [bare for bare, _ in alternatives(hint) if bare is not type(None)]
-    if not any(get_origin(kind) is Literal for kind in kinds):
-        return ""
+def _words(hint: Any) -> str:
+    """What a field takes."""
     return " or ".join(
         " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else _WORDS.get(kind, "a list")
-        for kind in kinds
+        for kind, _ in alternatives(hint)
+        if kind is not type(None)
     )
 
 

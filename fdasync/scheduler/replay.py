@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.drafting import make_drafter as installed_drafter
-from fdasync.errors import BadInput, InvariantBroken
+from fdasync.errors import InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
 from fdasync.scheduler.core import Scheduler
 from fdasync.scheduler.drafts import drafter_limits
@@ -45,7 +45,7 @@ def replay(
     try:
         header = msgspec.json.decode(lines[0] if lines else b"", type=TraceHeader)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a trace: {BadInput.of_validation(error, whole='its header')}") from None
+        raise ValueError(f"not a trace: its header: {error}") from None
     if header.format != FORMAT or not header.complete:
         raise ValueError(f"cannot replay a trace of format {header.format}, complete={header.complete}")
     config = msgspec.convert(header.scheduler, SchedulerConfig)
@@ -59,7 +59,7 @@ def replay(
         try:
             turn = decoder.decode(line)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"line {number + 2} is not a turn: {BadInput.of_validation(error, whole='it')}") from None
+            raise ValueError(f"line {number + 2} is not a turn: {error}") from None
         actions = scheduler.handle(list(turn.events))
         if encoder.encode(actions) != encoder.encode(turn.actions):
             raise InvariantBroken(f"turn {number} replays to other actions", _both(turn, actions))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import click
@@ -43,7 +44,14 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose `--help` has its options in their groups."""
+    """A command whose `--help` has its options in their groups, and which names the option nearest to a wrong one."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as wrong:
+            wrong.possibilities = get_close_matches(wrong.option_name, wrong.possibilities or (), 1)
+            raise
 
     def format_options(self, ctx: Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -81,6 +89,11 @@ class FieldType(click.ParamType[Any, Any]):
             return of_text(self.hint, value, name)
         except BadInput as wrong:
             self.fail(str(wrong).removeprefix(f"{name}: "), param, ctx)
+
+
+def between(low: float, high: float) -> FieldType:
+    """The type of an option that no struct has: a number from `low` to `high`."""
+    return FieldType(Annotated[float, Meta(ge=low, le=high)])
 
 
 class Fields(Generic[S]):

@@ -92,6 +92,9 @@ def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None)
         for option in ctx.command.params
         if isinstance(option, click.Option) and option.name not in ("config_path", *_NAMES)
     }
+    if misplaced := [name for name in values if name in known and name not in EngineConfig.__struct_fields__]:
+        hint = f"it stands in the table [{command}]"
+        raise BadInput("--config", f"{path}: {misplaced[0]} is an option of the command", hint=hint)
     if not isinstance(table, dict):
         raise BadInput("--config", f"{path}: {command} is no table")
     ctx.default_map = {}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from fdasync.cli.common.numbers import NumberRange
+from fdasync.cli.common.fields import between
 from fdasync.request import MOST_PROFILE_S
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -27,7 +27,7 @@ _MORE_S = 180.0
     "--seconds",
     default=5.0,
     show_default=True,
-    type=NumberRange(0.01, MOST_PROFILE_S),
+    type=between(0.01, MOST_PROFILE_S),
     help="How long it lasts. Requests go on meanwhile, more slowly, and stop while the files are written.",
 )
 @click.option("--key-file", type=_FILE, help="File with the server's admin key.")

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from fdasync.cli.common.numbers import NumberRange
+from fdasync.cli.common.fields import between
 from fdasync.errors import FdasyncError
 
 if TYPE_CHECKING:
@@ -41,21 +41,19 @@ _STDIN = 0
 @click.argument("sources", nargs=-1, metavar="[URL|ADDRESS...]")
 @click.option("--once", is_flag=True, help="Show it once, as text, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one line for each look.")
-@click.option(
-    "--interval", "interval_s", default=1.0, show_default=True, type=NumberRange(0.2, 3600), help="In seconds."
-)
+@click.option("--interval", "interval_s", default=1.0, show_default=True, type=between(0.2, 3600.0), help="In seconds.")
 @click.option(
     "--window",
     "window_s",
     default=15.0,
     show_default=True,
-    type=NumberRange(5, 600),
+    type=between(5.0, 600.0),
     help="Seconds that rates and latencies are of.",
 )
 @click.option("--keys", type=_FILE, help="Of instances: file of `fdasync keys new`.")
 @click.option("--api-key-file", type=_FILE, help="Of a front: file with its key.")
 @click.option(
-    "--connect-s", default=10.0, show_default=True, type=NumberRange(0.1, 1e6), help="Longest wait for instances."
+    "--connect-s", default=10.0, show_default=True, type=between(0.1, 1e6), help="Longest wait for instances."
 )
 def top(
     sources: tuple[str, ...],

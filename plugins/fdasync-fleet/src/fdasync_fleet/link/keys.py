@@ -19,6 +19,7 @@ import zmq.utils.z85
 from msgspec import Meta
 
 from fdasync.errors import ConfigError
+from fdasync.registry.mapping import struct_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,12 +125,10 @@ def load_keys(path: str | Path) -> FleetKeys:
     if len(data) > _MAX_NBYTES:
         raise ConfigError("keys", f"{path} is too long for a file of keys", limit=f"{_MAX_NBYTES} bytes")
     try:
-        keys = msgspec.json.decode(data, type=FleetKeys)
-    except msgspec.ValidationError as error:
-        wrong = ConfigError.of_validation(error, "keys")
-        # the message may quote the value
+        keys = struct_of(FleetKeys, msgspec.json.decode(data), error=ConfigError, root="keys")
+    except ConfigError as wrong:
         raise ConfigError(wrong.field, f"{path} is no file of keys: {wrong.problem}", hint=_HINT) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ConfigError("keys", f"{path} is no file of keys: no JSON", hint=_HINT) from None
     if keys.version != _VERSION:
         raise ConfigError("keys.version", f"{path} has version {keys.version}", limit=_VERSION, hint=_HINT)
