@@ -14,8 +14,7 @@ import pytest
 import uvicorn
 from fdasync_fleet.testing.patience import LEASES, LINKS
 from fdasync_http import HttpConfig, app
-from fdasync_http.config import Listen
-from fdasync_http.server import serving
+from fdasync_http.server import Listen, serving
 
 import fdasync
 from fdasync import Generator, Instance

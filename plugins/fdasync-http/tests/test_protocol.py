@@ -8,7 +8,8 @@ import logging
 import random
 
 import pytest
-from fdasync_http.config import ConnectionLimits, Listen
+from fdasync_http.config import ConnectionLimits
+from fdasync_http.server import Listen
 
 from fdasync.testing import until
 

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 from fdasync_http import HttpConfig
-from fdasync_http.config import ConnectionLimits, Listen
-from fdasync_http.server import bind, check_exposure, is_loopback, serving
+from fdasync_http.config import ConnectionLimits
+from fdasync_http.server import Listen, bind, check_exposure, is_loopback, serving
 
 from fdasync.errors import BadInput, ConfigError
 from fdasync.testing import until

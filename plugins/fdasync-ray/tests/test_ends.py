@@ -87,8 +87,7 @@ class Front:
 
     async def serve(self, name: str) -> str:
         from fdasync_http import HttpConfig, app
-        from fdasync_http.config import Listen
-        from fdasync_http.server import serving
+        from fdasync_http.server import Listen, serving
 
         self._router = attach(name).router()
         router = await self._router.__aenter__()

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from fdasync.errors import BadInput
+from fdasync_http.config import Listen as Listen  # noqa: TC001 - callers have it from here
 from fdasync_http.protocol import protocol_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from starlette.types import ASGIApp
-
-    from fdasync_http.config import Listen
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75

@@ -10,8 +10,7 @@ import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 from fdasync_http import HttpConfig, app
-from fdasync_http.config import Listen
-from fdasync_http.server import serving
+from fdasync_http.server import Listen, serving
 from fdasync_transformers import make_random_checkpoint
 from openai import AsyncOpenAI, BadRequestError
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fdasync_http import HttpConfig, app
-from fdasync_http.config import Listen
-from fdasync_http.server import serving
+from fdasync_http.server import Listen, serving
 
 import fdasync
 from fdasync import Instance, SamplingParams

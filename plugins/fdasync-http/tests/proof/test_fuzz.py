@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from fdasync_http import app
-from fdasync_http.config import Listen
-from fdasync_http.server import serving
+from fdasync_http.server import Listen, serving
 
 from tests.nightly.http import fuzz
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from fdasync_http.application import app
-from fdasync_http.config import Listen
-from fdasync_http.server import serving
+from fdasync_http.server import Listen, serving
 
 from fdasync import Engine, EngineConfig
 from fdasync.errors import RunnerError

@@ -16,8 +16,8 @@ import httpx2
 import pytest
 from fdasync_fleet.testing.patience import LINKS
 from fdasync_http.application import app
-from fdasync_http.config import HttpConfig, Listen
-from fdasync_http.server import serving
+from fdasync_http.config import HttpConfig
+from fdasync_http.server import Listen, serving
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
