@@ -94,7 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         policy_config: the policy's own keys, decoded by it; unknown ones are refused by name.
         speculation: several tokens of a sequence in a step, as far as drafts of them are right; see `Speculation`. No
             token, log-prob or row depends on it. None: one token a step.
-        decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
+        decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all blocks at
+            most; "auto": 2 on decode instances, else 1.
         host_blocks: KV blocks of the host tier, behind the device: blocks that the device evicts are copied there and
             back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.
         num_snapshots: of a model with recurrent layers: places on the device for snapshots of a sequence's state, from
@@ -117,8 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             that needs more is refused; a request that finds no room now waits.
         fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
             fetching and prefill decide whether a longer run is fetched.
-        store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without the
-            store, publishes `BreakerChanged`, and uses the store once it opens. A store that is configured wrongly is
+        store_required: a store that cannot be opened is an error of the start; otherwise the engine starts without it.
+            Then it publishes `BreakerChanged`, and uses the store once it opens. A store that is configured wrongly is
             an error of the start in any case.
         store_open_deadline_s: how long the start waits for the store to open. An opening that takes longer goes on,
             and is ended after `store_kill_s` or this, whichever is longer; then it is tried again.
@@ -359,11 +360,15 @@ def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
     if config.host_blocks == "auto":
         wanted = config.store or config.role != "alone"
         return max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_BLOCKS) if wanted else 0
+    return _in_memory("host_blocks", config.host_blocks, stride, "blocks")
+
+
+def _in_memory(field: str, count: int, stride: int, what: str) -> int:
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
-    if config.host_blocks > most:
-        problem = f"{config.host_blocks} blocks of {stride} bytes are more than this machine's memory"
-        raise ConfigError("config.host_blocks", problem, limit=most)
-    return config.host_blocks
+    if count > most:
+        problem = f"{count} {what} of {stride} bytes are more than this machine's memory"
+        raise ConfigError(f"config.{field}", problem, limit=most)
+    return count
 
 
 def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
@@ -384,11 +389,7 @@ def host_snapshots(config: EngineConfig, capacity: Capacity) -> int:
     stride = host_nbytes(1, capacity.snapshot_nbytes) - host_nbytes(0, capacity.snapshot_nbytes)
     if config.host_snapshots == "auto":
         return min(blocks, max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_SNAPSHOTS))
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
-    if config.host_snapshots > most:
-        problem = f"{config.host_snapshots} snapshots of {stride} bytes are more than this machine's memory"
-        raise ConfigError("config.host_snapshots", problem, limit=most)
-    return config.host_snapshots
+    return _in_memory("host_snapshots", config.host_snapshots, stride, "snapshots")
 
 
 def with_state_every(config: EngineConfig, capacity: Capacity) -> Capacity:

@@ -50,8 +50,8 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as wrong:
-            wrong.possibilities = get_close_matches(wrong.option_name, wrong.possibilities or (), 1)
-            raise
+            near = get_close_matches(wrong.option_name, wrong.possibilities or (), 1)
+            raise click.NoSuchOption(wrong.option_name, possibilities=near, ctx=ctx) from None
 
     def format_options(self, ctx: Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -125,7 +125,7 @@ class Fields(Generic[S]):
         self.kind = kind
         self._names, self._units, self._types, self._hidden = names or {}, units or {}, types or {}, hidden
         self._defaults = defaults or {}
-        own = {field.name: field for field in msgspec.structs.fields(kind) if field.name not in leave}
+        self._fields = own = {field.name: field for field in msgspec.structs.fields(kind) if field.name not in leave}
         # in the order of the groups, else in that of the struct
         titles = {name: title for title, fields in (groups or {}).items() for name in fields}
         ordered = [*titles, *[name for name in own if name not in titles]]
@@ -151,7 +151,7 @@ class Fields(Generic[S]):
         """The command line that gives this struct, word by word."""
         for name, option in self.options.items():
             value = getattr(made, name)
-            if value == _default(self.kind, name):
+            if value == _default(self._fields[name]):
                 continue
             if isinstance(value, bool):
                 yield (option.opts if value else option.secondary_opts)[0]
@@ -162,7 +162,7 @@ class Fields(Generic[S]):
     def _option(self, field: msgspec.structs.FieldInfo, doc: str, group: str) -> tuple[str, dict[str, Any]]:
         name, hint, unit = field.name, hints_of(self.kind)[field.name], self._units.get(field.name, 1)
         words = self._names.get(name, "--" + name.replace("_", "-"))
-        default = self._defaults.get(name, "") or ("" if field.required else _words_of(_default(self.kind, name), unit))
+        default = self._defaults.get(name, "") or ("" if field.required else _words_of(_default(field), unit))
         shown = default and f"  [default: {default}]"
         attributes = {"group": group, "help": doc + shown, "hidden": name in self._hidden}
         if hint is bool:
@@ -194,8 +194,7 @@ def _sentence(text: str) -> str:
     return f"{first[:1] if '/' in first.split()[0] else first[:1].upper()}{first[1:]}."
 
 
-def _default(kind: type[msgspec.Struct], name: str) -> Any:
-    field = next(field for field in msgspec.structs.fields(kind) if field.name == name)
+def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 

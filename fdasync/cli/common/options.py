@@ -31,14 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PLUGIN_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
-STORE_HELP = (
-    "Any installed store, e.g. memory, file:DIR, file:path=DIR,max_nbytes=20000000000, mooncake:HOST:PORT or"
-    ' sqlite:{"path": "kv.db"}. A value without a key is that of the store\'s first key.'
-)
-POLICY_HELP = (
-    "Which requests go first: any installed policy, e.g. shortest-prompt-first or"
-    " shortest-prompt-first:ageing_s_per_token=0.01.  [default: arrival]"
-)
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 # in an error's words: the key that an option of the same name sets
 _CONFIG_KEY = re.compile(r"\bconfig\.(?:runner_config\.)?(\w+)")
@@ -138,7 +130,10 @@ _OTHERS = (
         " UUIDs; with several instances a list for each, or one for all. Another engine's are refused. Default, auto:"
         " --tp takes the first that are free.",
     ),
-    click.option("--policy", metavar="POLICY", cls=GroupedOption, group=_STEPS, help=POLICY_HELP),
+    click.option("--policy", metavar="POLICY", cls=GroupedOption, group=_STEPS,
+        help="Which requests go first: any installed policy, e.g. shortest-prompt-first or"
+        " shortest-prompt-first:ageing_s_per_token=0.01.  [default: arrival]",
+    ),
     click.option(
         "--drafter", metavar="DRAFTER", cls=GroupedOption, group=_STEPS,
         help="Several tokens of a sample in a step, where drafts are right: any installed drafter, e.g. ngram or"
@@ -150,8 +145,9 @@ _OTHERS = (
     ),
     click.option(
         "--store", metavar="STORE", cls=GroupedOption, group=_TIERS,
-        help=f"Tier behind the host. {STORE_HELP} A folder of `file` serves one instance: with several, each has its"
-        " own inside it.",
+        help="Tier behind the host: any installed store, e.g. memory, file:DIR, file:path=DIR,max_nbytes=20000000000,"
+        ' mooncake:HOST:PORT or sqlite:{"path": "kv.db"}. A value without a key is that of the store\'s first key. A'
+        " folder of `file` serves one instance: with several, each has its own inside it.",
     ),
     click.option(
         "--tap", "taps", multiple=True, metavar="TAP", cls=GroupedOption, group=_WATCH,

@@ -361,7 +361,7 @@ def test_any_installed_store_can_be_named(text: str | None, store: object) -> No
         ("file:", ["configuration behind the colon", "NAME:{JSON}"]),
         ("file", ["--store file", "`path`", "max_nbytes"]),
         ("file:path=a,max_nbyte=3", ["--store file.max_nbyte", "not a key", "did you mean 'max_nbytes'?"]),
-        ("file:path=a,max_nbytes=20GiB", ["--store file.max_nbytes", "`int`"]),
+        ("file:path=a,max_nbytes=20GiB", ["--store file.max_nbytes", "not a whole number"]),
         ("file:path=a,max_nbytes=3", ["--store file.max_nbytes", "at least 16384"]),
         ("file:a,b", ["'b'", "key=value", "file:{...}"]),
         ("file:a,path=b", ["path is given twice"]),

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fdasync.errors import BadInput
 from fdasync.request import SamplingParams, WeightsFingerprint
 from fdasync.result import Result
+from fdasync.runner.shares import MOST_RANKS
 from fdasync.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -37,18 +39,37 @@ _ANSWER = (17, 64)
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; see `fdasync verify-trainer --help`."""
+    """What `fdasync verify-trainer` compares.
+
+    Attributes:
+        model: Hugging Face checkpoint folder.
+        numerics: of both sides.
+        sum_slices: of fixed numerics, of both sides.
+        tensor_parallel: of the rollout.
+        tokens: sampled tokens, at least.
+        seed: of prompts, sampling and weights.
+        batch: sequences in a trainer's pass.
+        dtype: of weights and KV, of both sides; float64 has no fixed numerics.
+        device: of both sides: cpu, cuda:1, ...; a GPU if there is one by default.
+        num_threads: CPU threads of each model process.
+        pd: serve by a prefill and a decode instance, too.
+        update: update the weights in the middle.
+        write: write the rollout's log-probs here, for another trainer; goes without an update.
+        rollout: a rollout's file (--write), to be compared with --logprobs; serves nothing.
+        logprobs: another trainer's file of log-probs for --rollout.
+        as_json: print JSON instead of lines.
+    """
 
     model: Path | None = None
     numerics: Literal["fixed", "default"] = "fixed"
-    sum_slices: int = 1
-    tensor_parallel: int = 1
-    tokens: int = 2000
-    seed: int = 0
-    batch: int = 4
-    dtype: str = "auto"
+    sum_slices: Literal[1, 2, 4] = 1
+    tensor_parallel: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
+    tokens: Annotated[int, Meta(ge=1, le=10_000_000)] = 2000
+    seed: Annotated[int, Meta(ge=0)] = 0
+    batch: Annotated[int, Meta(ge=1)] = 4
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
-    num_threads: int | None = None
+    num_threads: Annotated[int, Meta(ge=1)] | None = None
     pd: bool = True
     update: bool = True
     write: Path | None = None

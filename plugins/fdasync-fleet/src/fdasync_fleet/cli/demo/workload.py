@@ -9,9 +9,10 @@ import asyncio
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fdasync.errors import BadInput
@@ -39,19 +40,36 @@ COLUMNS = (
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; see `fdasync demo --help`."""
+    """What `fdasync demo` does.
+
+    Attributes:
+        model: Hugging Face MoE checkpoint folder; without it a small random Qwen3-MoE is made, once, in a cache folder.
+        requests: requests to serve.
+        concurrency: requests in flight at a time.
+        max_tokens: longest output.
+        depth: steps in flight; 2 overlaps.
+        numerics: as of `fdasync serve`.
+        seed: of the prompts and of sampling.
+        store: serve everything twice: first fill the store (as of `fdasync serve`), then start a fresh engine on it and
+            show what came back; a pool of mooncake needs a process that gives it memory and outlives the engine.
+        policy: which requests go first, as of `fdasync serve`.
+        pd: serve with P prefill and D decode instances, each a process of its own, e.g. 1x1; with --store file:DIR each
+            has its own folder in DIR; 0: one engine in this process, the default.
+        inline: run the model on the engine's own loop instead of in a worker process.
+        json_path: write the figures here.
+    """
 
     model: Path | None = None
-    requests: int = 64
-    concurrency: int = 32
-    max_tokens: int = 64
-    depth: int = 2
+    requests: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    concurrency: Annotated[int, Meta(ge=1, le=4096)] = 32
+    max_tokens: Annotated[int, Meta(ge=1, le=100_000)] = 64
+    depth: Annotated[int, Meta(ge=1, le=2)] = 2
     numerics: Numerics = "default"
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0)] = 0
+    store: Annotated[str, Meta(title="STORE")] | None = None
+    policy: Annotated[str, Meta(title="POLICY")] | None = None
+    pd: Annotated[str, Meta(title="PxD")] = ""
     inline: bool = False
-    pd: str = ""
-    store: str | None = None
-    policy: str | None = None
     json_path: Path | None = None
 
 
