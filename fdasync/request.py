@@ -5,7 +5,6 @@ Knows no engine and no tokenizer. The engine, the router, the scheduler and runn
 
 from __future__ import annotations
 
-import difflib
 import re
 from array import array
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from fdasync.errors import BadInput
-from fdasync.registry.mapping import check, converted, struct_of
+from fdasync.registry.mapping import check, converted, nearest, struct_of
 
 if TYPE_CHECKING:
     import os
@@ -367,8 +366,8 @@ def ask_of(prompt: Any, params: SamplingParams | None, options: GenerateOptions,
     known = GenerateOptions.__optional_keys__
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+            near = nearest(name, tuple(known))
+            hint = f"; did you mean {near!r}?" if near else f"; there are {', '.join(sorted(known))}"
             raise TypeError(f"unexpected keyword argument {name!r}{hint}")
     return GenerateRequest(
         prompt=prompt, params=SamplingParams() if params is None else params, streams=streams, **options

@@ -135,8 +135,12 @@ def alternatives(hint: Any) -> Iterator[tuple[Any, msgspec.Meta | None]]:
 
 
 def _parts(hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Of each part of a value: how its path goes on from the value's, its annotation, and itself."""
-    for bare, _ in alternatives(hint):
+    """Of each part of a value: how its path goes on from the value's, its annotation, and itself. None of a value that
+    has too many."""
+    for bare, meta in alternatives(hint):
+        most = None if meta is None else meta.max_length
+        if most is not None and isinstance(value, list | tuple | dict) and len(value) > most:
+            return
         origin, inner = get_origin(bare), get_args(bare)
         if _is_struct(bare) and isinstance(value, dict):
             hints = hints_of(bare)

@@ -117,7 +117,17 @@ def test_values_come_from_the_struct_the_file_and_the_command_line_in_this_order
     "own",
     [
         Own(where="a"),
-        Own(where="b", peers=("x", "y"), friends=(1,), loud=False, word="one", number=0, drain_s=1.5, hidden=9),
+        Own(
+            where="b",
+            peers=("x", "y"),
+            friends=(1,),
+            loud=False,
+            word="one",
+            number=0,
+            drain_s=1.5,
+            hidden=9,
+            size_nbytes=7 << 20,
+        ),
     ],
 )
 def test_a_struct_gives_the_command_line_that_gives_it(own: Own) -> None:

@@ -130,7 +130,7 @@ class Fields(Generic[S]):
         titles = {name: title for title, fields in (groups or {}).items() for name in fields}
         ordered = [*titles, *[name for name in own if name not in titles]]
         docs = docs_of(kind)
-        self._made = {name: self._option(own[name], docs[name], titles.get(name, group)) for name in ordered}
+        self._made = {name: self._option(own[name], docs.get(name, ""), titles.get(name, group)) for name in ordered}
         self.options = {name: GroupedOption([words], **attributes) for name, (words, attributes) in self._made.items()}
 
     def __call__(self, command: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,14 +150,14 @@ class Fields(Generic[S]):
     def arguments(self, made: S) -> Iterator[str]:
         """The command line that gives this struct, word by word."""
         for name, option in self.options.items():
-            value = getattr(made, name)
+            value, unit = getattr(made, name), self._units.get(name, 1)
             if value == _default(self._fields[name]):
                 continue
             if isinstance(value, bool):
                 yield (option.opts if value else option.secondary_opts)[0]
             else:
                 for one in value if isinstance(value, tuple) else (value,):
-                    yield from (option.opts[0], str(one))
+                    yield from (option.opts[0], str(one // unit if unit > 1 else one))
 
     def _option(self, field: msgspec.structs.FieldInfo, doc: str, group: str) -> tuple[str, dict[str, Any]]:
         name, hint, unit = field.name, hints_of(self.kind)[field.name], self._units.get(field.name, 1)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import fdasync_fleet.cli.service as serving
 import msgspec
+from fdasync_fleet.cli.local.options import ServeOptions
 from fdasync_fleet.instance.instance import Instance
 from fdasync_fleet.instance.peer_verbs import PeerVerbs
 from fdasync_fleet.link.session import LinkConfig
@@ -44,7 +45,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     config: EngineConfig
-    options: serving.ServeOptions
+    options: ServeOptions
     links: LinkConfig
     probe_fd: int
     data_port: int = 0

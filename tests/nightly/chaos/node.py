@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from fdasync_fleet.cli.service import Ready, ServeOptions
+from fdasync_fleet.cli.local.options import ServeOptions
+from fdasync_fleet.cli.service import Ready
 
 from tests.nightly.chaos.child import ChildSpec, Probe
 from tests.nightly.chaos.proxy import Proxy
@@ -86,8 +87,8 @@ class Node:
         self.process: subprocess.Popen[bytes] | None = None
         self._links = links
         self._options = ServeOptions(
-            listen="", name=name, transport=transport, drain_s=drain_s, parent=os.getpid(),  # type: ignore[arg-type]
-            json_log=str(folder / f"{name}.jsonl"), keys=keys,
+            listen="", name=name, transport=transport, drain_s=drain_s, parent=os.getpid(),
+            json_log=str(folder / f"{name}.jsonl"), keys="" if keys is None else str(keys),
         )  # fmt: skip
         self._folder = folder
         self._log = folder / f"{name}.log"
