@@ -61,19 +61,22 @@ class BadInput(PermanentError, ValueError):
         problem: what is wrong with it, in words.
         limit: the bound that was broken, or None where there is none.
         hint: the way out, or "".
+        other: another field, with whose name the problem goes on; "": none.
+        text: the error in words, without the field.
     """
 
-    def __init__(self, field: str, problem: str, *, limit: Any = None, hint: str = "") -> None:
+    def __init__(self, field: str, problem: str, *, limit: Any = None, hint: str = "", other: str = "") -> None:
         self.field = field
         self.problem = problem
         self.limit = limit
         self.hint = hint
-        text = f"{field}: {problem}"
+        self.other = other
+        self.text = f"{problem} {other}" if other else problem
         if limit is not None:
-            text += f" (limit: {limit})"
+            self.text += f" (limit: {limit})"
         if hint:
-            text += f"; {hint}"
-        super().__init__(text)
+            self.text += f"; {hint}"
+        super().__init__(f"{field}: {self.text}")
 
 
 class TooLong(BadInput):

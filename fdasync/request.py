@@ -263,7 +263,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if count > vocab_size:
                 raise BadInput(name, f"{count} is out of range", limit=f"0 to {vocab_size}")
         if self.prompt_top_logprobs and self.prompt_logprobs_start is None:
-            raise BadInput("prompt_top_logprobs", "needs prompt_logprobs_start", hint="0 scores the whole prompt")
+            raise BadInput(
+                "prompt_top_logprobs", "needs", other="prompt_logprobs_start", hint="0 scores the whole prompt"
+            )
         if self.top_logprobs and self.logprobs == "none":
             raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
         for text in self.stop:
@@ -283,9 +285,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except BadInput as wrong:
             raise BadInput("grammar", f"{wrong.field}: {wrong.problem}", limit=wrong.limit) from None
         if self.ignore_eos:
-            raise BadInput("grammar", "cannot be kept with ignore_eos", hint="its text ends with EOS")
+            raise BadInput("grammar", "cannot be kept with", other="ignore_eos", hint="its text ends with EOS")
         if self.min_tokens:
-            raise BadInput("grammar", "cannot be kept with min_tokens", hint="let the grammar say how long a text is")
+            hint = "let the grammar say how long a text is"
+            raise BadInput("grammar", "cannot be kept with", other="min_tokens", hint=hint)
 
 
 class GenerateOptions(TypedDict, total=False):

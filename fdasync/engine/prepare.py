@@ -118,7 +118,7 @@ class Preparer:
         if params.n > most:
             raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=most)
         if params.stop and self._tokenizer is None:
-            raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
+            raise BadInput("stop", "stop strings need a tokenizer", hint="give ids of tokens that stop it")
         if params.prompt_logprobs_start is not None and not self.capacity.scores_prompts:
             raise BadInput("prompt_logprobs_start", "was asked for, but this engine's runner scores no prompts")
         if params.chosen_positions_start is not None and self.capacity.chosen is None:
@@ -236,14 +236,14 @@ class Preparer:
             )  # fmt: skip
         if count + new > capacity.max_context_tokens:
             raise TooLong(
-                "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} tokens are beyond the context",
+                "max_tokens", f"prompt {count} + {params.max_tokens} new tokens are beyond the context",
                 limit=capacity.max_context_tokens, prompt_tokens=count,
             )  # fmt: skip
         # the last token is never forwarded
         most = capacity.num_blocks * capacity.block_tokens + 1
         if count + new > most:
             raise TooLong(
-                "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} are more than all KV blocks hold",
+                "max_tokens", f"prompt {count} + {params.max_tokens} new tokens are more than all KV blocks hold",
                 limit=most, prompt_tokens=count,
             )  # fmt: skip
         if start >= count:

@@ -79,7 +79,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
         (b'{"count": 1}x', "", "no JSON"),
         (b'{"count": "a"}', "count", "count: Expected `int`, got `str`"),
         (b'{"count": 1, "inner": [{"a": null}]}', "inner[0][...]", "Expected `int`, got `null`"),
-        (b'{"cuont": 1}', "cuont", "cuont: there is no such key; known are: count, inner"),
+        (b'{"cuont": 1}', "cuont", "cuont: there is no such key; did you mean count. known are: count, inner"),
         (b"[]", "", "Expected `object`"),
         (b'"\xff"', "", "Expected `object`|no JSON"),
     ],

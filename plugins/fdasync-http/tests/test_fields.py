@@ -11,7 +11,7 @@ from fdasync_http.anthropic.types import CountBody, MessagesBody
 from fdasync_http.bodies import decode
 from fdasync_http.config import HttpConfig
 from fdasync_http.failures import Refused
-from fdasync_http.fields import Engine, Ignored, Table, Unserved, asked_by, engine, ignored, unserved
+from fdasync_http.fields import Engine, Ignored, Table, Unserved, asked_by, engine, ignored, not_served
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.responses.types import ResponsesBody
@@ -47,7 +47,7 @@ class Body(msgspec.Struct, frozen=True):
     """A body that ignores what it does not know."""
 
     RULES: ClassVar[Table] = {
-        "own": engine("seed"), **ignored("it is said", "said"), **unserved("it is not", "not_this"),
+        "own": engine("seed"), **ignored("it is said", "said"), **not_served("it is not", "not_this"),
         "only": Unserved("but one", (3,)), "kept": Engine(("max_tokens",), reads_null=True),
     }  # fmt: skip
     OBJECTS: ClassVar[dict] = {"inner": Inner}
@@ -86,11 +86,11 @@ def test_what_changes_nothing_is_ignored_and_told():
 
 def test_what_asks_for_something_that_is_not_served_is_refused_by_name():
     assert (refused({"not_this": True}).param, refused({"not_this": True}).code) == ("not_this", "not_served")
-    assert refused({"not_this": 1}).message == "not_this is not served: it is not"
+    assert refused({"not_this": 1}).message == "not_this: is not served: it is not"
     assert refused({"only": 4}).param == "only"
     error = refused({"inner": [{}, {"cuont": 1}]})
     assert (error.param, error.code) == ("inner[1].cuont", "unknown_key")
-    assert error.message.endswith("known are: count")
+    assert error.message == "inner[1].cuont: there is no such key in inner[1]; did you mean count? known are: count"
     assert refused({"inner": {"count": "x"}}).param == "inner.count"
     assert refused({"inner": 3}).param == "inner"
 

@@ -64,10 +64,10 @@ def test_each_field_is_a_grammar(fields, grammar):
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "has no json_schema.schema"),
         ({"response_format": {"type": "json_schema", "schema": 3}}, "response_format.schema", "no JSON"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "not served"),
-        ({"response_format": {}}, "response_format", "None is not served"),
+        ({"response_format": {}}, "response_format", "is not served: type None"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "json_schema.schema", "no JSON"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "more than one"),
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "no text"),

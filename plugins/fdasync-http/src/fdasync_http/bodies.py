@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fdasync_http.budget import BUDGET, Budget
-from fdasync_http.failures import TOO_LONG, Refused
+from fdasync_http.failures import TOO_LONG, Refused, wrong
 from fdasync_http.fields import IGNORED, Ignore, read_by
 from fdasync_http.known import listed, words_at
 
@@ -115,7 +115,7 @@ def _invalid(told: str, kind: Any) -> Refused:
     if words.startswith("Invalid enum value") and (known := words_at(kind, path)):
         words = f"{words[len('Invalid enum value ') :]} is none of {listed(known)}"
     field = path.lstrip(".")
-    return Refused(400, f"{field}: {words}" if field else words, param=field, code="bad_input")
+    return wrong(field, words)
 
 
 def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ def check_text_size(field: str, text: str, front: Front) -> None:
     """Raise Refused (400) for text that the front would have to tokenise itself, and that no context can hold."""
     most = _MAX_TOKEN_CHARS * front.generator.facts().max_context_tokens
     if len(text) > most:
-        words = f"{TOO_LONG}: {field} has {len(text)} characters; no more than {most} can fit"
+        words = f"{TOO_LONG}: it has {len(text)} characters; no more than {most} can fit"
         raise Refused(400, words, param=field, code="context_length_exceeded")
 
 

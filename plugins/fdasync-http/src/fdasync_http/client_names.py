@@ -6,7 +6,6 @@ that was sent is named. Knows no endpoint. Called around each call of the genera
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 
 #: by the engine's field: fields of a body in the order of preference, the last one if none of them was sent
 Table = Mapping[str, tuple[str, ...]]
-
-# fields of the engine that texts of its errors mention; words of one part may be plain English
-_MENTIONED = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -67,13 +63,9 @@ class Names(msgspec.Struct, frozen=True):
         if type(error) not in (BadInput, TooLong):
             return error
         assert isinstance(error, BadInput)
-        field, problem, hint = self.of(error.field), self._in_words(error.problem), self._in_words(error.hint)
-        if isinstance(error, TooLong):
-            return TooLong(field, problem, limit=error.limit, hint=hint, prompt_tokens=error.prompt_tokens)
-        return BadInput(field, problem, limit=error.limit, hint=hint)
-
-    def _in_words(self, text: str) -> str:
-        return _MENTIONED.sub(lambda found: self.of(found[0]) if found[0] in self.table else found[0], text)
+        fields = error.fields()
+        renamed = {name: self.of(fields[name]) for name in ("field", "other") if fields.get(name)}
+        return type(error)(**{**fields, **renamed})
 
     @contextmanager
     def told_to_client(self) -> Iterator[None]:

@@ -49,21 +49,39 @@ class Refused(Exception):
 
     Attributes:
         status: HTTP status.
-        message: what is wrong, the limit and the way out.
-        param: the field that is wrong; "": none.
+        words: what is wrong, the limit and the way out; without the field.
+        param: the field that is wrong, as the client named it; "": none.
         code: a word for programs; where vLLM's clients read it, the status.
         retry_after_s: when to try again, in seconds; 0: not at all.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str = "", code: str | int = "", retry_after_s: int = 0
+        self, status: int, words: str, *, param: str = "", code: str | int = "", retry_after_s: int = 0
     ) -> None:
-        super().__init__(message)
+        super().__init__(words)
         self.status = status
-        self.message = message
+        self.words = words
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> str:
+        """What the client is told."""
+        return f"{self.param}: {self.words}" if self.param else self.words
+
+
+def wrong(field: str, words: str) -> Refused:
+    """The answer to a field that has not its form."""
+    return Refused(400, words, param=field, code="bad_input")
+
+
+def unserved(field: str, why: str = "", *, code: str = "not_served") -> Refused:
+    """The answer to a field that asks for something that is not served."""
+    return Refused(400, f"is not served{why and ': '}{why}", param=field, code=code)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -121,7 +139,7 @@ def refused_of(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, TooLong):
-        return Refused(400, f"{TOO_LONG}: {error}", param=error.field, code="context_length_exceeded")
+        return Refused(400, f"{TOO_LONG}: {error.text}", param=error.field, code="context_length_exceeded")
     if isinstance(error, DuplicateRequestId):
         return Refused(409, str(error), code="duplicate_request_id")
     if isinstance(error, UpdateUnderWay):
@@ -129,7 +147,7 @@ def refused_of(error: Exception) -> Refused:
     if isinstance(error, Asleep):
         return Refused(409, str(error), code="asleep", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, BadInput):
-        return Refused(400, str(error), param=error.field, code="bad_input")
+        return wrong(error.field, error.text)
     if isinstance(error, WeightsRejected):
         return Refused(400, str(error), code="weights_rejected")
     if isinstance(error, GrammarFailed):

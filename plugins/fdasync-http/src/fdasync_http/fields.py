@@ -1,9 +1,10 @@
 """One rule for the fields of bodies, and the tables that say it for each dialect.
 
 What changes the meaning of a request is served, or refused by name. What only another server knows is ignored, counted,
-and named in `/server_info`. The type of a body says what is read. The table beside it says what its fields ask of the
-engine, and what becomes of fields that the type has not. A field that neither of them has is refused where the type
-refuses unknown fields, since it may mean anything there, and ignored elsewhere.
+and named in `/server_info`. The type of a body says what is read; a field that the engine has under the same name asks
+for that. The table beside it says what its other fields ask of the engine, and what becomes of fields that the type has
+not. A field that neither of them has is refused where the type refuses unknown fields, since it may mean anything
+there, and ignored elsewhere.
 
 null is the default, of each field at each level. Knows no endpoint. Called by `bodies.py`, which reads every body.
 """
@@ -11,17 +12,21 @@ null is the default, of each field at each level. Knows no endpoint. Called by `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from fdasync_http.failures import Refused
+from fdasync import GenerateOptions, SamplingParams
+from fdasync_http.failures import Refused, unserved
 from fdasync_http.known import listed
 
 #: name in an ASGI scope of the function that counts an ignored field
 IGNORED = "fdasync_http.ignored"
 Ignore: TypeAlias = Callable[[str], None]
 
+_ENGINE = {*SamplingParams.__struct_fields__, *GenerateOptions.__annotations__}
 # values with which most fields ask for nothing
 _NOTHING: tuple[Any, ...] = (False, "", [], {})
 
@@ -68,17 +73,12 @@ def engine(*fields: str) -> Engine:
     return Engine(fields)
 
 
-def same(*names: str) -> dict[str, Engine]:
-    """Fields that the engine has under the same names."""
-    return {name: Engine((name,)) for name in names}
-
-
 def ignored(why: str, *names: str) -> dict[str, Ignored]:
     """Fields that are ignored for one reason."""
     return dict.fromkeys(names, Ignored(why))
 
 
-def unserved(why: str, *names: str) -> dict[str, Unserved]:
+def not_served(why: str, *names: str) -> dict[str, Unserved]:
     """Fields that are refused for one reason."""
     return dict.fromkeys(names, Unserved(why))
 
@@ -96,14 +96,23 @@ class Described(Protocol):
     RULES: ClassVar[Table]
 
 
-def asked_by(kind: type[Described]) -> dict[str, tuple[str, ...]]:
-    """By the engine's field: the fields of a body that ask for it, in the table's order."""
+@cache
+def served_by(kind: type[Any]) -> dict[str, Engine]:
+    """The fields of a type that ask the engine for something: those with the engine's own names, then the table's."""
+    table, names = _table_of(kind), kind.__struct_fields__
+    own = {name: Engine((name,)) for name in names if name in _ENGINE and name not in table}
+    return {**own, **{name: rule for name, rule in table.items() if isinstance(rule, Engine) and name in names}}
+
+
+@cache
+def asked_by(kind: type[Any]) -> dict[str, tuple[str, ...]]:
+    """By the engine's field: the fields of a body that ask for it, in the order of `served_by`."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, rule in kind.RULES.items():
-        for field in rule.fields if isinstance(rule, Engine) else ():
+    for name, rule in served_by(kind).items():
+        for field in rule.fields:
             found[field] = (*found.get(field, ()), name)
     for name, inner in _inner_of(kind).items():
-        for field, names in asked_by(inner).items() if hasattr(inner, "RULES") else ():
+        for field, names in asked_by(inner).items():
             found[field] = (*found.get(field, ()), *[f"{name}.{one}" for one in names])
     return found
 
@@ -131,7 +140,7 @@ def read_by(kind: type[Any], body: bytes | msgspec.Raw, ignore: Ignore, where: s
             kept[name] = value
         elif isinstance(rule, Unserved):
             if msgspec.json.decode(value) not in rule.unless:
-                raise Refused(400, f"{field} is not served: {rule.why}", param=field, code="not_served")
+                raise unserved(field, rule.why)
         elif isinstance(rule, Ignored) or not kind.__struct_config__.forbid_unknown_fields:
             # JSON it must be
             msgspec.json.decode(value)
@@ -171,5 +180,6 @@ def _inner(kind: type[Any], value: msgspec.Raw, ignore: Ignore, field: str) -> A
 def _unknown(kind: type[Any], field: str, where: str) -> Refused:
     inside = f" in {where.rstrip('.')}" if where else ""
     known = [*kind.__struct_fields__, *[name for name, rule in _table_of(kind).items() if isinstance(rule, Ignored)]]
-    words = f"{field:.100}: there is no such key{inside}; known are: {listed(known)}"
+    nearest = [f"did you mean {one}? " for one in get_close_matches(field.removeprefix(where)[:100], known, 1)]
+    words = f"there is no such key{inside}; {''.join(nearest)}known are: {listed(known)}"
     return Refused(400, words, param=field[:100], code="unknown_key")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import Grammar
-from fdasync_http.failures import Refused
+from fdasync_http.failures import unserved, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def grammar_of(asked: msgspec.Struct, where: str = "") -> Grammar | None:
     found = [(name, grammar) for name, value in named.items() if (grammar := _of(name, value, where)) is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise Refused(400, f"{names} name a format each; give one", param=where + found[0][0], code="bad_input")
+        raise wrong(where + found[0][0], f"{names} name a format each; give one")
     return found[0][1] if found else None
 
 
@@ -81,9 +81,8 @@ def _response_format(value: Mapping[str, Any], field: str) -> Grammar | None:
         # beside `type`, as SGLang reads it
         if value.get("schema") is not None:
             return _schema(value["schema"], f"{field}.schema")
-        raise Refused(400, f"{field}.json_schema.schema is missing", param=field, code="bad_input")
-    words = f"{field}.type: {kind!r:.100} is not served; there are text, json_object and json_schema"
-    raise Refused(400, words, param=field, code="not_served")
+        raise wrong(field, "has no json_schema.schema")
+    raise unserved(field, f"type {kind!r:.100}; there are text, json_object and json_schema")
 
 
 def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
@@ -91,8 +90,7 @@ def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
     if not given:
         return None
     if len(given) > 1:
-        words = f"{field}: {' and '.join(name for name, _ in given)} are more than one format; give one"
-        raise Refused(400, words, param=field, code="bad_input")
+        raise wrong(field, f"{' and '.join(name for name, _ in given)} are more than one format; give one")
     ((name, part),) = given
     inner = f"{field}.{name}"
     if name == "json_object":
@@ -103,9 +101,9 @@ def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
         return _choice(part, inner)
     if name in ("regex", "grammar"):
         if not isinstance(part, str):
-            raise Refused(400, f"{inner} is no text", param=inner, code="bad_input")
+            raise wrong(inner, "is no text")
         return Grammar("regex" if name == "regex" else "gbnf", part)
-    raise Refused(400, f"{inner} is not served", param=inner, code="not_served")
+    raise unserved(inner)
 
 
 def _given_outputs(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -122,13 +120,13 @@ def _schema(value: Any, field: str) -> Grammar:
         # SGLang's word for any JSON
         return Grammar("json_schema", "{}" if value == "$$ANY$$" else value)
     if not isinstance(value, dict | bool):
-        raise Refused(400, f"{field} is no JSON schema", param=field, code="bad_input")
+        raise wrong(field, "is no JSON schema")
     return Grammar("json_schema", msgspec.json.encode(value).decode())
 
 
 def _choice(value: Any, field: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise Refused(400, f"{field} is no list of texts", param=field, code="bad_input")
+        raise wrong(field, "is no list of texts")
     return Grammar("lark", f"start: {' | '.join(map(_literal, value))}")
 
 

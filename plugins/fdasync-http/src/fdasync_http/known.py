@@ -57,7 +57,5 @@ def check_query(given: Collection[str], known: Collection[str]) -> None:
     happen."""
     for key in given:
         if key not in known:
-            raise Refused(
-                400, f"{key:.100}: this path has no such key in its query; it knows: {listed(known)}",
-                param=key[:100], code="unknown_key",
-            )  # fmt: skip
+            words = f"this path has no such key in its query; it knows: {listed(known)}"
+            raise Refused(400, words, param=key[:100], code="unknown_key")

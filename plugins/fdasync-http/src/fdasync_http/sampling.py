@@ -1,35 +1,62 @@
-"""The engine's sampling parameters, of the fields that a dialect's table names. Pure.
+"""Sampling parameters: the fields that the dialects share, and the engine's, of a dialect's fields. Pure.
 
 Called by the modules that read bodies; each decides what no field alone says.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from fdasync import SamplingParams
 from fdasync.request import MAX_LOGIT_BIAS
-from fdasync_http.fields import Engine
+from fdasync_http.fields import served_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fdasync_http.fields import Described
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that all dialects take under the engine's names."""
+
+    min_p: float = 0.0
+    stop_token_ids: list[int | None] = []
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
 
 
-def params_of(asked: Described, **decided: Any) -> SamplingParams:
+class SamplingBody(Sampled, frozen=True, kw_only=True):
+    """Fields that the `sampling_params` of SGLang and of vLLM share."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    n: int = 1
+    stop: str | list[str] = []
+    skip_special_tokens: bool = True
+
+
+def params_of(asked: msgspec.Struct, **decided: Any) -> SamplingParams:
     """The engine's parameters; the engine checks ranges.
 
     Args:
         asked: has the fields; its table says which parameter each of them gives.
         decided: parameters that its caller makes of several fields, or of what it knows besides.
     """
-    found: dict[str, Any] = {}
-    for name, rule in asked.RULES.items():
-        if isinstance(rule, Engine) and rule.fields[0] in _READ and hasattr(asked, name):
-            field = rule.fields[0]
-            found[field] = _READ[field](getattr(asked, name))
+    found = {field: read(getattr(asked, name)) for name, field, read in _readers_of(type(asked))}
     return SamplingParams(**{**found, **decided})
+
+
+@cache
+def _readers_of(kind: type[msgspec.Struct]) -> list[tuple[str, str, Callable[[Any], Any]]]:
+    """For each field of a body whose value is a parameter: its name, the parameter, and what makes that of it."""
+    served = [(name, rule.fields[0]) for name, rule in served_by(kind).items()]
+    return [(name, field, _READ[field]) for name, field in served if field in _READ]
 
 
 def count_of(value: bool | int | None) -> int | None:

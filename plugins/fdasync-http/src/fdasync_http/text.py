@@ -53,7 +53,7 @@ def added_by(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def prompt_tokens(front: Front, field: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Tokens of a prompt, where the answer depends on them before the engine tells them. Raises Refused (400)."""
     if front.tokenizer is None:
-        raise Refused(400, f"{field}: this server has no tokenizer; give token ids", param=field)
+        raise Refused(400, "this server has no tokenizer; give token ids", param=field)
     check_text_size(field, text, front)
     return encoded(front.tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -79,9 +79,7 @@ class TextForm:
         if tokenizer is None or not (specials or keeps_stop):
             return
         if specials and not isinstance(tokenizer, WithSpecials):
-            raise Refused(
-                400, "skip_special_tokens=false: this tokenizer has no text of them", param="skip_special_tokens"
-            )
+            raise Refused(400, "false: this tokenizer has no text of them", param="skip_special_tokens")
         self._tokenizer = tokenizer.with_specials() if specials and isinstance(tokenizer, WithSpecials) else tokenizer
 
     def of_sample(self) -> SampleText:

@@ -254,9 +254,9 @@ BAD = [
         {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
         "sampling_params.max_new_tokens: -1 is too small",
     ),
-    ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not served"),
-    ({"input_ids": [1], "image_data": "x"}, "image_data is not served"),
-    ({"input_ids": [1], "lora_path": "x"}, "lora_path is not served"),
+    ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag: is not served"),
+    ({"input_ids": [1], "image_data": "x"}, "image_data: is not served"),
+    ({"input_ids": [1], "lora_path": "x"}, "lora_path: is not served"),
     ({"input_ids": [1] * 100_000}, "tokens"),
 ]
 

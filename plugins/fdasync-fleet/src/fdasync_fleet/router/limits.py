@@ -96,7 +96,7 @@ class Need(msgspec.Struct, frozen=True):
         if count + 1 > limit:
             problem = f"{count} tokens leave no room to answer in {what} of any instance"
             return TooLong("prompt", problem, limit=limit, prompt_tokens=count)
-        problem = f"prompt {count} + max_tokens {self.max_tokens} tokens are beyond {what} of every instance"
+        problem = f"prompt {count} + {self.max_tokens} new tokens are beyond {what} of every instance"
         return TooLong("max_tokens", problem, limit=limit, prompt_tokens=count)
 
 

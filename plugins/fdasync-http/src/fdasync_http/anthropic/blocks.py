@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdasync_http.failures import unserved, wrong
 from fdasync_http.openai.messages import arguments_of
 from fdasync_http.translated.conversation import Conversation
-from fdasync_http.translated.fields import unserved, wrong
 
 _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}

@@ -9,13 +9,14 @@ from fdasync_http.anthropic.blocks import format_of, is_prefilled, messages_of, 
 from fdasync_http.anthropic.events import MessageEvents
 from fdasync_http.anthropic.types import NAMES, CountBody, MessagesBody
 from fdasync_http.bodies import read_json
+from fdasync_http.failures import unserved
 from fdasync_http.openai.asked import check_common
 from fdasync_http.openai.chat import prepared, prompt_of
 from fdasync_http.openai.chat import tools_of as served_tools
 from fdasync_http.openai.types import ChatBody
 from fdasync_http.sglang.control import reply
 from fdasync_http.translated.answers import answered
-from fdasync_http.translated.fields import extras_of, told_as, unserved
+from fdasync_http.translated.fields import extras_of, told_as
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from fdasync_http.fields import Table, Unserved, ignored, unserved
-from fdasync_http.translated.fields import Extras
+from fdasync_http.fields import Table, Unserved, ignored, not_served
+from fdasync_http.openai.types import Extras
 
 _KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -20,10 +20,10 @@ FIELDS: Table = {
     ),
     **ignored("blocks are found in the cache whether they are marked or not", "cache_control"),
     **ignored("this server refuses no answer", "fallbacks"),
-    **unserved("there are no containers", "container"),
-    **unserved("tools are called by the client", "mcp_servers"),
+    **not_served("there are no containers", "container"),
+    **not_served("tools are called by the client", "mcp_servers"),
     "context_management": Unserved(_AS_IT_IS, ({}, {"edits": []}, _KEPT)),
-    **unserved(_AS_IT_IS, "compaction"),
+    **not_served(_AS_IT_IS, "compaction"),
     "output_format": Unserved("give output_config.format", ()),
 }  # fmt: skip
 
@@ -71,6 +71,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
         tool_choice: its `type` is `auto`, `none`, `any` or `tool`.
         thinking: whether to think.
         output_config: how the answer shall be.
+        chat_template_kwargs: variables of the template.
         thread: not served.
     """
 
@@ -84,6 +85,7 @@ class CountBody(Extras, frozen=True, kw_only=True):
     tool_choice: dict[str, Any] = msgspec.field(default_factory=dict)
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     thread: Any = None
 
 

@@ -9,7 +9,7 @@ import secrets
 from typing import TYPE_CHECKING, Literal
 
 from fdasync_http.client_names import Names
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, unserved
 from fdasync_http.fields import asked_by
 from fdasync_http.sampling import params_of
 from fdasync_http.sglang.meta import first_row
@@ -79,8 +79,7 @@ class Asked:
         told = 1 if self.scores_only else told
         scored = body.prompt_logprobs
         if scored is not None and scored < 0:
-            words = "prompt_logprobs: the whole vocabulary is not served; give a number of alternatives"
-            raise Refused(400, words, param="prompt_logprobs", code="not_served")
+            raise unserved("prompt_logprobs", "the whole vocabulary; give a number of alternatives")
         if echo and with_logprobs:
             scored = max(scored or 0, top_logprobs)
         self.params = params_of(
@@ -128,10 +127,9 @@ def check_common(front: Front, body: CommonBody) -> None:
     if front.config.dialect == "vllm" and body.model not in names:
         raise no_model(front, body.model)
     if body.return_indexer_topk and body.stream:
-        words = "return_indexer_topk is not served in a stream; leave one of them out, or use /generate"
-        raise Refused(400, words, param="return_indexer_topk", code="not_served")
+        raise unserved("return_indexer_topk", "not in a stream; leave one of them out, or use /generate")
     if body.best_of not in (None, body.n):
-        raise Refused(400, "best_of is not served; ask for n", param="best_of", code="not_served")
+        raise unserved("best_of", "ask for n")
 
 
 def no_model(front: Front, name: str) -> Refused:
@@ -152,7 +150,7 @@ def _rows(front: Front, body: CommonBody) -> Literal["none", "sglang", "vllm"]:
         return "none"
     field = "routed_experts_prompt_start" if is_vllm else "return_routed_experts"
     if is_vllm and body.return_routed_experts:
-        raise Refused(400, f"{field} and return_routed_experts ask for rows in two forms; give one", param=field)
+        raise Refused(400, "it and return_routed_experts ask for rows in two forms; give one", param=field)
     if not front.generator.facts().captures_routing:
         raise Refused(400, "this engine captures no expert routing", param=field, code="not_served")
     return "vllm" if is_vllm else "sglang"

@@ -14,7 +14,7 @@ import msgspec
 from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
 from fdasync.errors import TokenizerFailed
 from fdasync_http.bodies import read_json
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, unserved, wrong
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, asks_for_stops, check_common
@@ -72,15 +72,14 @@ def prepared(front: Front, body: ChatBody, *, caps_tokens: bool = False) -> Prep
     """
     check_common(front, body)
     if body.top_logprobs and not body.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="bad_input")
+        raise wrong("top_logprobs", "needs logprobs: true")
     tools = tools_of(body)
     prompt = prompt_of(front, body, tools)
     new_reader, specials = _reader_of(front, body, tools, prompt)
     forced = forced_of(front, body, tools)
     grammar = grammar_of(body)
     if forced is not None and grammar is not None:
-        words = "tool_choice forces calls, which leaves no other format"
-        raise Refused(400, words, param="tool_choice", code="bad_input")
+        raise wrong("tool_choice", "forces calls, which leaves no other format")
     room = room_of(front, prompt)
     if caps_tokens and (body.max_completion_tokens or 0) > room:
         body = msgspec.structs.replace(body, max_completion_tokens=room)
@@ -108,8 +107,7 @@ def tools_of(body: ChatBody) -> list[dict[str, Any]]:
     """The tools that the model may call. Raises Refused (400)."""
     for at, tool in enumerate(converted(msgspec.json.encode(body.tools), list[Tool], "tools")):
         if tool.type not in (None, "function"):
-            field = f"tools[{at}].type"
-            raise Refused(400, f"{field}: {tool.type!r:.100} is not served; give functions", param=field)
+            raise Refused(400, f"{tool.type!r:.100} is not served; give functions", param=f"tools[{at}].type")
     return [] if body.tool_choice == "none" else body.tools
 
 
@@ -149,9 +147,7 @@ def _reader_of(
         beginning = prompt[-_BEGINNING_TOKENS:] if is_begun_here else prompt
         if _declares(tokenizer, beginning) and (body.separate_reasoning or tools):
             if not body.separate_reasoning:
-                field = "separate_reasoning"
-                words = f"{field}: this model's tool calls are read together with its reasoning"
-                raise Refused(400, words, param=field, code="not_served")
+                raise unserved("separate_reasoning", "this model's tool calls are read together with its reasoning")
             stop = () if asks_for_stops(body) else texts_of(body.stop)
             return partial(DeclaredReader, tokenizer, beginning, tools, stop), False
         if tools and shows_tags(tokenizer.chat_template(with_tools=True)):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fdasync_http.bodies import read_json
-from fdasync_http.failures import Refused
+from fdasync_http.failures import wrong
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
@@ -82,10 +82,10 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
     ids = [part for part in prompt if isinstance(part, int)]
     if ids:
         if len(ids) < len(prompt):
-            raise Refused(400, "prompt mixes token ids with texts or lists", param="prompt", code="bad_input")
+            raise wrong("prompt", "mixes token ids with texts or lists")
         return [ids]
     if not prompt:
-        raise Refused(400, "prompt is empty", param="prompt", code="bad_input")
+        raise wrong("prompt", "is empty")
     return [part for part in prompt if not isinstance(part, int)]
 
 

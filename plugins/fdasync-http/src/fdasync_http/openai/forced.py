@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fdasync.engine.tokenizer import ChatTokenizer
-from fdasync_http.failures import Refused
+from fdasync_http.failures import unserved, wrong
 from fdasync_http.grammars import calls_of
 from fdasync_http.openai.tools import CLOSE, OPEN, hides_tags, shows_tags
 
@@ -27,14 +27,13 @@ def forced_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> Gram
     if choice in (None, "auto", "none"):
         return None
     if not tools:
-        raise Refused(400, f"{_FIELD} needs tools", param=_FIELD, code="bad_input")
+        raise wrong(_FIELD, "needs tools")
     tokenizer = front.tokenizer
     template = ""
     if tokenizer is not None and isinstance(tokenizer, ChatTokenizer):
         template = tokenizer.chat_template(with_tools=True)
     if tokenizer is None or not shows_tags(template):
-        words = f"{_FIELD}: calls are forced in the form <tool_call>, which this model's template does not show"
-        raise Refused(400, words, param=_FIELD, code="not_served")
+        raise unserved(_FIELD, "calls are forced in the form <tool_call>, which this model's template does not show")
     chosen = tools if choice == "required" else [_named(choice, tools)]
     return calls_of(
         chosen,
@@ -52,5 +51,4 @@ def _named(choice: Any, tools: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(name, str) and tool["function"]["name"] == name:
             return tool
     names = ", ".join(tool["function"]["name"] for tool in tools)
-    words = f"{_FIELD}: {choice!r:.200} is none of auto, none, required and the functions {names}"
-    raise Refused(400, words, param=_FIELD, code="bad_input")
+    raise wrong(_FIELD, f"{choice!r:.200} is none of auto, none, required and the functions {names}")

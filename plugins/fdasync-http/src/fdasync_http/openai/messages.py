@@ -13,7 +13,7 @@ import msgspec
 
 from fdasync.engine.tokenizer import chat_of
 from fdasync_http.bodies import check_text_size
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, unserved, wrong
 from fdasync_http.text import added_by
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def tokens_of(
     """
     chat = chat_tokenizer(front)
     if not messages:
-        raise Refused(400, "messages are empty; give at least one", param="messages", code="bad_input")
+        raise wrong("messages", "are empty; give at least one")
     check_text_size("messages", msgspec.json.encode([messages, tools]).decode(), front)
     tokens = chat.apply_chat_template(
         [message_of(number, message) for number, message in enumerate(messages)],
@@ -69,13 +69,13 @@ def message_of(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates read it. Raises Refused, which names the field."""
     field = f"messages[{number}]"
     if not isinstance(message.get("role"), str):
-        raise Refused(400, f"{field}.role is missing, or no text", param=f"{field}.role", code="bad_input")
+        raise wrong(f"{field}.role", "is missing, or no text")
     made = {**message, "role": message["role"].lower()}
     content = message.get("content")
     if isinstance(content, list):
         made["content"] = "\n".join([_text_of(f"{field}.content[{at}]", part) for at, part in enumerate(content)])
     elif content is not None and not isinstance(content, str):
-        raise Refused(400, f"{field}.content is neither text nor a list", param=f"{field}.content", code="bad_input")
+        raise wrong(f"{field}.content", "is neither text nor a list")
     elif content is None:
         made["content"] = ""
     # templates look whether the key is there
@@ -93,20 +93,20 @@ def _text_of(field: str, part: Any) -> str:
         if kind == "text" and isinstance(text, str):
             return text
         if kind != "text":
-            raise Refused(400, f"{field}: {kind!r:.100} is not served; give text", param=field, code="not_served")
-    raise Refused(400, f"{field} is no part with a text", param=field, code="bad_input")
+            raise unserved(field, f"{kind!r:.100}; give text")
+    raise wrong(field, "is no part with a text")
 
 
 def _calls_of(field: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise Refused(400, f"{field} is no list", param=field, code="bad_input")
+        raise wrong(field, "is no list")
     return [_call_of(f"{field}[{at}]", call) for at, call in enumerate(calls)]
 
 
 def _call_of(field: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{field}.function has no name", param=field, code="bad_input")
+        raise wrong(field, "has no function with a name")
     arguments = arguments_of(f"{field}.function.arguments", function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -123,5 +123,5 @@ def arguments_of(field: str, given: Any) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise Refused(400, f"{field} is no JSON object", param=field, code="bad_input")
+        raise wrong(field, "is no JSON object")
     return arguments

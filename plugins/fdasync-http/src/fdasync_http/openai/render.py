@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.bodies import read_json
-from fdasync_http.failures import Refused
+from fdasync_http.failures import unserved
 from fdasync_http.grammars import field_of
+from fdasync_http.openai.asked import asks_for_stops
 from fdasync_http.openai.chat import prepared
 from fdasync_http.openai.types import ChatBody
+from fdasync_http.sampling import texts_of
 from fdasync_http.sglang.control import reply
+from fdasync_http.vllm.sampling import Sampling
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -51,31 +54,18 @@ async def render(request: Request, front: Front) -> Response:
 
 def _sampling_of(body: ChatBody, max_tokens: int, grammar: Grammar | None) -> dict[str, Any]:
     """vLLM's `sampling_params`. Raises Refused (400)."""
-    sampling = {
-        "n": body.n,
+    same = {name: getattr(body, name) for name in Sampling.__struct_fields__}
+    if body.routed_experts_prompt_start is None:
+        del same["routed_experts_prompt_start"]
+    return {
+        **same,
         "max_tokens": max_tokens,
-        "min_tokens": body.min_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logit_bias": {str(token): bias for token, bias in body.logit_bias.items()} or None,
-        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
-        "stop_token_ids": body.stop_token_ids,
-        "ignore_eos": body.ignore_eos,
+        "logit_bias": body.logit_bias or None,
+        "stop": texts_of(body.stop),
         "logprobs": body.top_logprobs if body.logprobs else None,
-        "prompt_logprobs": body.prompt_logprobs,
-        "include_stop_str_in_output": body.include_stop_str_in_output or body.no_stop_trim,
-        "skip_special_tokens": body.skip_special_tokens,
+        "include_stop_str_in_output": asks_for_stops(body),
         "structured_outputs": _outputs_of(body, grammar),
     }
-    if body.routed_experts_prompt_start is not None:
-        sampling["routed_experts_prompt_start"] = body.routed_experts_prompt_start
-    return sampling
 
 
 def _outputs_of(body: ChatBody, grammar: Grammar | None) -> dict[str, Any] | None:
@@ -87,6 +77,5 @@ def _outputs_of(body: ChatBody, grammar: Grammar | None) -> dict[str, Any] | Non
     choice = body.guided_choice or (body.structured_outputs or {}).get("choice")
     if choice is None:
         field = field_of(body) or "tool_choice"
-        words = f"{field}: calls are forced by a grammar that sampling_params have no word for"
-        raise Refused(400, words, param=field, code="not_served")
+        raise unserved(field, "calls are forced by a grammar that sampling_params have no word for")
     return {"choice": choice}

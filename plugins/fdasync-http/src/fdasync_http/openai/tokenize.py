@@ -8,7 +8,7 @@ import msgspec
 
 from fdasync.engine.tokenizer import WithPieces, WithSpecials
 from fdasync_http.bodies import check_text_size, read_json
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, wrong
 from fdasync_http.fields import Table
 from fdasync_http.openai.fields import FIELDS
 from fdasync_http.openai.messages import tokens_of
@@ -69,7 +69,7 @@ async def tokenize(request: Request, front: Front) -> Response:
     body = await read_json(request, TokenizeBody, front.config)
     tokenizer = _tokenizer(front)
     if (body.prompt is None) == (body.messages is None):
-        raise Refused(400, "one of prompt and messages is needed", param="prompt", code="bad_input")
+        raise wrong("prompt", "one of prompt and messages is needed")
     if body.messages is not None:
         told = [
             tokens_of(
@@ -112,19 +112,18 @@ async def detokenize(request: Request, front: Front) -> Response:
         if isinstance(tokenizer, WithSpecials):
             tokenizer = tokenizer.with_specials()
         elif body.skip_special_tokens is False:
-            field = "skip_special_tokens"
-            raise Refused(400, f"{field}: this tokenizer has no text of them", param=field, code="not_served")
+            words = "this tokenizer has no text of them"
+            raise Refused(400, words, param="skip_special_tokens", code="not_served")
     lists = [one for one in body.tokens if isinstance(one, list)]
     many = bool(lists)
     if many and len(lists) < len(body.tokens):
-        raise Refused(400, "tokens mixes token ids and lists", param="tokens", code="bad_input")
+        raise wrong("tokens", "mixes token ids and lists")
     most = front.generator.facts().vocab_size
     texts = []
     for ids in lists or [[one for one in body.tokens if isinstance(one, int)]]:
         bad = next((token for token in ids if not 0 <= token < most), None)
         if bad is not None:
-            words = f"tokens: {bad} is outside the vocabulary; the limit is {most - 1}"
-            raise Refused(400, words, param="tokens", code="bad_input")
+            raise wrong("tokens", f"{bad} is outside the vocabulary; the limit is {most - 1}")
         texts.append(tokenizer.decode(ids))
     text = texts if many else texts[0]
     # vLLM's name for it, and SGLang's

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from fdasync_http.failures import Refused
+from fdasync_http.failures import wrong
 from fdasync_http.fields import Table
 from fdasync_http.openai.fields import COMPLETION_FIELDS, FIELDS
+from fdasync_http.sampling import Sampled
 
 T = TypeVar("T")
 
@@ -28,14 +29,37 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Extras(Sampled, frozen=True, kw_only=True):
+    """Fields of SGLang's and vLLM's servers that dialects take, too, which are translated into chats.
+
+    Attributes:
+        return_meta_info, return_routed_experts, routed_experts_start_len, extra_key, rid: SGLang's.
+        routed_experts_prompt_start, request_id: vLLM's.
+        return_token_ids: as what the others ask for, tokens stand beside the dialect's own fields, in a stream in its
+            last event that tells how the answer ended.
+    """
+
+    seed: int | None = None
+    min_tokens: int = 0
+    cache_salt: str = ""
+    extra_key: str = ""
+    priority: int = 0
+    request_id: str | None = None
+    rid: str | None = None
+    return_token_ids: bool = False
+    return_meta_info: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int | None = None
+    routed_experts_prompt_start: int | None = None
+
+
+class CommonBody(Extras, frozen=True, kw_only=True):
     """Fields that completions and chats share; see the documentation of OpenAI, of SGLang and of vLLM.
 
     Attributes:
         model: any name in SGLang's dialect, as its server takes them; in vLLM's one of this server's.
-        return_routed_experts, routed_experts_start_len, return_indexer_topk, return_meta_info, no_stop_trim, extra_key,
-            rid: SGLang's.
-        routed_experts_prompt_start, include_stop_str_in_output, request_id: vLLM's.
+        return_indexer_topk, no_stop_trim: SGLang's.
+        include_stop_str_in_output: vLLM's.
         prompt_logprobs: vLLM's: how many alternatives beside each token of the prompt; None: no log-probs of it.
     """
 
@@ -47,21 +71,12 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stream_options: StreamOptions = StreamOptions()
     n: int = 1
     best_of: int | None = None
-    seed: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[int | None] = []
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
+    stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -74,18 +89,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
-    cache_salt: str = ""
-    extra_key: str = ""
-    priority: int = 0
-    request_id: str | None = None
-    rid: str | None = None
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    return_meta_info: bool = False
-    return_routed_experts: bool = False
-    routed_experts_start_len: int | None = None
     return_indexer_topk: bool = False
-    routed_experts_prompt_start: int | None = None
     prompt_logprobs: int | None = None
 
 
@@ -161,14 +166,14 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
 
     OBJECTS: ClassVar[Any] = {**CommonBody.OBJECTS, "reasoning": Reasoning}
 
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     input_ids: list[int] | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     reasoning_effort: str | float | None = None
     reasoning: Reasoning = Reasoning()
     add_special_tokens: bool = False
@@ -189,4 +194,4 @@ def converted(body: bytes, kind: type[T], field: str = "") -> T:
         words, _, place = str(error).partition(" - at `")
         # of a key, msgspec says "at `key` in `$.field`"
         path = f"{field}{place.rstrip('`').rpartition('$')[2]}".lstrip(".")
-        raise Refused(400, f"{path}: {words}" if path else words, param=path, code="bad_input") from None
+        raise wrong(path, words) from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdasync_http.failures import unserved, wrong
 from fdasync_http.openai.messages import arguments_of
 from fdasync_http.translated.conversation import Conversation
-from fdasync_http.translated.fields import unserved, wrong
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -52,6 +52,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=format_of(body.text.format, body.text.verbosity),
         reasoning_effort=body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
         # SGLang's form has log-probs in it
         logprobs=_LOGPROBS in body.include or body.top_logprobs > 0 or body.return_meta_info,
         top_logprobs=body.top_logprobs,

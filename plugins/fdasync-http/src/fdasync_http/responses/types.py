@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from fdasync_http.fields import Table, Unserved, ignored, unserved
-from fdasync_http.openai.types import StreamOptions
-from fdasync_http.translated.fields import Extras
+from fdasync_http.fields import Table, Unserved, ignored, not_served
+from fdasync_http.openai.types import Extras, StreamOptions
 
 _KEEPS_NOTHING = "nothing is kept of a request; give the whole conversation as input"
 
@@ -24,14 +23,14 @@ FIELDS: Table = {
     **ignored("there are no tools of the server's own", "max_tool_calls"),
     "previous_response_id": Unserved(_KEEPS_NOTHING, ()),
     "conversation": Unserved(_KEEPS_NOTHING, ()),
-    **unserved(_WAITS, "background", "background_options"),
-    **unserved("no prompts are kept here; give instructions and input", "prompt"),
+    **not_served(_WAITS, "background", "background_options"),
+    **not_served("no prompts are kept here; give instructions and input", "prompt"),
     "truncation": Unserved("a conversation that is too long is refused", ("disabled",)),
-    **unserved(_AS_IT_IS, "context_management"),
-    **unserved("nothing is moderated", "moderation"),
-    **unserved("images are not read", "image"),
+    **not_served(_AS_IT_IS, "context_management"),
+    **not_served("nothing is moderated", "moderation"),
+    **not_served("images are not read", "image"),
     "n": Unserved("there is one answer; ask again for another", (1,)),
-    **unserved("Responses have no stop sequences; /v1/chat/completions and /v1/messages do", "stop"),
+    **not_served("Responses have no stop sequences; /v1/chat/completions and /v1/messages do", "stop"),
 }  # fmt: skip
 
 #: fields of Responses by the fields of chats, where the names differ
@@ -78,6 +77,7 @@ class ResponsesBody(Extras, frozen=True, kw_only=True):
         parallel_tool_calls: with a tool choice that forces calls: more than one may follow another.
         text: the format of the answer.
         reasoning: how to reason.
+        chat_template_kwargs: variables of the template.
         include: of what there is, `message.output_text.logprobs` changes an answer.
         top_logprobs: how many alternatives the log-probs have; above 0 they need no `include`.
         metadata: told again in the answer.
@@ -101,6 +101,7 @@ class ResponsesBody(Extras, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     text: Text = Text()
     reasoning: Reasoning = Reasoning()
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     include: list[str] = msgspec.field(default_factory=list)
     top_logprobs: int = 0
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -13,7 +13,7 @@ import msgspec
 
 from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
-from fdasync_http.fields import Table, Unserved, asked_by, engine, unserved
+from fdasync_http.fields import Table, Unserved, asked_by, engine, not_served
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.sampling import params_of
 from fdasync_http.sglang.meta import first_row
@@ -37,24 +37,23 @@ GENERATE: Table = {
     "rid": engine("request_id"),
     "extra_key": engine("cache_salt"),
     "cache_salt": engine("cache_salt"),
-    "priority": engine("priority"),
     "return_routed_experts": engine("routing"),
     "routed_experts_start_len": engine("start"),
     "return_indexer_topk": engine("chosen_positions_start"),
-    **unserved(
+    **not_served(
         _MEDIA, "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "use_audio_in_video",
         "video_config", "images_config", "need_wait_for_mm_inputs", "max_dynamic_patch", "min_dynamic_patch",
         "image_max_dynamic_patch", "video_max_dynamic_patch",
     ),
-    **unserved("give text or input_ids", "input_embeds", "positional_embed_overrides"),
-    **unserved("LoRA adapters are not served", "lora_path", "lora_id"),
-    **unserved("an answer has no such part", "return_hidden_states", "return_sampling_mask", "return_entropy",
+    **not_served("give text or input_ids", "input_embeds", "positional_embed_overrides"),
+    **not_served("LoRA adapters are not served", "lora_path", "lora_id"),
+    **not_served("an answer has no such part", "return_hidden_states", "return_sampling_mask", "return_entropy",
                "return_bytes", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"),
-    **unserved("ask for top_logprobs_num", "token_ids_logprob"),
-    **unserved("no code of clients is run", "custom_logit_processor"),
-    **unserved("send the whole conversation", "session_params"),
-    **unserved("send a request for each", "multi_item_delimiter", "multi_item_delimiter_indices"),
-    **unserved("a model thinks as its prompt asks it to", "require_reasoning"),
+    **not_served("ask for top_logprobs_num", "token_ids_logprob"),
+    **not_served("no code of clients is run", "custom_logit_processor"),
+    **not_served("send the whole conversation", "session_params"),
+    **not_served("send a request for each", "multi_item_delimiter", "multi_item_delimiter_indices"),
+    **not_served("a model thinks as its prompt asks it to", "require_reasoning"),
     "max_thinking_tokens": Unserved("a model thinks as its prompt asks it to", (-1,)),
 }  # fmt: skip
 
@@ -105,7 +104,7 @@ class Asked:
         most = room if sampling.max_new_tokens is None else sampling.max_new_tokens
         if sampling.max_new_tokens is not None and most < 0:
             name = f"{where}max_new_tokens"
-            raise Refused(400, f"{name}: {most} is too small (limit: at least 0)", param=name)
+            raise Refused(400, f"{most} is too small (limit: at least 0)", param=name)
         self.scores_only = sampling.max_new_tokens == 0
         self.prompt = prompt
         self.body = body

@@ -14,7 +14,7 @@ import msgspec
 
 from fdasync import Result, Sample
 from fdasync_http.bodies import read_json
-from fdasync_http.failures import Refused
+from fdasync_http.failures import Refused, unserved
 from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.parts import assembled, event_with
 from fdasync_http.prompt_scores import without_output
@@ -51,8 +51,7 @@ def _names_of(front: Front, body: GenerateBody) -> TokenNames | None:
     if not body.return_text_in_logprobs:
         return None
     if front.tokenizer is None:
-        field = "return_text_in_logprobs"
-        raise Refused(400, f"{field}: this server has no tokenizer", param=field, code="not_served")
+        raise unserved("return_text_in_logprobs", "this server has no tokenizer")
     return TokenNames(front, as_ids=False)
 
 

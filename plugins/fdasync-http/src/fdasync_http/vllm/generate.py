@@ -17,7 +17,7 @@ from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused, numbered
-from fdasync_http.fields import Table, asked_by, engine, same, unserved
+from fdasync_http.fields import Table, asked_by, engine, not_served
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.types import StreamOptions
 from fdasync_http.parts import MARK, assembled, event_with
@@ -43,10 +43,9 @@ RowForm = Literal["npy", "prime_rl", "skyrl", "none"]
 
 GENERATE: Table = {
     "token_ids": engine("prompt"),
-    **same("request_id", "priority", "cache_salt"),
-    **unserved("images, sound and video are not read", "features", "content_parts", "mm_processor_kwargs"),
-    **unserved("instances hand blocks to each other by themselves", "kv_transfer_params", "ec_transfer_params"),
-    **unserved("LoRA adapters are not served", "lora_request"),
+    **not_served("images, sound and video are not read", "features", "content_parts", "mm_processor_kwargs"),
+    **not_served("instances hand blocks to each other by themselves", "kv_transfer_params", "ec_transfer_params"),
+    **not_served("LoRA adapters are not served", "lora_request"),
 }
 
 
