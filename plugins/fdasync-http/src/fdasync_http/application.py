@@ -25,14 +25,14 @@ from fdasync_http.anthropic.envelope import Envelopes
 from fdasync_http.anthropic.serve import PATHS as MESSAGES
 from fdasync_http.budget import BUDGET
 from fdasync_http.config import HttpConfig
-from fdasync_http.contract import HTML, query_of
+from fdasync_http.contract import HTML, Path
 from fdasync_http.docs_page import HEADERS, page
 from fdasync_http.failures import JSON, Refused, answer, on_error
 from fdasync_http.fields import IGNORED
 from fdasync_http.front import Front
 from fdasync_http.known import check_query
 from fdasync_http.openapi import description
-from fdasync_http.paths import CONTROL, USE, Path
+from fdasync_http.paths import CONTROL, USE
 from fdasync_http.tracing import Traced
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def _own_paths() -> tuple[Path, ...]:
         """`GET /docs`: this description as a page that loads nothing from other hosts."""
         return Response(shown, headers=HEADERS, media_type=HTML)
 
-    own = (Path("/openapi.json", ("GET",), openapi), Path("/docs", ("GET",), docs))
+    own = (Path("/openapi.json", ("GET",), openapi, needs_engine=False),
+           Path("/docs", ("GET",), docs, media=(HTML,), needs_engine=False))  # fmt: skip
     told = description([*USE, *own], CONTROL)
     described, shown = msgspec.json.encode(told), page(told)
     return own
@@ -114,7 +115,7 @@ class _Endpoint:
     def __init__(self, path: Path, front: Front) -> None:
         self._path = path
         self._front = front
-        self._query = query_of(path)
+        self._query = path.keys
         self._ignore = partial(front.ignore, path.path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,7 +7,7 @@ Knows no paths. Called by every endpoint that takes a body.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_origin
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from fdasync_http.fields import IGNORED, Ignore, read_by
 from fdasync_http.known import listed, words_at
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
     from starlette.requests import Request
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 # longer tokens are rare; text of them alone is refused, and can be sent as token ids
 _MAX_TOKEN_CHARS = 64
@@ -105,6 +108,25 @@ def decode(body: bytes, kind: type[T], config: HttpConfig, ignore: Ignore = lamb
         raise _invalid(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}", code="bad_json") from None
+
+
+def decode_query(request: Request, told: S, names: Collection[str]) -> S:
+    """A struct with the values that the query of a request has for these of its fields. A flag may stand there without
+    a value. Raises Refused (400), which names the field."""
+    query, given = request.query_params, msgspec.structs.asdict(told)
+    for field in msgspec.structs.fields(told):
+        name = field.encode_name
+        if name in names and name in query:
+            is_one = field.type in (bool, str) or get_origin(field.type) is Literal
+            one = query[name] or ("true" if field.type is bool else "")
+            given[name] = one if is_one else query.getlist(name)
+    try:
+        return msgspec.convert(given, type(told), strict=False)
+    except msgspec.ValidationError as error:
+        refused = _invalid(str(error), type(told))
+        # a key has no number, however often it comes
+        refused.param = refused.param.partition("[")[0]
+        raise refused from None
 
 
 def _invalid(told: str, kind: Any) -> Refused:

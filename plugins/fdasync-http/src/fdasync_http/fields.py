@@ -6,7 +6,8 @@ for that. The table beside it says what its other fields ask of the engine, and 
 not. A field that neither of them has is refused where the type refuses unknown fields, since it may mean anything
 there, and ignored elsewhere.
 
-null is the default, of each field at each level. Knows no endpoint. Called by `bodies.py`, which reads every body.
+null is the default, of each field at each level. `RULES` of a type is its table; `OBJECTS` names the types of fields
+that are objects themselves, or lists of them. Knows no endpoint. Called by `bodies.py`, which reads every body.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -83,21 +84,8 @@ def not_served(why: str, *names: str) -> dict[str, Unserved]:
     return dict.fromkeys(names, Unserved(why))
 
 
-class Described(Protocol):
-    """A body, or an object within one, that has a table of its dialect beside its type.
-
-    Attributes:
-        RULES: what its fields ask of the engine, and what becomes of fields that it has not. Types without RULES refuse
-            or ignore such fields.
-
-    `OBJECTS`, where a type has it, names the types of fields that are objects themselves, or lists of them.
-    """
-
-    RULES: ClassVar[Table]
-
-
 @cache
-def served_by(kind: type[Any]) -> dict[str, Engine]:
+def served_by(kind: type[msgspec.Struct]) -> dict[str, Engine]:
     """The fields of a type that ask the engine for something: those with the engine's own names, then the table's."""
     table, names = _table_of(kind), kind.__struct_fields__
     own = {name: Engine((name,)) for name in names if name in _ENGINE and name not in table}
@@ -105,7 +93,7 @@ def served_by(kind: type[Any]) -> dict[str, Engine]:
 
 
 @cache
-def asked_by(kind: type[Any]) -> dict[str, tuple[str, ...]]:
+def asked_by(kind: type[msgspec.Struct]) -> dict[str, tuple[str, ...]]:
     """By the engine's field: the fields of a body that ask for it, in the order of `served_by`."""
     found: dict[str, tuple[str, ...]] = {}
     for name, rule in served_by(kind).items():
@@ -155,8 +143,8 @@ def _table_of(kind: type[Any]) -> Table:
     return table
 
 
-def _inner_of(kind: type[Any]) -> Mapping[str, type[Any]]:
-    inner: Mapping[str, type[Any]] = getattr(kind, "OBJECTS", {})
+def _inner_of(kind: type[Any]) -> Mapping[str, type[msgspec.Struct]]:
+    inner: Mapping[str, type[msgspec.Struct]] = getattr(kind, "OBJECTS", {})
     return inner
 
 

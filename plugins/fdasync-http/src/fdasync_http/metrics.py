@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 async def metrics(_request: Request, front: Front) -> Response:
-    """`GET /metrics`; 200 also where the engine has failed."""
+    """`GET /metrics`: figures for Prometheus; 200 also where the engine has failed."""
     try:
         watched = await front.generator.watch()
     except FdasyncError:

@@ -6,8 +6,6 @@ The description says which statuses and media types a path answers with; fuzzers
 
 from __future__ import annotations
 
-import inspect
-import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +13,18 @@ import msgspec
 
 from fdasync_http.anthropic.envelope import MessagesError
 from fdasync_http.anthropic.serve import PATHS as MESSAGES
-from fdasync_http.contract import EVENTS, HTML, MEANINGS, SUMMARIES, TEXT, Contract, contract_of
+from fdasync_http.calls import UpdateCall, Updated
+from fdasync_http.contract import EVENTS, HTML, MEANINGS, TEXT, words_of
 from fdasync_http.failures import JSON, ErrorBody
 from fdasync_http.refused import REASONS
-from fdasync_http.sglang.control import Updated
+from fdasync_http.sglang.checker import CheckWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fdasync_http.paths import Path
+    from fdasync_http.contract import Path
 
-# trainers read these fields where an update is refused
-_UPDATED = (
-    "/update_weights_from_disk", "/pull_weights", "/init_weights_update_group", "/destroy_weights_update_group",
-    "/update_weights_from_distributed", "/begin_weight_update", "/end_weight_update", "/weights_checker",
-)  # fmt: skip
 _RETRY = {"retry-after": {"description": "seconds until the next try", "schema": {"type": "string"}}}
-_FIELD = re.compile(r"    (\w[\w, ]*): (.*)")
 
 
 def description(use: Iterable[Path], control: Iterable[Path] = ()) -> dict[str, Any]:
@@ -45,8 +38,7 @@ def description(use: Iterable[Path], control: Iterable[Path] = ()) -> dict[str, 
     schemas, components = _schemas({path.body for path, _ in listed if path.body is not None})
     described: dict[str, dict[str, Any]] = {}
     for path, controls in listed:
-        contract = contract_of(path, controls=controls)
-        operation = _operation(path, contract, schemas)
+        operation = _operation(path, path.statuses(controls=controls), schemas)
         for method in path.methods:
             described.setdefault(path.path.replace(":path}", "}"), {})[method.lower()] = operation
     return {
@@ -78,7 +70,7 @@ def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any
     ]
     made, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for component in components.values():
-        about, fields = _words_of(component.get("description", ""))
+        about, fields = words_of(component.get("description", ""))
         component["description"] = about
         for name, words in fields.items():
             if name in component.get("properties", {}):
@@ -87,36 +79,20 @@ def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any
     return dict(zip(ordered, made, strict=True)), components
 
 
-def _words_of(docstring: str) -> tuple[str, dict[str, str]]:
-    """The words of a struct's docstring about it, and about each of its fields."""
-    about, _, attributes = inspect.cleandoc(docstring).partition("\nAttributes:\n")
-    fields: dict[str, str] = {}
-    names: list[str] = []
-    for line in attributes.splitlines():
-        match = _FIELD.fullmatch(line)
-        if match is not None:
-            names = match[1].split(", ")
-            fields |= dict.fromkeys(names, match[2])
-        elif line.strip():
-            fields |= {name: f"{fields[name]} {line.strip()}" for name in names}
-    return about.strip(), fields
-
-
-def _operation(path: Path, contract: Contract, schemas: dict[type[Any], Any]) -> dict[str, Any]:
-    words = inspect.cleandoc(path.serve.__doc__ or "")
+def _operation(path: Path, statuses: tuple[int, ...], schemas: dict[type[Any], Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": _summary(path, words),
-        "description": REASONS.get(path.path, words),
-        "responses": {str(status): _response(path, status, contract, schemas) for status in contract.statuses},
+        "summary": _summary(path),
+        "description": path.about,
+        "responses": {str(status): _response(path, status, schemas) for status in statuses},
     }
     if path.body is not None:
         schema = schemas[path.body]
-        content = {"schema": schema} if contract.example is None else {"schema": schema, "example": contract.example}
+        content = {"schema": schema} if path.example is None else {"schema": schema, "example": path.example}
         # an empty body counts as {}
         needed = any(field.required for field in msgspec.structs.fields(path.body))
         operation["requestBody"] = {"required": needed, "content": {JSON: content}}
     parameters: list[dict[str, Any]] = [
-        {"name": one.name, "in": "query", "description": one.about, "schema": one.schema} for one in contract.queries
+        {"name": one.name, "in": "query", "description": one.about, "schema": one.schema} for one in path.queries
     ]
     if "{" in path.path:
         name = path.path.partition("{")[2].partition(":")[0]
@@ -126,23 +102,23 @@ def _operation(path: Path, contract: Contract, schemas: dict[type[Any], Any]) ->
     return operation
 
 
-def _summary(path: Path, words: str) -> str:
+def _summary(path: Path) -> str:
     """The first sentence, without the path that it begins with."""
     if path.path in REASONS:
         return "Refused, with the path to use instead."
-    if path.path in SUMMARIES:
-        return SUMMARIES[path.path]
-    line = " ".join(words.partition("\n\n")[0].split())
+    line = " ".join(path.about.partition("\n\n")[0].split())
     told = line.partition(": ")[2] if line.startswith("`") and ": " in line else line
-    return told[:1].upper() + told[1:]
+    first = told.partition(". ")[0].rstrip(".")
+    return f"{first[:1].upper()}{first[1:]}."
 
 
-def _response(path: Path, status: int, contract: Contract, schemas: dict[type[Any], Any]) -> dict[str, Any]:
+def _response(path: Path, status: int, schemas: dict[type[Any], Any]) -> dict[str, Any]:
     if status in (200, 202):
-        content = {media: {"schema": _body_of(media, path)} for media in contract.media}
+        content = {media: {"schema": _body_of(media, path)} for media in path.media}
         return {"description": MEANINGS[status], **({"content": content} if content else {})}
     schema = schemas[MessagesError if path.path in MESSAGES else ErrorBody]
-    if path.path in _UPDATED:
+    # trainers read these fields where an update is refused
+    if path.call is not None and issubclass(path.call, UpdateCall | CheckWeights):
         schema = {"anyOf": [schema, schemas[Updated]]}
     answer: dict[str, Any] = {"description": MEANINGS[status], "content": {JSON: {"schema": schema}}}
     if status == 429:

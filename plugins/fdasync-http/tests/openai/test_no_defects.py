@@ -6,12 +6,14 @@ import json
 import logging
 import random
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from fdasync_http.contract import contract_of
-from fdasync_http.paths import CONTROL, USE, Path
+from fdasync_http.paths import CONTROL, USE
 from msgspec import inspect
+
+if TYPE_CHECKING:
+    from fdasync_http.contract import Path
 
 BAD_TEXTS = (b"\xff\xfe", b"\xe4\xbd", b"\xed\xa0\x80", b"\\ud83d", b"\\q", b"\x00")
 # values that types do not expect, and those at the edges of what they do
@@ -78,7 +80,7 @@ def body_of(kind: Any, draw: random.Random) -> dict[str, Any]:
 
 def query_of(path: Path, draw: random.Random) -> dict[str, str]:
     """A query of a path, of its keys and a strange one."""
-    names = [query.name for query in contract_of(path, controls=False).queries] + ["strange"]
+    names = [query.name for query in path.queries] + ["strange"]
     words = ["true", "keep", "weights", "1", "", "nan", "-1", "\0"]
     return {name: draw.choice(words) for name in names if draw.random() < 0.3}
 
@@ -89,10 +91,9 @@ def sent_to(path: Path, draw: random.Random) -> bytes:
     if kind < 0.1:
         return json.dumps(draw.choice(VALUES)).encode()
     made = {} if path.body is None else body_of(path.body, draw)
-    example = contract_of(path, controls=False).example
-    if example is not None and draw.random() < 0.6:
+    if path.example is not None and draw.random() < 0.6:
         # one that is right, but for a few fields
-        made = {**example, **dict(draw.sample(sorted(made.items()), min(len(made), draw.randrange(3))))}
+        made = {**path.example, **dict(draw.sample(sorted(made.items()), min(len(made), draw.randrange(3))))}
     body = json.dumps(made).encode()
     if kind < 0.3:
         # a text of it, or its beginning
@@ -119,7 +120,7 @@ async def test_no_body_makes_a_defect(chat_of, defects, tmp_path, kind, rounds):
                 for method in path.methods:
                     told = {"path": url, "query": query, "body": content}
                     answer = await scene.client.request(method, url, params=query, content=content)
-                    statuses = contract_of(path, controls=True).statuses
+                    statuses = path.statuses(controls=True)
                     assert answer.status_code in statuses, (told, answer.status_code, answer.text[:300])
                     served[path.path] += answer.status_code == 200
                     assert not defects(), (told, answer.text[:300])

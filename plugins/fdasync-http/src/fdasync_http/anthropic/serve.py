@@ -9,12 +9,12 @@ from fdasync_http.anthropic.blocks import format_of, is_prefilled, messages_of, 
 from fdasync_http.anthropic.events import MessageEvents
 from fdasync_http.anthropic.types import NAMES, CountBody, MessagesBody
 from fdasync_http.bodies import read_json
+from fdasync_http.calls import reply
 from fdasync_http.failures import unserved
 from fdasync_http.openai.asked import check_common
 from fdasync_http.openai.chat import prepared, prompt_of
 from fdasync_http.openai.chat import tools_of as served_tools
 from fdasync_http.openai.types import ChatBody
-from fdasync_http.sglang.control import reply
 from fdasync_http.translated.answers import answered
 from fdasync_http.translated.fields import extras_of, told_as
 
@@ -29,7 +29,7 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 async def messages(request: Request, front: Front) -> Response:
-    """`POST /v1/messages`."""
+    """`POST /v1/messages`: Anthropic's Messages, whole or as events."""
     body = await read_json(request, MessagesBody, front.config)
     with told_as(NAMES):
         chat = prepared(front, chat_of(body), caps_tokens=True)

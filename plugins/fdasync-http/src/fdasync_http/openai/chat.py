@@ -45,7 +45,7 @@ _BEGINNING_TOKENS = 512
 
 
 async def chat_completions(request: Request, front: Front) -> Response:
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`: OpenAI's chats, whole or as events."""
     asked, new_reader = prepared(front, await read_json(request, ChatBody, front.config))
     if asked.body.stream:
         return Events(streamed(front, asked, new_reader))

@@ -34,7 +34,7 @@ _MAX_TOKENS = 16
 
 
 async def completions(request: Request, front: Front) -> Response:
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`: OpenAI's completions, whole or as events."""
     body = await read_json(request, CompletionBody, front.config)
     check_common(front, body)
     asked = _asked_of(front, body)

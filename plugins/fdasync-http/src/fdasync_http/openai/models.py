@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from fdasync_http.calls import reply
 from fdasync_http.openai.asked import no_model
-from fdasync_http.sglang.control import reply
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -18,12 +18,12 @@ _STARTED = int(time.time())
 
 
 async def models(_request: Request, front: Front) -> Response:
-    """`GET /v1/models`."""
+    """`GET /v1/models`: the model that is served."""
     return reply({"object": "list", "data": [_card(front)]})
 
 
 async def model(request: Request, front: Front) -> Response:
-    """`GET /v1/models/{id}`. Raises Refused (404)."""
+    """`GET /v1/models/{id}`: the same, by its name. Raises Refused (404)."""
     name = request.path_params["model"]
     if name != front.model:
         raise no_model(front, name)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.bodies import read_json
+from fdasync_http.calls import reply
 from fdasync_http.failures import unserved
 from fdasync_http.grammars import field_of
 from fdasync_http.openai.asked import asks_for_stops
 from fdasync_http.openai.chat import prepared
 from fdasync_http.openai.types import ChatBody
 from fdasync_http.sampling import texts_of
-from fdasync_http.sglang.control import reply
 from fdasync_http.vllm.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _KINDS = {"json_schema": "json", "regex": "regex", "gbnf": "grammar"}
 
 
 async def render(request: Request, front: Front) -> Response:
-    """`POST /v1/chat/completions/render`."""
+    """`POST /v1/chat/completions/render`: a chat as the body of /inference/v1/generate that would answer it: vLLM's."""
     body = await read_json(request, ChatBody, front.config)
     asked = prepared(front, body).asked
     return reply(

@@ -8,11 +8,11 @@ import msgspec
 
 from fdasync.engine.tokenizer import WithPieces, WithSpecials
 from fdasync_http.bodies import check_text_size, read_json
+from fdasync_http.calls import reply
 from fdasync_http.failures import Refused, wrong
 from fdasync_http.fields import Table
 from fdasync_http.openai.fields import FIELDS
 from fdasync_http.openai.messages import tokens_of
-from fdasync_http.sglang.control import reply
 from fdasync_http.text import encoded
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 async def tokenize(request: Request, front: Front) -> Response:
-    """`POST /tokenize`."""
+    """`POST /tokenize`: tokens of a text or of a chat."""
     body = await read_json(request, TokenizeBody, front.config)
     tokenizer = _tokenizer(front)
     if (body.prompt is None) == (body.messages is None):
@@ -104,7 +104,7 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 async def detokenize(request: Request, front: Front) -> Response:
-    """`POST /detokenize`."""
+    """`POST /detokenize`: text of tokens."""
     body = await read_json(request, DetokenizeBody, front.config)
     tokenizer = _tokenizer(front)
     skips = front.config.dialect == "sglang" if body.skip_special_tokens is None else body.skip_special_tokens

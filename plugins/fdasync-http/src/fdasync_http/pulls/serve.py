@@ -3,28 +3,26 @@
 
 A pull writes a checkpoint in `pulls_root`, verified, while the engine works on; an update then loads it:
 `/update_weights_from_disk` with the same folder, or SkyRL's `/update_weights`. Both paths may be called again. Called
-by `application.py`.
+by `paths.py`.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import msgspec
 
-from fdasync.errors import FdasyncError
-from fdasync_http.bodies import read_json
-from fdasync_http.failures import Refused, refused_of
+from fdasync_http.calls import Call, UpdateCall
+from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.child import pull
 from fdasync_http.pulls.local import Pull, state_of
-from fdasync_http.sglang.control import SGLangBody, Updated, reply
+from fdasync_http.sglang.control import OWN
 from fdasync_http.weights import folder_within, local_within, resolved
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from fdasync_http.front import Front
 
@@ -34,8 +32,9 @@ CALLS = "calls into workers are not served: each control path has a name of its 
 _BRACKET = ("skyrl_start_weight_update", "skyrl_finish_weight_update")
 
 
-class PullBody(SGLangBody):
-    """Body of `/pull_weights`.
+class PullWeights(UpdateCall):
+    """`POST /pull_weights`: answers once the checkpoint holds that version, whole or by its deltas, and every tensor
+    that changed has the checksum that was published. Nothing is loaded.
 
     Attributes:
         local_checkpoint_dir: folder in `pulls_root` of the checkpoint that follows; made where it is not there.
@@ -43,25 +42,19 @@ class PullBody(SGLangBody):
         target_version: the version to bring it to; 0: the engine's own checkpoint.
     """
 
+    RULES: ClassVar[Table] = OWN
+
     local_checkpoint_dir: str
     source_dir: str
     target_version: _Version
 
-
-async def pull_weights(request: Request, front: Front) -> Response:
-    """`POST /pull_weights`: answers once the checkpoint holds that version, whole or by its deltas, and every tensor
-    that changed has the checksum that was published. Nothing is loaded."""
-    body = await read_json(request, PullBody, front.config)
-    try:
-        asked = _slime_pull(front, body)
+    async def do(self, front: Front) -> Any:
+        asked = _slime_pull(front, self)
         await _pull(front, asked)
-    except (Refused, FdasyncError) as error:
-        refused = refused_of(error)
-        return reply(Updated(False, refused.message), refused.status)
-    return reply(Updated(True, f"{asked.local} holds version {asked.version}"))
+        return f"{asked.local} holds version {asked.version}"
 
 
-def _slime_pull(front: Front, body: PullBody) -> Pull:
+def _slime_pull(front: Front, body: PullWeights) -> Pull:
     config, version, named = front.config, body.target_version, body.source_dir
     local = local_within(config, body.local_checkpoint_dir, "local_checkpoint_dir")
     # version 0 is the engine's own checkpoint, and nothing is read of what is published, which need not be there yet
@@ -69,8 +62,8 @@ def _slime_pull(front: Front, body: PullBody) -> Pull:
     return _checked(Pull(form="slime", local=local, base=_base(front), source=source, version=version))
 
 
-class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/fetch_weights`.
+class FetchWeights(Call):
+    """`POST /fetch_weights`: answers once the checkpoint holds that version, verified. Nothing is loaded.
 
     Attributes:
         target_version: the version to bring the checkpoint to that `/init_weight_transfer_engine` named.
@@ -84,16 +77,13 @@ class FetchBody(msgspec.Struct, forbid_unknown_fields=True):
     sync_dir: str | None = None
     uri: str | None = None
 
-
-async def fetch_weights(request: Request, front: Front) -> Response:
-    """`POST /fetch_weights`: answers once the checkpoint holds that version, verified. Nothing is loaded."""
-    body = await read_json(request, FetchBody, front.config)
-    await _pull(front, _skyrl_pull(front, body))
-    result = {"status": "ok", "target_version": body.target_version, "stats": {}}
-    return reply({"status": "ok", "result": [result]})
+    async def do(self, front: Front) -> Any:
+        await _pull(front, _skyrl_pull(front, self))
+        result = {"status": "ok", "target_version": self.target_version, "stats": {}}
+        return {"status": "ok", "result": [result]}
 
 
-def _skyrl_pull(front: Front, body: FetchBody) -> Pull:
+def _skyrl_pull(front: Front, body: FetchWeights) -> Pull:
     config, local = front.config, named_checkpoint(front)
     for field, named in (("sync_dir", body.sync_dir), ("uri", body.uri)):
         if named is not None and "://" in named:
@@ -145,29 +135,46 @@ def fetched(front: Front, version: int) -> str:
     return local
 
 
-class CallBody(msgspec.Struct):
-    """Body of `/collective_rpc`; its arguments are not read.
+class CollectiveRpc(Call, forbid_unknown_fields=False):
+    """`POST /collective_rpc`: refused, but for the two calls by which SkyRL brackets an update from what was fetched.
+    Nothing is to be done at these. Their arguments are not read.
 
     Attributes:
         method: name of what is called.
     """
 
+    STRICT: ClassVar[bool] = False
+
     method: str
 
+    @classmethod
+    async def read(cls, request: Request, front: Front) -> Self:
+        # without such a checkpoint the body is not read
+        if not front.local_checkpoint:
+            raise Refused(501, CALLS, code="not_served")
+        return await super().read(request, front)
 
-async def collective_rpc(request: Request, front: Front) -> Response:
-    """`POST /collective_rpc`: refused, but for the two calls by which SkyRL brackets an update from what was fetched.
-    Nothing is to be done at these."""
-    # without such a checkpoint the body is not read
-    if not front.local_checkpoint or (await read_json(request, CallBody, front.config)).method not in _BRACKET:
-        raise Refused(501, CALLS, code="not_served")
-    nothing: dict[str, Any] = {"results": [None]}
-    return reply(nothing)
+    async def do(self, front: Front) -> Any:  # noqa: ARG002 - nothing is to be done
+        if self.method not in _BRACKET:
+            raise Refused(501, CALLS, code="not_served")
+        return {"results": [None]}
 
 
-async def finish_session(request: Request, _front: Front) -> Response:
+class FinishSession(Call):
     """`POST /finish_session?session_id=ID`: the conversation is over. Nothing is held for one here: requests have no
-    place of a session, and cached blocks go when their room is needed. So any name is right, as often as it comes."""
-    if not request.query_params.get("session_id"):
-        raise Refused(400, "session_id is needed in the query", param="session_id")
-    return reply({"status": "ok"})
+    place of a session, and cached blocks go when their room is needed. So any name is right, as often as it comes.
+
+    Attributes:
+        session_id: name of the conversation; it may not be left out.
+    """
+
+    QUERY: ClassVar[tuple[str, ...]] = ("session_id",)
+    STRICT: ClassVar[bool] = False
+    BODY: ClassVar[bool] = False
+
+    session_id: str = ""
+
+    async def do(self, front: Front) -> Any:  # noqa: ARG002 - nothing is to be done
+        if not self.session_id:
+            raise Refused(400, "is needed in the query", param="session_id")
+        return {"status": "ok"}

@@ -25,7 +25,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses(request: Request, front: Front) -> Response:
-    """`POST /v1/responses`."""
+    """`POST /v1/responses`: OpenAI's Responses, whole or as events."""
     body = await read_json(request, ResponsesBody, front.config)
     with told_as(NAMES):
         chat = prepared(front, chat_of(body), caps_tokens=True)

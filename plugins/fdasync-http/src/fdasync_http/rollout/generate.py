@@ -62,7 +62,7 @@ class RolloutBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def rollout(request: Request, front: Front) -> Response:
-    """`POST /v1/rollout`."""
+    """`POST /v1/rollout`: a prompt in; for each sample a file of token ids, log-probs and expert rows out."""
     body = await read_json(request, RolloutBody, front.config)
     if (body.token_ids is None) == (body.text is None):
         raise Refused(400, "one of token_ids and text is needed", param="token_ids")

@@ -1,19 +1,18 @@
-"""SGLang's paths that control a server: pause, abort, flush, weights from disk, versions, load.
+"""SGLang's calls that control a server: pause, abort, flush, memory, weights from disk, versions; and its load.
 
 Trainers repeat these calls until they answer 200, and add the body of any other answer to their own error. So each is
-idempotent, and says what it did. Called by `application.py`.
+idempotent, and says what it did. Called by `paths.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import msgspec
 from starlette.responses import Response
 
-from fdasync.errors import ConfigError, FdasyncError
-from fdasync_http.bodies import read_json
-from fdasync_http.failures import JSON, Refused, refused_of
+from fdasync.errors import ConfigError
+from fdasync_http.calls import Call, UpdateCall, reply
+from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
 from fdasync_http.weights import folder_within
 
@@ -22,24 +21,15 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from fdasync import Doing, MemoryPart, PauseMode, SleepMode
+    from fdasync import Doing, MemoryPart, SleepMode
     from fdasync_http.front import Front
 
-
-def reply(value: Any, status: int = 200) -> Response:
-    """A JSON answer."""
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
+#: clients send SGLang's own objects as they are
+OWN: Table = ignored("they are of SGLang's own processes", "rid", "http_worker_ipc")
 
 
-class SGLangBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What bodies of SGLang's control paths may have. Unknown keys are refused: what a client meant by one would not
-    happen."""
-
-    RULES: ClassVar[Table] = ignored("clients send SGLang's own objects as they are", "rid", "http_worker_ipc")
-
-
-class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/pause_generation`.
+class PauseGeneration(Call):
+    """`POST /pause_generation`: no step runs when it answers; requests that come meanwhile wait.
 
     Attributes:
         mode: what becomes of requests that run.
@@ -47,44 +37,48 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
-
-async def pause_generation(request: Request, front: Front) -> Response:
-    """`POST /pause_generation`: no step runs when it answers; requests that come meanwhile wait."""
-    mode: PauseMode = (await read_json(request, PauseBody, front.config)).mode
-    await front.pause(mode)
-    return reply({"message": f"paused ({mode})", "status": "ok"})
+    async def do(self, front: Front) -> Any:
+        await front.pause(self.mode)
+        return {"message": f"paused ({self.mode})", "status": "ok"}
 
 
-class ContinueBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/continue_generation`."""
+class ContinueGeneration(Call):
+    """`POST /continue_generation`: the engine goes on after a pause; also where it was not paused."""
 
     RULES: ClassVar[Table] = ignored("memory is the engine's own matter", "torch_empty_cache")
 
-
-async def continue_generation(request: Request, front: Front) -> Response:
-    """`POST /continue_generation`."""
-    await read_json(request, ContinueBody, front.config)
-    await front.generator.resume()
-    return reply({"message": "goes on", "status": "ok"})
+    async def do(self, front: Front) -> Any:
+        await front.generator.resume()
+        return {"message": "goes on", "status": "ok"}
 
 
-async def flush_cache(_request: Request, front: Front) -> Response:
+class FlushCache(Call):
     """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400.
 
     In a pause, waiting requests (new ones and retracted ones) are no hindrance. They have no blocks, and they cannot
     end before the trainer goes on.
+
+    Attributes:
+        timeout: not looked at: it never waits, and is asked again.
     """
-    load = front.generator.load()
-    busy = min(load.running, load.live) if load.paused else load.live
-    if busy:
-        words = f"the cache was not flushed: {busy} requests are live; abort them, or ask again"
-        raise Refused(400, words, code="busy")
-    await front.generator.reset_cache()
-    return Response("Cache flushed.\n", media_type="text/plain")
+
+    QUERY: ClassVar[tuple[str, ...]] = ("timeout",)
+    BODY: ClassVar[bool] = False
+
+    timeout: str = ""
+
+    async def do(self, front: Front) -> Any:
+        load = front.generator.load()
+        busy = min(load.running, load.live) if load.paused else load.live
+        if busy:
+            words = f"the cache was not flushed: {busy} requests are live; abort them, or ask again"
+            raise Refused(400, words, code="busy")
+        await front.generator.reset_cache()
+        return Response("Cache flushed.\n", media_type="text/plain")
 
 
-class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/abort_request`.
+class AbortRequest(Call):
+    """`POST /abort_request`: 200 at once, whether there was such a request or not.
 
     Attributes:
         rid: name of a request; "": none.
@@ -92,50 +86,52 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
         prefix: `rid` is the beginning of the names.
     """
 
+    STRICT: ClassVar[bool] = False
     RULES: ClassVar[Table] = ignored("an abort has one message", "abort_message")
 
     rid: str | None = ""
     abort_all: bool = False
     prefix: bool = False
 
-
-async def abort_request(request: Request, front: Front) -> Response:
-    """`POST /abort_request`: 200 at once, whether there was such a request or not."""
-    body = await read_json(request, AbortBody, front.config)
-    if body.abort_all:
-        front.generator.abort_all()
-    elif body.rid and body.prefix:
-        front.generator.abort_all(body.rid)
-    elif body.rid:
-        front.abort(body.rid)
-    else:
-        raise Refused(400, "rid or abort_all is needed", param="rid")
-    return Response()
+    async def do(self, front: Front) -> Any:
+        if self.abort_all:
+            front.generator.abort_all()
+        elif self.rid and self.prefix:
+            front.generator.abort_all(self.rid)
+        elif self.rid:
+            front.abort(self.rid)
+        else:
+            raise Refused(400, "it or abort_all is needed", param="rid")
+        return Response()
 
 
-class MemoryBody(SGLangBody):
-    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
+class MemoryCall(Call):
+    """A call for memory.
 
     Attributes:
         tags: the parts that are meant; None and []: all.
     """
 
+    RULES: ClassVar[Table] = OWN
+
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
-async def release_memory_occupation(request: Request, front: Front) -> Response:
+class ReleaseMemory(MemoryCall):
     """`POST /release_memory_occupation`: the device's memory is free when it answers. Weights are kept in host memory,
     so that a client that pushes none finds the old ones again; requests wait, and go on after it."""
-    body = await read_json(request, MemoryBody, front.config)
-    await sleep(front, 1, "keep", body.tags or None)
-    return reply({"message": "memory is released", "status": "ok"})
+
+    async def do(self, front: Front) -> Any:
+        await sleep(front, 1, "keep", self.tags or None)
+        return {"message": "memory is released", "status": "ok"}
 
 
-async def resume_memory_occupation(request: Request, front: Front) -> Response:
+class ResumeMemory(MemoryCall):
     """`POST /resume_memory_occupation`: the engine goes on as soon as all parts are there, unless it is paused. 202
     where an update has to bring weights first."""
-    body = await read_json(request, MemoryBody, front.config)
-    return woken(await front.generator.wake(body.tags), "ok")
+
+    async def do(self, front: Front) -> Any:
+        return woken(await front.generator.wake(self.tags), "ok")
 
 
 # what a wake has done, by the engine's state after it
@@ -169,8 +165,9 @@ async def sleep(front: Front, level: Literal[0, 1, 2], mode: SleepMode, tags: Se
         raise Refused(501, str(error), code="not_served") from error
 
 
-class UpdateBody(SGLangBody):
-    """Body of `/update_weights_from_disk`.
+class UpdateFromDisk(UpdateCall):
+    """`POST /update_weights_from_disk`: 400 with `success` false where the weights are not taken; then the old ones are
+    in use, under their version.
 
     Attributes:
         model_path: a checkpoint folder within `weights_root`.
@@ -182,7 +179,7 @@ class UpdateBody(SGLangBody):
     """
 
     RULES: ClassVar[Table] = {
-        **SGLangBody.RULES,
+        **OWN,
         **ignored("cached blocks of other weights match nothing", "flush_cache"),
         **ignored("memory is the engine's own matter", "torch_empty_cache", "recapture_cuda_graph"),
         **ignored("an update pauses and goes on by itself", "keep_pause", "is_async", "token_step", "manifest"),
@@ -195,59 +192,35 @@ class UpdateBody(SGLangBody):
     abort_all_requests: bool = False
     expected_weights_id: str | None = None
 
-
-class Updated(msgspec.Struct, frozen=True):
-    """The answer to every update, and to a pull.
-
-    Attributes:
-        success: the new weights are in use, or were pulled.
-        message: why not, or which they are.
-        num_paused_requests: always 0: no request is held back for an update.
-    """
-
-    success: bool
-    message: str
-    num_paused_requests: int = 0
-
-
-async def update_weights_from_disk(request: Request, front: Front) -> Response:
-    """`POST /update_weights_from_disk`: 400 with `success` false where the weights are not taken; then the old ones are
-    in use, under their version."""
-    body = await read_json(request, UpdateBody, front.config)
-    try:
-        if body.load_format not in (None, "auto"):
-            raise Refused(400, f"load_format {body.load_format!r} is not served; send none", param="load_format")
-        folder = folder_within(front.config, body.model_path, "model_path")
-        mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
-        await front.generator.update_weights(body.weight_version, folder, mode, expected=body.expected_weights_id)
+    async def do(self, front: Front) -> Any:
+        if self.load_format not in (None, "auto"):
+            raise Refused(400, f"{self.load_format!r} is not served; send none", param="load_format")
+        folder = folder_within(front.config, self.model_path, "model_path")
+        mode: Literal["abort", "keep"] = "abort" if self.abort_all_requests else "keep"
+        await front.generator.update_weights(self.weight_version, folder, mode, expected=self.expected_weights_id)
         front.update.begins()
-    except (Refused, FdasyncError) as error:
-        refused = refused_of(error)
-        return reply(Updated(False, refused.message), refused.status)
-    return reply(Updated(True, f"version {front.generator.facts().weight_version}"))
 
 
-class VersionBody(SGLangBody):
-    """Body of `/update_weight_version`.
+class UpdateVersion(Call):
+    """`POST /update_weight_version`: names the weights in use.
 
     Attributes:
         new_version: label of the weights in use from now on.
         abort_all_requests: requests that run end, once the label is taken.
     """
 
+    RULES: ClassVar[Table] = OWN
+
     new_version: str | int
     abort_all_requests: bool = True
 
-
-async def update_weight_version(request: Request, front: Front) -> Response:
-    """`POST /update_weight_version`: names the weights in use."""
-    body = await read_json(request, VersionBody, front.config)
-    await front.generator.set_weight_version(body.new_version)
-    # a label that is refused ends nothing
-    if body.abort_all_requests:
-        front.generator.abort_all()
-    version = front.generator.facts().weight_version
-    return reply({"success": True, "message": f"version {version}", "new_version": version})
+    async def do(self, front: Front) -> Any:
+        await front.generator.set_weight_version(self.new_version)
+        # a label that is refused ends nothing
+        if self.abort_all_requests:
+            front.generator.abort_all()
+        version = front.generator.facts().weight_version
+        return {"success": True, "message": f"version {version}", "new_version": version}
 
 
 def _loads(front: Front) -> list[dict[str, Any]]:

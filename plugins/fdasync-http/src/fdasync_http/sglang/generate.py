@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 async def generate(request: Request, front: Front) -> Response:
-    """`POST /generate`."""
+    """`POST /generate`: SGLang's: tokens or text in; text, ids, log-probs and expert rows out, whole or as events."""
     body = await read_json(request, GenerateBody, front.config)
     asked, many = asked_of(front, body)
     names = _names_of(front, body)

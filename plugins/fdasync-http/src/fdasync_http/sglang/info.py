@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from fdasync import SamplingParams
 from fdasync.errors import FdasyncError
+from fdasync_http.calls import reply
 from fdasync_http.failures import Refused
 from fdasync_http.replies import whole
-from fdasync_http.sglang.control import reply
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def model_info(_request: Request, front: Front) -> Response:
-    """`GET /model_info`, `/get_model_info`."""
+    """`GET /model_info`, `/get_model_info`: what the model is."""
     facts = front.generator.facts()
     return reply(
         {
@@ -85,7 +85,7 @@ def _called(request: Request) -> tuple[str, int | None]:
 
 
 async def get_weight_version(_request: Request, front: Front) -> Response:
-    """`GET /get_weight_version`."""
+    """`GET /get_weight_version`, `/weight_info`: the version of the weights in use."""
     return reply({"weight_version": front.generator.facts().weight_version})
 
 

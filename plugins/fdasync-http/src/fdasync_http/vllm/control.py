@@ -1,21 +1,22 @@
-"""vLLM's paths that control a server, as SkyRL, prime-rl, vime and TRL call them. Called by `application.py`."""
+"""vLLM's calls that control a server, as SkyRL, prime-rl, vime and TRL make them, and what it tells of itself.
+
+Called by `paths.py`.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
 from starlette.responses import Response
 
-from fdasync_http.bodies import decode, decode_of, read_body, read_json
+from fdasync_http.calls import Call, reply
 from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
 from fdasync_http.pulls.serve import fetched
-from fdasync_http.sglang.control import reply, woken
-from fdasync_http.sglang.control import sleep as fall_asleep
-from fdasync_http.sglang.groups import ends_if_refused, tensors_of
+from fdasync_http.sglang.control import sleep, woken
+from fdasync_http.sglang.groups import ends_if_refused, read_update, tensors_of
 from fdasync_http.vllm.groups import STATELESS
 from fdasync_http.weights import folder_within
 
@@ -25,133 +26,113 @@ if TYPE_CHECKING:
     from fdasync import GroupTensors, PauseMode
     from fdasync_http.front import Front
 
+Mode = Literal["abort", "wait", "keep"]
 # vLLM's words for what becomes of requests that run
-_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
-_TRUE, _FALSE = ("true", "1", ""), ("false", "0")
+_MODES: dict[Mode, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
 
-def _flag(request: Request, name: str, default: bool) -> bool:
-    value = request.query_params.get(name)
-    if value is None:
-        return default
-    if value.lower() not in (*_TRUE, *_FALSE):
-        raise Refused(400, f"{name}={value!r} is neither true nor false", param=name)
-    return value.lower() in _TRUE
+class Pause(Call):
+    """`POST /pause?mode=abort|wait|keep&clear_cache=true`: the engine pauses.
+
+    Attributes:
+        mode: what becomes of requests that run.
+        clear_cache: cached blocks are forgotten.
+    """
+
+    QUERY: ClassVar[tuple[str, ...]] = ("mode", "clear_cache")
+    BODY: ClassVar[bool] = False
+
+    mode: Mode = "abort"
+    clear_cache: bool = True
+
+    async def do(self, front: Front) -> Any:
+        await front.pause(_MODES[self.mode])
+        if self.clear_cache:
+            await front.generator.reset_cache()
+        return {"status": "paused"}
 
 
-async def pause(request: Request, front: Front) -> Response:
-    """`POST /pause?mode=abort|wait|keep&clear_cache=true`."""
-    mode = request.query_params.get("mode", "abort")
-    if mode not in _MODES:
-        raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
-    clear = _flag(request, "clear_cache", True)
-    await front.pause(_MODES[mode])
-    if clear:
-        await front.generator.reset_cache()
-    return reply({"status": "paused"})
+class Resume(Call):
+    """`POST /resume`: the engine goes on after a pause; also where it was not paused."""
+
+    BODY: ClassVar[bool] = False
+
+    async def do(self, front: Front) -> Any:
+        await front.generator.resume()
+        return {"status": "resumed"}
 
 
-async def resume(_request: Request, front: Front) -> Response:
-    """`POST /resume`."""
-    await front.generator.resume()
-    return reply({"status": "resumed"})
-
-
-async def is_paused(_request: Request, front: Front) -> Response:
-    """`GET /is_paused`: whether no steps are planned, for whatever reason: as vLLM means it a sleep is one, of any
-    level, and here weights that broke are, too. Of several instances: at all of them. `doing` says why."""
-    load = front.generator.load()
-    return reply({"is_paused": load.paused, "doing": load.doing})
-
-
-class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/sleep`, for clients that send a body; the query's words go first.
+class Sleep(Call):
+    """`POST /sleep?level=0|1|2&mode=abort|wait|keep`: the device's memory is free when it answers.
 
     Attributes:
         level: 0: a pause that `/wake_up` ends; 1: weights go to host memory; 2: weights are dropped.
         mode: what becomes of requests that run.
     """
 
+    QUERY: ClassVar[tuple[str, ...]] = ("level", "mode")
+
     level: Literal[0, 1, 2] = 1
-    mode: Literal["abort", "wait", "keep"] = "abort"
+    mode: Mode = "abort"
+
+    async def do(self, front: Front) -> Any:
+        await sleep(front, self.level, self.mode, None)
+        return {"status": "sleeping"}
 
 
-async def sleep(request: Request, front: Front) -> Response:
-    """`POST /sleep?level=0|1|2&mode=abort|wait|keep`: the device's memory is free when it answers."""
-    body = await read_json(request, SleepBody, front.config)
-    level, mode = request.query_params.get("level", str(body.level)), request.query_params.get("mode", body.mode)
-    if level not in ("0", "1", "2"):
-        raise Refused(400, f"level {level!r} is none of 0, 1, 2", param="level")
-    if mode not in _MODES:
-        raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
-    # both were looked at
-    await fall_asleep(front, int(level), mode, None)  # type: ignore[arg-type]
-    return reply({"status": "sleeping"})
-
-
-class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/wake_up`, for clients that send a body; the query's words go first.
+class WakeUp(Call):
+    """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
+    paused. 202 where an update has to bring weights first.
 
     Attributes:
         tags: the parts to take back; None and []: all.
     """
 
+    QUERY: ClassVar[tuple[str, ...]] = ("tags",)
+
     tags: list[Literal["weights", "kv_cache", "cuda_graph", "scheduling"]] | None = None
 
-
-async def wake_up(request: Request, front: Front) -> Response:
-    """`POST /wake_up?tags=weights&tags=kv_cache`: the engine goes on as soon as all parts are there, unless it is
-    paused. 202 where an update has to bring weights first."""
-    body = await read_json(request, WakeBody, front.config)
-    tags: list[Any] | None = request.query_params.getlist("tags") or body.tags or None
-    return woken(await front.generator.wake(tags))
+    async def do(self, front: Front) -> Any:
+        return woken(await front.generator.wake(self.tags or None))
 
 
-async def is_sleeping(_request: Request, front: Front) -> Response:
-    """`GET /is_sleeping`: whether a sleep of any level has begun and not all memory is back. Of several instances: at
-    any of them. `doing` says what it does, in one word."""
-    load = front.generator.load()
-    return reply({"is_sleeping": load.asleep, "doing": load.doing})
-
-
-class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/abort_requests`.
+class AbortRequests(Call):
+    """`POST /abort_requests`: requests end with what they have; without names all do.
 
     Attributes:
         request_ids: names of requests; (): all.
     """
 
-    request_ids: list[str] = []
+    STRICT: ClassVar[bool] = False
+
+    request_ids: list[str] = msgspec.field(default_factory=list)
+
+    async def do(self, front: Front) -> Any:
+        named = [front.abort(name) for name in self.request_ids]
+        return {"status": "aborted", "aborted": sum(named) if named else front.generator.abort_all()}
 
 
-async def abort_requests(request: Request, front: Front) -> Response:
-    """`POST /abort_requests`."""
-    body = await read_json(request, AbortBody, front.config)
-    named = [front.abort(name) for name in body.request_ids]
-    return reply({"status": "aborted", "aborted": sum(named) if named else front.generator.abort_all()})
-
-
-class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/reset_prefix_cache`.
+class ResetPrefixCache(Call):
+    """`POST /reset_prefix_cache`: cached blocks are forgotten; in a pause, requests that run keep theirs.
 
     Attributes:
         reset_running_requests: requests that run go back to the queue first, so that their blocks are forgotten too.
     """
 
+    QUERY: ClassVar[tuple[str, ...]] = ("reset_running_requests",)
+    STRICT: ClassVar[bool] = False
+
     reset_running_requests: bool = False
 
-
-async def reset_prefix_cache(request: Request, front: Front) -> Response:
-    """`POST /reset_prefix_cache`; in a pause, requests that run keep their blocks."""
-    body = await read_json(request, ResetBody, front.config)
-    if body.reset_running_requests or _flag(request, "reset_running_requests", False):
-        await front.reset_running()
-    else:
-        await front.generator.reset_cache()
-    return reply({"status": "reset"})
+    async def do(self, front: Front) -> Any:
+        if self.reset_running_requests:
+            await front.reset_running()
+        else:
+            await front.generator.reset_cache()
+        return {"status": "reset"}
 
 
-class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
+class UpdateInfo(Call):
     """Fields of `/update_weights`.
 
     Attributes:
@@ -177,16 +158,17 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
     names: list[str] | None = None
-    dtype_names: list[str] = []
-    shapes: list[list[int]] = []
+    dtype_names: list[str] = msgspec.field(default_factory=list)
+    shapes: list[list[int]] = msgspec.field(default_factory=list)
     group_name: str | None = None
     packed: bool = False
     bucket_nbytes: int = 0
     checksum: bool = False
 
 
-class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
-    """Body of `/update_weights`: prime-rl sends the fields themselves, others in `update_info`.
+class UpdateWeights(UpdateInfo):
+    """`POST /update_weights`: requests that run go on, on the KV that they have. prime-rl sends the fields themselves,
+    others in `update_info`.
 
     Attributes:
         update_info: the fields.
@@ -196,34 +178,18 @@ class UpdateBody(UpdateInfo, forbid_unknown_fields=True):
 
     update_info: UpdateInfo | None = None
 
+    @classmethod
+    async def read(cls, request: Request, front: Front) -> Self:
+        return await read_update(cls, request, front, "")
 
-async def update_weights(request: Request, front: Front) -> Response:
-    """`POST /update_weights`: requests that run go on, on the KV that they have."""
-    sent = await read_body(request, front.config) or b"{}"
-    async with ends_if_refused(front, _group_in(sent, front)):
-        body = decode_of(request, sent, UpdateBody, front.config)
-        info = body.update_info or body
-        await front.generator.update_weights(
-            info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
-        )
-    front.update.begins()
-    return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
-
-
-class _Named(msgspec.Struct):
-    """The group that a body names; also read of a body that is wrong otherwise."""
-
-    update_info: dict[str, Any] | None = None
-    group_name: Any = None
-
-
-def _group_in(body: bytes, front: Front) -> str:
-    """The name of the group that a body names, whatever else it has; "": it names none."""
-    named = _Named()
-    with suppress(Refused):
-        named = decode(body, _Named, front.config)
-    name = named.group_name if named.update_info is None else named.update_info.get("group_name")
-    return name if isinstance(name, str) else ""
+    async def do(self, front: Front) -> Any:
+        info = self.update_info or self
+        async with ends_if_refused(front, info.group_name or ""):
+            await front.generator.update_weights(
+                info.weight_version, _source_of(info, front), "keep", expected=info.expected_weights_id
+            )
+        front.update.begins()
+        return {"status": "ok", "weight_version": front.generator.facts().weight_version}
 
 
 def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:
@@ -244,18 +210,28 @@ def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:
     )
 
 
+async def is_paused(_request: Request, front: Front) -> Response:
+    """`GET /is_paused`: whether no steps are planned, for whatever reason: as vLLM means it a sleep is one, of any
+    level, and here weights that broke are, too. Of several instances: at all of them. `doing` says why."""
+    load = front.generator.load()
+    return reply({"is_paused": load.paused, "doing": load.doing})
+
+
+async def is_sleeping(_request: Request, front: Front) -> Response:
+    """`GET /is_sleeping`: whether a sleep of any level has begun and not all memory is back. Of several instances: at
+    any of them. `doing` says what it does, in one word."""
+    load = front.generator.load()
+    return reply({"is_sleeping": load.asleep, "doing": load.doing})
+
+
 async def get_world_size(_request: Request, front: Front) -> Response:
     """`GET /get_world_size`: how many instances hold the weights."""
     return reply({"world_size": front.generator.facts().num_instances})
 
 
-async def weight_info(_request: Request, front: Front) -> Response:
-    """`GET /weight_info`."""
-    return reply({"weight_version": front.generator.facts().weight_version})
-
-
 async def server_version(_request: Request, _front: Front) -> Response:
-    """`GET /version`. A gateway takes a server that answers for vLLM's, unless `owned_by` says otherwise."""
+    """`GET /version`: the version of this server. A gateway takes a server that answers for vLLM's, unless `owned_by`
+    says otherwise."""
     return reply({"version": f"fdasync {version('fdasync')}"})
 
 

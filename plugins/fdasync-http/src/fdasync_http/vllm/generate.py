@@ -119,12 +119,12 @@ class _Asked:
 
 
 async def generate(request: Request, front: Front) -> Response:
-    """`POST /inference/v1/generate`."""
+    """`POST /inference/v1/generate`: tokens in; tokens, log-probs and expert rows out, whole or as events: vLLM's."""
     return await _generate(request, front, front.config.rows)
 
 
 async def skyrl_generate(request: Request, front: Front) -> Response:
-    """`POST /skyrl/v1/generate`."""
+    """`POST /skyrl/v1/generate`: SkyRL's: as /inference/v1/generate, with rows in the form that SkyRL reads."""
     return await _generate(request, front, "skyrl")
 
 

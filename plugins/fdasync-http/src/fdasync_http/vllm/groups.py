@@ -1,28 +1,25 @@
-"""vLLM's paths for weights over a process group, which are served for groups of `torch.distributed` alone.
+"""vLLM's calls for weights over a process group, which are served for groups of `torch.distributed` alone.
 
 vLLM's own group is a NCCL communicator whose identifier its store carries as a pickle, and prime-rl's carries the names
 of tensors as one: neither is read here. A client that names a `group_name` means a group of torch's, as SGLang's
-clients make it; SkyRL's, where it has deltas, names a checkpoint's folder instead. Called by `application.py`.
+clients make it; SkyRL's, where it has deltas, names a checkpoint's folder instead. Called by `paths.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 
-from fdasync import WeightsGroup
-from fdasync_http.bodies import decode, decode_of, read_body, read_json
+from fdasync_http.bodies import decode, decode_of, read_body
+from fdasync_http.calls import Call
 from fdasync_http.failures import Refused
 from fdasync_http.fields import Table, ignored
-from fdasync_http.replies import whole
-from fdasync_http.sglang.control import reply
-from fdasync_http.sglang.groups import backend_of, port_of
+from fdasync_http.sglang.groups import BeginUpdate, Group
 from fdasync_http.weights import local_within
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from fdasync_http.front import Front
 
@@ -32,7 +29,7 @@ STATELESS = (
 )
 
 
-class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
+class InitInfo(Group):
     """Fields of `/init_weight_transfer_engine`.
 
     Attributes:
@@ -52,13 +49,7 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True):
         ),
     }  # fmt: skip
 
-    master_address: str = ""
-    master_port: int | str = 0
-    rank_offset: int = 1
-    world_size: int = 0
     group_name: str | None = None
-    backend: str = "nccl"
-    timeout_s: float | None = None
     local_checkpoint_dir: str | None = None
 
 
@@ -66,51 +57,42 @@ class _AnyInit(msgspec.Struct):
     init_info: dict[str, Any]
 
 
-class InitBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/init_weight_transfer_engine`.
+class InitTransfer(Call):
+    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or a checkpoint's folder is known. A client
+    that goes away ends it, and so does `/destroy_weights_update_group` of that group.
 
     Attributes:
         init_info: the group.
     """
 
     OBJECTS: ClassVar[Any] = {"init_info": InitInfo}
+    ENDS_WITH_CLIENT: ClassVar[bool] = True
 
     init_info: InitInfo
 
+    @classmethod
+    async def read(cls, request: Request, front: Front) -> Self:
+        body = await read_body(request, front.config) or b"{}"
+        told = decode(body, _AnyInit, front.config).init_info
+        if not {"group_name", "local_checkpoint_dir"} & told.keys():
+            # whatever else it has: a transfer of vLLM's own
+            raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
+        return decode_of(request, body, cls, front.config)
 
-async def init_weight_transfer_engine(request: Request, front: Front) -> Response:
-    """`POST /init_weight_transfer_engine`: answers once the ranks have met, or a checkpoint's folder is known. A client
-    that goes away ends it, and so does `/destroy_weights_update_group` of that group."""
-    body = await read_body(request, front.config) or b"{}"
-    told = decode(body, _AnyInit, front.config).init_info
-    if not {"group_name", "local_checkpoint_dir"} & told.keys():
-        # whatever else it has: a transfer of vLLM's own
-        raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
-    info = decode_of(request, body, InitBody, front.config).init_info
-    if info.local_checkpoint_dir is not None:
-        front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, "init_info.local_checkpoint_dir")
-        return reply({"message": "Weight transfer initialized"})
-    if info.group_name is None:
-        raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
-    group = WeightsGroup(
-        name=info.group_name,
-        address=info.master_address,
-        port=port_of(info.master_port),
-        world_size=info.world_size,
-        rank=info.rank_offset,
-        backend=backend_of(info.backend),
-        timeout_s=front.config.group_s if info.timeout_s is None else info.timeout_s,
-    )
-
-    async def join() -> Response:
-        await front.generator.join_weights_group(group)
-        return reply({"message": "Weight transfer initialized"})
-
-    return await whole(request, join())
+    async def do(self, front: Front) -> Any:
+        info = self.init_info
+        if info.local_checkpoint_dir is not None:
+            field = "init_info.local_checkpoint_dir"
+            front.local_checkpoint = local_within(front.config, info.local_checkpoint_dir, field)
+        elif info.group_name is None:
+            raise Refused(501, STATELESS, param="init_info.group_name", code="not_served")
+        else:
+            await front.generator.join_weights_group(info.named(info.group_name, front))
+        return {"message": "Weight transfer initialized"}
 
 
-class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/start_weight_update`.
+class StartUpdate(Call):
+    """`POST /start_weight_update`: no step runs until `/finish_weight_update`.
 
     Attributes:
         is_checkpoint_format: names are a checkpoint's, or (False) the model's: both are known here.
@@ -118,17 +100,17 @@ class StartBody(msgspec.Struct, forbid_unknown_fields=True):
 
     is_checkpoint_format: bool = True
 
-
-async def start_weight_update(request: Request, front: Front) -> Response:
-    """`POST /start_weight_update`: no step runs until `/finish_weight_update`."""
-    await read_json(request, StartBody, front.config)
-    await front.generator.begin_weight_update("keep")
-    front.update.begins()
-    return reply({"message": "Weight update started"})
+    async def do(self, front: Front) -> Any:
+        await BeginUpdate().do(front)
+        return {"message": "Weight update started"}
 
 
-class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `/finish_weight_update`.
+class FinishUpdate(Call):
+    """`POST /finish_weight_update`: the weights are whole.
+
+    400 where the update was refused before it. TRL reads no status of these calls, only of its requests: these are
+    refused from then on, until an update begins or brings weights, since they would be answered from other weights than
+    the trainer's.
 
     Attributes:
         weight_version: label of the weights; None: the last one, counted up.
@@ -138,17 +120,8 @@ class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
     weight_version: str | int | None = None
     expected_weights_id: str | None = None
 
-
-async def finish_weight_update(request: Request, front: Front) -> Response:
-    """`POST /finish_weight_update`: the weights are whole.
-
-    400 where the update was refused before it. TRL reads no status of these calls, only of its requests: these are
-    refused from then on, until an update begins or brings weights, since they would be answered from other weights than
-    the trainer's.
-    """
-    body = await read_json(request, FinishBody, front.config)
-    front.update.finish()
-    await front.generator.end_weight_update(body.weight_version, expected=body.expected_weights_id)
-    front.update.begins()
-    version = front.generator.facts().weight_version
-    return reply({"message": "Weight update finished", "weight_version": version})
+    async def do(self, front: Front) -> Any:
+        front.update.finish()
+        await front.generator.end_weight_update(self.weight_version, expected=self.expected_weights_id)
+        front.update.begins()
+        return {"message": "Weight update finished", "weight_version": front.generator.facts().weight_version}
