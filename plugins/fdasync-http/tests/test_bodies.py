@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Literal
 
 import msgspec
 import pytest
-from fdasync_http.bodies import decode, read_body
+from fdasync_http.bodies import decode, decode_query, read_body
 from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.config import HttpConfig
 from fdasync_http.failures import Refused
@@ -152,3 +153,36 @@ def test_depth_counts_levels_and_no_brackets_in_strings(value, limit):
             decode(body, object, config)
     else:
         assert decode(body, object, config) == value
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call, whose query may have fields of its body."""
+
+    level: Literal[0, 1, 2] = 1
+    clear: bool = False
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+    own: str = ""
+
+
+NAMES = ("level", "clear", "tags")
+
+
+def asked(query, call):
+    return decode_query(Request({"type": "http", "query_string": query, "headers": []}), call, NAMES)
+
+
+def test_words_of_a_query_go_before_those_of_a_body():
+    sent = Call(2, True, ["kv_cache"], "a")
+    assert asked(b"", sent) == sent
+    assert asked(b"level=0&clear=FALSE&tags=weights&tags=kv_cache&own=b", sent) == Call(
+        0, False, ["weights", "kv_cache"], "a"
+    )
+    # a flag without a value is set
+    assert asked(b"clear=", Call()).clear
+
+
+@pytest.mark.parametrize("query", [b"level=01", b"level=7", b"level=", b"clear=yes", b"tags=weights&tags=x", b"tags="])
+def test_a_wrong_word_of_a_query_is_refused_by_its_key(query):
+    with pytest.raises(Refused) as error:
+        asked(query, Call())
+    assert (error.value.status, error.value.param) == (400, query.partition(b"=")[0].decode())
