@@ -25,7 +25,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 class ChatLetters:
-    """A token for each printable character, from 0 on; tokens from 100 on are letters, or what `script` says.
+    """A token for each printable character, from 0 on, and the last one for all others; tokens from 100 on are letters,
+    or what `script` says.
 
     A conversation is "[tools]" and a "<role>content" for each message; "<assistant>" begins an answer.
 
@@ -42,7 +43,7 @@ class ChatLetters:
         self.asked: list[dict[str, Any]] = []
 
     def encode(self, text: str) -> list[int]:
-        return [string.printable.index(letter) for letter in text]
+        return [string.printable.find(letter) % len(string.printable) for letter in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join([self._text(token) for token in token_ids])
