@@ -76,6 +76,8 @@ def cases_of(name: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, d
             assert isinstance(test, pytest.Function)
             if "device" not in test.fixturenames or (test.get_closest_marker("gpu") and not torch.cuda.is_available()):
                 continue
+            if any(mark.args[0] for mark in test.iter_markers("skipif")):
+                continue
             for fixture in (name for mark in test.iter_markers("usefixtures") for name in mark.args):
                 request.getfixturevalue(fixture)
             given = test.callspec.params if hasattr(test, "callspec") else {}
