@@ -103,7 +103,7 @@ def failure(error: str, problem: str, field: str, expected: str = "", held: str 
     """What an instance says of an error of this class."""
     fields: dict[str, Any] = {"problem": problem}
     if error in ("BadInput", "ConfigError"):
-        fields |= {"field": field, "limit": None, "hint": ""}
+        fields |= {"field": field, "limit": None, "hint": "", "other": ""}
     elif error == "WakeFailed":
         fields["part"] = field
     elif error == "UpdateUnderWay":

@@ -195,7 +195,7 @@ def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) 
     ("family", "ranks", "code", "words"),
     [
         ("qwen3_moe", 2, 0, "would be served"),
-        ("qwen3_moe", 9, 2, "9 is not in the range 1<=x<=8"),
+        ("qwen3_moe", 9, 2, "9 is out of range (limit: 1 to 8)"),
         ("qwen3_moe", 3, 1, "works with 1, 2, 4"),
         ("gpt_oss", 2, 1, "no plan for this family"),
     ],
