@@ -34,7 +34,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     # kernels written for Hopper alone are not run by an interpreter, so no test without such a GPU could tell
     "kernels": (
         [f"{_KERNELS}/**/*.py"],
-        [f"{_KERNELS}/**/*hopper*.py"],
+        [f"{_KERNELS}/**/*hopper*.py", f"{_KERNELS}/attention/latent_groups.py"],
     ),
     "executors": ([f"{_PLUGIN}/execution/**/*.py"], []),
     "router": (
