@@ -56,9 +56,9 @@ async def main(addresses: Sequence[str]) -> None:
         # instances send their status twice a second
         await asyncio.sleep(1.2)
         for one in router.stats().instances:
-            assert one.status is not None
-            totals = one.status.totals
-            print(f"{one.role} {one.name}: {totals.finished} samples, {totals.received_blocks} blocks received")
+            assert one.stats is not None
+            told = one.stats.scheduler
+            print(f"{one.role} {one.name}: {told.finished} samples, {told.received_blocks} blocks received")
 
 
 async def start_own(stack: AsyncExitStack) -> list[str]:

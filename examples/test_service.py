@@ -166,7 +166,7 @@ def test_a_store_that_fails_and_lies_costs_time_and_no_answer(
         async with engine_with(store) as first:
             assert_right(await Collector([first], concurrency=4, deadline_s=60).collect(asked), asked)
         # half of what is read has a wrong bit, or ends too early; every fifth call fails
-        store.plan = StoreFaults(seed=7, flip_bit=0.3, truncate=0.3, fail_call=0.2)
+        store.plan = StoreFaults(seed=8, flip_bit=0.3, truncate=0.3, fail_call=0.2)
         async with engine_with(store) as second:
             results = await Collector([second], concurrency=4, deadline_s=60).collect(asked)
             assert_right(results, asked)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Meta = msgspec.Meta
 #: characters of a text that stats hold
 MAX_PROBLEM_CHARS = 4096
+MAX_NAME_CHARS = 256
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ COUNTS = "counts"
 Gauge = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Counter = Annotated[int, Meta(ge=0, lt=1 << 48), COUNTS]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Words = Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)]
 #: what an engine that takes requests does, or how far its end is
 State = Literal[Doing, "draining", "closing", "closed", "failed"]

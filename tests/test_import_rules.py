@@ -58,7 +58,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.runner": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.deadlines", "fdasync.ipc.exchange",
             "fdasync.ipc.peers.blocks", "fdasync.ipc.remote", "fdasync.ipc.shared_memory", "fdasync.registry.*",
-            "fdasync.request", "fdasync.result",
+            "fdasync.request", "fdasync.result", "fdasync.stats",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },

@@ -164,7 +164,7 @@ async def play(router: Router, scale: Scale, load: Load) -> list[Answer]:
 async def moved_nbytes(router: Router) -> int:
     """Of blocks that went from one instance to another, by what the instances say of themselves."""
     await asyncio.sleep(_SETTLE_S)
-    return sum(one.status.totals.received_nbytes for one in router.stats().instances if one.status is not None)
+    return sum(one.status.received_nbytes for one in router.stats().instances if one.status is not None)
 
 
 async def arm(name: str, parts: Parts, scale: Scale, folder: str, load: Load) -> None:

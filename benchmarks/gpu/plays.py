@@ -327,7 +327,7 @@ async def received(router: Router) -> int:
     """Blocks that went from one instance to the other; instances say so twice a second. Raises TimeoutError."""
     async with asyncio.timeout(_SETTLE_S):
         while True:
-            told = [one.status.totals.received_blocks for one in router.stats().instances if one.status is not None]
+            told = [one.stats.scheduler.received_blocks for one in router.stats().instances if one.stats is not None]
             if sum(told):
                 return sum(told)
             await asyncio.sleep(0.1)

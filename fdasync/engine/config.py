@@ -206,7 +206,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prepare_deadline_s: Seconds = 60.0
     close_deadline_s: Seconds = 10.0
     seed: int | None = None
-    taps: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    taps: Annotated[dict[str, dict[str, Any]], Meta(max_length=256)] = msgspec.field(default_factory=dict)
     trace_turns: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     profile_folder: str = ""
 

@@ -28,7 +28,7 @@ from fdasync.events.catalog import (
 from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION, state_region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
@@ -123,19 +123,27 @@ class StoreIO:
         started = loop.time()
         names = [object_key(action.namespace, key) for key in action.keys]
         most = self._store.capabilities.max_batch
-        batches = [names[first : first + most] for first in range(0, len(names), most)]
-        calls = [self._store.begin("exists_prefix", batch) for batch in batches]
-        # a late lookup holds no blocks: its answer is dropped
-        await waited(calls, action.deadline)
-        count = _leading(calls)
+        count = asked = 0
+        # in turn: what stands behind a key that the store lacks is of no use
+        for first in range(0, len(names), most):
+            call = self._store.begin("exists_prefix", names[first : first + most])
+            asked += len(call.argument)
+            # a late lookup holds no blocks: its answer is dropped
+            await waited([call], action.deadline)
+            found = call.answer()
+            count += found or 0
+            if found != len(call.argument):
+                break
+        answered = found is not None
         seconds = loop.time() - started
-        answered = count is not None
-        self._bus.publish(LookedUp(lookup_id=action.lookup_id, count=count or 0, seconds=seconds, answered=answered))
-        if not answered and not all(call.ended.done() for call in calls):
+        self._bus.publish(
+            LookedUp(lookup_id=action.lookup_id, count=count if answered else 0, seconds=seconds, answered=answered)
+        )
+        if not call.ended.done():
             # its time must be known, or every lookup would be given up as early as this one
-            await asyncio.wait([call.ended for call in calls])
-            if _leading(calls) is not None:
-                self._bus.publish(LookupReturned(num_keys=len(action.keys), seconds=loop.time() - started))
+            await asyncio.wait([call.ended])
+            if call.answer() is not None:
+                self._bus.publish(LookupReturned(num_keys=asked, seconds=loop.time() - started))
 
     # -- fetches and writes -----------------------------------------------------------------------------
 
@@ -245,19 +253,6 @@ class StoreIO:
             nbytes += item_nbytes
         batches.append(range(first, len(action.keys)))
         return batches
-
-
-def _leading(calls: Sequence[Call]) -> int | None:
-    """How many leading keys the lookups of consecutive keys found; None: one that must be known has no answer."""
-    found = 0
-    for call in calls:
-        count = call.answer()
-        if count is None:
-            return None
-        found += count
-        if count < len(call.argument):
-            break
-    return found
 
 
 def _take_ended(calls: dict[Call, range]) -> Iterator[tuple[int, Outcome]]:

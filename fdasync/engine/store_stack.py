@@ -57,7 +57,7 @@ def guarded_store(
             open_deadline_s=max(config.store_open_deadline_s, config.store_kill_s),
         )
     else:
-        store = CheckedStore(given or make_store(config.store, config.store_config), schema)
+        store = CheckedStore(make_store(config.store, config.store_config) if given is None else given, schema)
     limits = GuardLimits(
         call_s=config.store_deadline_s,
         open_s=config.store_open_deadline_s,

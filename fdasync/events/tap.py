@@ -14,7 +14,7 @@ import msgspec
 
 from fdasync.errors import INTERRUPTS, DeadlineExceeded
 from fdasync.events.catalog import TapFailed
-from fdasync.stats import TapStats, cut
+from fdasync.stats import MAX_NAME_CHARS, TapStats, cut
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -123,7 +123,7 @@ class TapTasks:
         return tuple(
             [
                 TapStats(
-                    name=name,
+                    name=cut(name)[:MAX_NAME_CHARS],
                     delivered=events.delivered,
                     dropped=events.dropped,
                     pending=events.pending,

@@ -12,6 +12,7 @@ import msgspec
 
 from fdasync.cache.aux import ROUTING, AuxSpec
 from fdasync.request import MAX_VERSION_CHARS, Numerics
+from fdasync.stats import cut
 
 Meta = msgspec.Meta
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -120,5 +121,8 @@ class ModelFacts(Facts, frozen=True, kw_only=True):
     @classmethod
     def of(cls, facts: Facts, **more: Any) -> Self:
         """What a runner tells, and what an engine knows besides."""
-        told = {name: getattr(facts, name) for name in Facts.__struct_fields__}
-        return cls(**{**told, **more})
+        told: dict[str, Any] = {name: getattr(facts, name) for name in Facts.__struct_fields__} | more
+        for name, value in told.items():
+            # a runner may say more than a link carries
+            told[name] = cut(value) if isinstance(value, str) else value
+        return cls(**told)

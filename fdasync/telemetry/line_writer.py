@@ -144,7 +144,18 @@ def _opened(
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError("write", f"cannot write to {target!r}: {problem}") from None
 
-    def put(data: bytes) -> int:
-        return os.write(fd, data)  # blocking: a pipe never; a file only where the page cache is full
+    # whoever writes to a file that was given open goes on where its own offset stands: behind our lines
+    given = os.dup(target) if isinstance(target, int) and stat.S_ISREG(os.fstat(fd).st_mode) else -1
 
-    return fd, put, lambda: os.close(fd)
+    def put(data: bytes) -> int:
+        count = os.write(fd, data)  # blocking: a pipe never; a file only where the page cache is full
+        if given >= 0:
+            os.lseek(given, 0, os.SEEK_END)
+        return count
+
+    def close() -> None:
+        for own in (fd, given):
+            if own >= 0:
+                os.close(own)
+
+    return fd, put, close

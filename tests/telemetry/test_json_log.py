@@ -344,6 +344,10 @@ async def test_every_kind_of_target(kind, tmp_path):
         # others use it too
         assert flags_of(target) == before
         assert os.get_blocking(target)
+    if kind == "file":
+        told = os.lseek(end, 0, os.SEEK_CUR)
+        assert told == os.lseek(end, 0, os.SEEK_END) > 0, "what others write stands behind the lines"
+        os.lseek(end, 0, os.SEEK_SET)
     text = read_all(end)
     names = [line["event"] for line in parse(text.replace(b"\r\n", b"\n"))]
     assert names == ["before"] * (kind in ("path", "file")) + ["RequestEnded"] * 3

@@ -133,3 +133,19 @@ async def test_closing_waits_for_a_reader_that_comes():
     assert (len(text), writer.dropped) == (500_005, 0)
     os.close(end)
     os.close(target)
+
+
+def test_what_others_write_to_the_same_file_stands_behind_the_lines(tmp_path):
+    # `( echo before; a server; echo after ) > log`
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+
+    async def serve():
+        writer = LineWriter(fd, 4096, note)
+        assert writer.offer(b"line\n")
+        await writer.aclose(300.0)
+
+    os.write(fd, b"before\n")
+    asyncio.run(serve())
+    os.write(fd, b"after\n")
+    os.close(fd)
+    assert (tmp_path / "log").read_bytes() == b"before\nline\nafter\n"

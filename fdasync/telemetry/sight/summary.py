@@ -82,7 +82,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         problems: in words; () where all is well.
         slow: a token takes it longer than the others of its role.
         rates: of it alone.
-        stats: its numbers, as it last told them; all 0 before that.
+        stats: its numbers, as it last told them; None before that.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
     slow: bool
     rates: Rates
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ def summary_of(
         ]
     )
     present = [one for one in engines if one.state not in ("away", "silent")]
-    versions = dict.fromkeys([one.stats.scheduler.weight_version for one in present])
+    versions = dict.fromkeys([one.stats.scheduler.weight_version for one in present if one.stats is not None])
     said = [one.state for one in engines]
     states = {state: said.count(state) for state in _STATES if state in said}
     return Summary(
@@ -169,7 +169,7 @@ def summary_of(
         state=next(iter(states), "away"),
         states=states,
         weight_version=", ".join(versions),
-        stats=summed([one.stats for one in present]),
+        stats=summed([one.stats for one in present if one.stats is not None]),
         rates=rates_of([_once(one.role, moments, apart) for one, moments in zip(watched, recent, strict=True)]),
         problems=tuple([f"{one.name or one.address}: {problem}" for one in engines for problem in one.problems]),
         engines=engines,
@@ -257,7 +257,7 @@ def _engine(one: Watched, recent: Sequence[Moment], slow: str) -> Engine:
         problems=tuple(problems),
         slow=bool(slow),
         rates=rates_of([recent]),
-        stats=stats,
+        stats=None if sight is None else stats,
     )
 
 

@@ -96,7 +96,6 @@ def test_every_kernel_that_a_module_lists_is_of_an_operation_beside_it() -> None
     found = [(name, f"{OPERATIONS[name].own.__module__}_{family}") for name, family in KERNELS]
     why = "is the file named after the operation's file and one of FAMILIES, and is the operation in that file?"
     assert sorted(listed) == sorted(found), why
-    assert sorted(KERNELS) == [("attend_latents", "hopper"), ("attend_prefill", "hopper")]
 
 
 class Fits(Exception):

@@ -4,8 +4,9 @@ A deadline stops the waiting, never the work: a late call keeps its parts and it
 them, and a call that grows too old has the store's process killed (docs/design.md, rule 5). `call.py` has the states of
 a call, this module what moves a call from one to the next; `breaker.py` says when a store is left alone.
 
-It uses the running loop's time, so virtual time works; it starts no threads, and no task of it outlives `aclose`, but
-one of a store that cannot be stopped. `engine/store_stack.py` makes a guard, and `engine/store_io.py` calls it.
+It uses the running loop's time, so virtual time works. It starts no threads. No task of it outlives `aclose`, but one
+of a store that cannot be stopped, or whose closing was cancelled. `engine/store_stack.py` makes a guard, and
+`engine/store_io.py` calls it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class GuardedStore(Store):
         for call in left:
             self._cancel(call)
         await self._settle(left, self._closing.left_s / 2)
-        return (killed or bool(left)) and all(call.ended.done() for call in left)
+        return (killed or bool(left)) and all(call.state == "ended" for call in left)
 
     async def aclose(self) -> None:
         """Refuse calls, wait for those that run, kill them half-way to the deadline, close the store inside.
@@ -326,12 +327,15 @@ class GuardedStore(Store):
 
     async def _close_inner(self) -> None:
         close = asyncio.ensure_future(self.inner.aclose())
+        # also where the caller of `aclose` gives up before that
+        close.add_done_callback(self._let_go)
         await self._bound(close)
-        if close.done():
-            self._has_it = self.inner.in_use = False
         if close.cancelled() or not close.done():
             raise StoreTimeout(self.name, self._names() or "aclose", self._closing.limit_s, close)
         close.result()
+
+    def _let_go(self, _closed: asyncio.Task[None]) -> None:
+        self._has_it = self.inner.in_use = False
 
     async def _bound(self, work: asyncio.Task[Any]) -> None:
         """Wait for a kill or a close as long as the closing deadline allows, and cancel it then."""
@@ -344,6 +348,7 @@ class GuardedStore(Store):
             await wait_within([work], 0.0)
 
     async def _settle(self, calls: Sequence[Call] | set[Call], limit_s: float) -> None:
-        left = [call.ended for call in calls if not call.ended.done()]
+        # by their tasks: a caller that waited for `ended` may have cancelled that
+        left = [call.task for call in calls if call.state != "ended" and call.task is not None]
         if left:
             await wait_within(left, limit_s)

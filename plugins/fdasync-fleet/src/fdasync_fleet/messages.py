@@ -52,7 +52,7 @@ from fdasync_fleet.fields import (
 )
 from fdasync_fleet.verbs import Failure, Verb
 
-PROTOCOL = 3
+PROTOCOL = 4
 #: the longest message that a link takes, without its payload
 MAX_MESSAGE_NBYTES = 8 << 20
 #: the longest payload that a link takes

@@ -191,3 +191,39 @@ def test_every_call_is_told_of():
 def test_the_verbs_that_events_name_are_those_of_the_contract():
     # `usage` has a default
     assert set(get_args(StoreVerb)) == {*Store.__abstractmethods__ - {"open", "aclose"}, "usage"}
+
+
+def test_a_kill_ends_a_late_call_whose_end_its_caller_gave_up_waiting_for():
+    async def work():
+        store = Guarded(Scripted(1000.0), call_s=1.0, kill_s=None)
+        async with opened(store):
+            with pytest.raises(StoreTimeout) as late:
+                await store.put(items("a"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(late.value.ended, 1.0)
+            assert store.inner.running == 1
+            assert await store.kill("for the test")
+            assert store.inner.running == store.line.calls == 0
+
+    run_sim(work())
+
+
+def test_a_closing_that_is_given_up_lets_go_of_the_store_when_it_has_closed():
+    class Slow(Scripted):
+        async def aclose(self):
+            await asyncio.sleep(5.0)
+            await super().aclose()
+
+    async def work():
+        store = Guarded(Slow())
+        await store.open([])
+        closing = asyncio.ensure_future(store.aclose())
+        await asyncio.sleep(1.0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert store.inner.in_use
+        await asyncio.sleep(5.0)
+        assert store.inner.life == ["open", "aclose"]
+        assert not store.inner.in_use
+
+    run_sim(work())

@@ -135,7 +135,7 @@ def _row(one: Engine) -> list[Text]:
     style = _ODD if one.problems and one.state == "running" else _COLORS.get(one.state, _ODD)
     state = Text("slow" if one.slow and one.state == "running" else _words_of(one.state), style=style)
     head = [Text(_end_of(one.name or one.address)), Text(one.role), state]
-    if one.state in ("away", "silent"):
+    if one.stats is None or one.state in ("away", "silent"):
         return [*head, *[Text("-") for _ in _COLUMNS[_WORDS:]]]
     rates, stats = one.rates, one.stats.scheduler
     told = [
