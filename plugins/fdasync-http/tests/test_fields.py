@@ -15,7 +15,7 @@ from fdasync_http.fields import Engine, Ignored, Table, Unserved, asked_by, engi
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.responses.types import ResponsesBody
-from fdasync_http.sampling import params_of
+from fdasync_http.sampling import Sampled, params_of
 from fdasync_http.sglang import asked as sglang
 from fdasync_http.sglang.sampling import Sampling as SGLangSampling
 from fdasync_http.vllm import generate as vllm
@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync import GenerateOptions, SamplingParams
+from fdasync.errors import InvariantBroken
 
 BODIES = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ResponsesBody, MessagesBody, CountBody,
           sglang.GenerateBody, vllm.GenerateBody]  # fmt: skip
@@ -213,3 +214,13 @@ def test_the_readme_lists_what_is_refused():
         wanted.append(f"| {place} | {', '.join(names)} |")
     section = README.read_text().partition("## Fields")[2].partition("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("|")][2:] == wanted
+
+
+def test_two_fields_that_give_one_parameter_are_refused_by_name():
+    class Twice(Sampled, frozen=True, kw_only=True):
+        RULES: ClassVar[Table] = {"least_p": engine("min_p")}
+
+        least_p: float = 0.0
+
+    with pytest.raises(InvariantBroken, match="Twice: min_p and least_p both give min_p"):
+        params_of(Twice(), max_tokens=1)

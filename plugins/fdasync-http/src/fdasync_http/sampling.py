@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import SamplingParams
+from fdasync.errors import InvariantBroken
 from fdasync.request import MAX_LOGIT_BIAS
 from fdasync_http.fields import served_by
 
@@ -55,8 +56,13 @@ def params_of(asked: msgspec.Struct, **decided: Any) -> SamplingParams:
 @cache
 def _readers_of(kind: type[msgspec.Struct]) -> list[tuple[str, str, Callable[[Any], Any]]]:
     """For each field of a body whose value is a parameter: its name, the parameter, and what makes that of it."""
-    served = [(name, rule.fields[0]) for name, rule in served_by(kind).items()]
-    return [(name, field, _READ[field]) for name, field in served if field in _READ]
+    served = [(name, rule.fields[0]) for name, rule in served_by(kind).items() if rule.fields[0] in _READ]
+    given: dict[str, str] = {}
+    for name, field in served:
+        if given.setdefault(field, name) != name:
+            problem = f"{kind.__name__}: {given[field]} and {name} both give {field}"
+            raise InvariantBroken(f"{problem}; let `decided` of `params_of` have the one that was sent")
+    return [(name, field, _READ[field]) for name, field in served]
 
 
 def count_of(value: bool | int | None) -> int | None:
