@@ -59,9 +59,16 @@ def converted(
 
 def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str = "") -> None:
     """Raise `error`, as `struct_of` does, for the first field of a struct that was made in Python whose value does not
-    fit its annotation, and for text that is no Unicode. Structs inside are checked as well."""
+    fit its annotation, and for text that is no Unicode. Structs inside are checked as well; a mapping is no struct."""
     for name, hint in hints_of(type(made)).items():
         value, place = getattr(made, name), f"{root}.{name}" if root else name
+        kinds = [bare for bare, _ in alternatives(hint) if _is_struct(bare)]
+        if kinds and not isinstance(value, tuple(kinds)):
+            others = [bare for bare, _ in alternatives(hint) if bare not in kinds]
+            if not any(_fits(value, other) for other in others):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                hint = "`from_mapping` takes mappings" if isinstance(value, Mapping) else ""
+                raise error(place, f"{value!r:.100} is no {wanted}", hint=hint)
         try:
             msgspec.convert(value, hint, str_keys=True)
             if isinstance(value, str):
