@@ -1,8 +1,9 @@
 """Options of a command, made of a struct: each field's name, type, bounds, words and default, and the first sentence of
 its doc. `--help` has them in groups.
 
-A field's annotation may name a form: `Meta(title="FILE")` and `Meta(title="DIR")` are paths that must exist, any other
-title is what `--help` shows for a value. Knows no command. Called by the modules that parse.
+A field's annotation may name a form: `Meta(title="FILE")` and `Meta(title="DIR")` are paths that must exist,
+`Meta(title="PATH")` is a file to be written, any other title is what `--help` shows for a value. Knows no command.
+Called by the modules that parse.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ File = Annotated[str, Meta(title="FILE")]
 Folder = Annotated[str, Meta(title="DIR")]
 Address = Annotated[str, Meta(title="ADDRESS")]
 
-_FORMS = {"FILE": click.Path(exists=True, dir_okay=False), "DIR": click.Path(exists=True, file_okay=False)}
+_FORMS = {
+    "FILE": click.Path(exists=True, dir_okay=False),
+    "DIR": click.Path(exists=True, file_okay=False),
+    "PATH": click.Path(dir_okay=False, readable=False, writable=True),
+}
 _WORDS = {int: "INTEGER", float: "FLOAT", bool: "true|false", str: "TEXT"}
 _ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): ")
 _SENTENCE = re.compile(r"\.(?= [A-Z\"`]|$)")
@@ -73,7 +78,7 @@ class FieldType(click.ParamType[Any, Any]):
     name = "value"
 
     def __init__(self, hint: Any, unit: int = 1) -> None:
-        self.hint = hint
+        self.hint = _scaled(hint, unit) if unit > 1 else hint
         self.unit = unit
 
     def get_metavar(self, param: Parameter, ctx: Context) -> str:  # noqa: ARG002 - click's names
@@ -84,11 +89,20 @@ class FieldType(click.ParamType[Any, Any]):
         """Raises click's BadParameter for what the annotation refuses."""
         name = "" if param is None else str(param.name)
         try:
-            if self.unit > 1:
-                value = of_text(int, value, name) * self.unit
-            return of_text(self.hint, value, name)
+            given = of_text(self.hint, value, name)
+            return given * self.unit if self.unit > 1 else given
         except BadInput as wrong:
             self.fail(str(wrong).removeprefix(f"{name}: "), param, ctx)
+
+
+def _scaled(hint: Any, unit: int) -> Any:
+    """The annotation of a whole number, with its bounds in another unit."""
+    ((_, meta),) = alternatives(hint)
+    if meta is None:
+        return hint
+    least = None if meta.ge is None else -(-meta.ge // unit)
+    most = None if meta.le is None else meta.le // unit
+    return Annotated[int, Meta(ge=least, le=most)]
 
 
 def between(low: float, high: float) -> FieldType:

@@ -98,6 +98,10 @@ def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None)
         option = known[name]
         given = [value] if option.multiple and isinstance(value, str) else value
         try:
+            paths = given if option.multiple and isinstance(given, list) else [given]
+            if isinstance(option.type, click.Path) and not all(isinstance(one, str) for one in paths):
+                # click takes a number for a descriptor
+                raise click.BadParameter(f"{value!r:.100} is not text: the path of a {option.type.name} is needed")
             option.type_cast_value(ctx, given)
         except click.BadParameter as wrong:
             raise BadInput("--config", f"{path}: {command}.{name}: {wrong.message}") from None
@@ -212,7 +216,10 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
         key = wrong.field.removeprefix("config.").split(".")[0]
         if path is None or key in given or key not in file:
             raise
-        raise ConfigError(f"{path}: {wrong.field}", wrong.problem, limit=wrong.limit, hint=wrong.hint) from None
+        hint = wrong.hint
+        if key not in EngineConfig.__struct_fields__ and isinstance(file[key], dict):
+            hint = hint or "no command of this name is installed"
+        raise ConfigError(f"{path}: {wrong.field}", wrong.problem, limit=wrong.limit, hint=hint) from None
     if gpus is not None and gpus != "auto" and each not in (config.tensor_parallel, len(gpus)):
         problem = f"has {counted(each)} in a list, and --tp is {config.tensor_parallel}"
         hint = "say one list per instance, with a GPU for each rank, or one list for all"

@@ -459,6 +459,8 @@ def test_children_end_with_an_up_that_was_killed(tmp_path: Path) -> None:
         (("--decode", "1"), "add --prefill 1"),
         (("--mixed", "1", "--listen", "ipc:///run/some"), "say --folder, in which each instance has its own"),
         (("--mixed", "1", "--listen", "tcp://10.0.0.5:7000"), "fdasync keys new FILE"),
+        (("--mixed", "1", "--folder", __file__), f"'--folder': Directory '{__file__}' is a file."),
+        (("--mixed", "1", "--json-log", __file__), f"'--json-log': Directory '{__file__}' is a file."),
         (("--mixed", "1", "--host", "10.0.0.5"), "say --listen tcp://HOST:PORT, too"),
         (("--mixed", "3", "--listen", "tcp://127.0.0.1:65534"), "the port of 'tcp://127.0.0.1:65536' is out of range"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import click
 import msgspec
 from msgspec import Meta
 
@@ -90,8 +91,8 @@ class UpOptions(LinkOptions, frozen=True, kw_only=True):
     prefill: Count = 0
     decode: Count = 0
     mixed: Count = 0
-    folder: Annotated[str, Meta(title="PATH")] = ""
-    json_log: Annotated[str, Meta(title="PATH")] = ""
+    folder: str = ""
+    json_log: str = ""
     restart: Literal["on-failure", "no"] = "on-failure"
 
 
@@ -118,5 +119,6 @@ UP = Fields(
         "Instances": ("prefill", "decode", "mixed", "folder", "drain_s", "json_log", "restart"),
         "Links": ("listen", *_SECURE),
     },
+    types=dict.fromkeys(("folder", "json_log"), click.Path(file_okay=False)),
 )
 LINKS = Fields(LinkOptions, leave=("listen",))
