@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 
 import pytest
 from fdasync_http import HttpConfig
+from fdasync_http.bodies import decode
 from fdasync_http.config import ConnectionLimits
+from fdasync_http.failures import Refused
 from fdasync_http.server import Listen, bind, check_exposure, is_loopback, serving
 
 from fdasync.errors import BadInput, ConfigError
@@ -74,6 +77,23 @@ def test_keys_are_checked_before_anything_starts():
         with pytest.raises(ConfigError) as refused:
             HttpConfig(**values)
         assert not any(value in str(refused.value) for value in values.values()), "a key was shown"
+
+
+def test_an_embedder_may_give_folders_as_paths_and_any_limit_above_nothing(tmp_path):
+    config = HttpConfig(weights_root=tmp_path, pulls_root=tmp_path / "pulls")
+    assert (config.weights_root, config.pulls_root) == (str(tmp_path), str(tmp_path / "pulls"))
+    for name in ("max_body_nbytes", "max_bodies_nbytes", "max_json_depth", "max_live"):
+        assert getattr(HttpConfig(**{name: sys.maxsize}), name) == sys.maxsize
+        with pytest.raises(ConfigError, match=rf"^{name}: 0 is too small \(limit: at least 1\)$"):
+            HttpConfig(**{name: 0})
+    with pytest.raises(ConfigError, match=r"^weights_root: "):
+        HttpConfig(weights_root=5)
+
+
+def test_a_body_deeper_than_any_decoder_goes_is_refused_whatever_the_limit():
+    with pytest.raises(Refused, match="the body is no JSON") as refused:
+        decode(b"[" * 9000 + b"]" * 9000, object, HttpConfig(max_json_depth=sys.maxsize))
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Pure data; `application.py` and every room of paths read the app's settings, `pr
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from fdasync.cli.common.fields import Address, File, Folder
 from fdasync.errors import ConfigError
 from fdasync.registry.mapping import check
 
+Most = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 Instances = Annotated[int, Meta(ge=0, le=64)]
@@ -58,16 +60,20 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pulls_root: Folder = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
     memory_saver: Literal["auto", "off"] = "auto"
-    max_body_nbytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 4 << 20
-    max_bodies_nbytes: Annotated[int, Meta(ge=1, le=1 << 40)] = 512 << 20
-    max_json_depth: Annotated[int, Meta(ge=1, le=512)] = 32
-    max_live: Count = 4096
+    max_body_nbytes: Most = 4 << 20
+    max_bodies_nbytes: Most = 512 << 20
+    max_json_depth: Most = 32
+    max_live: Most = 4096
     body_timeout_s: Seconds = 60.0
     pull_s: Seconds = 3600.0
     group_s: Annotated[float, Meta(gt=0, le=3600.0)] = 120.0
     health_s: Seconds = 20.0
 
     def __post_init__(self) -> None:
+        for name in ("weights_root", "pulls_root"):
+            folder = getattr(self, name)
+            if isinstance(folder, os.PathLike):
+                msgspec.structs.force_setattr(self, name, os.fspath(folder))
         check(self, error=ConfigError)
         for name in ("api_key", "admin_key"):
             key = getattr(self, name)
