@@ -125,7 +125,10 @@ def decode_query(request: Request, told: S, names: Collection[str]) -> S:
     except msgspec.ValidationError as error:
         refused = _invalid(str(error), type(told))
         # a key has no number, however often it comes
-        refused.param = refused.param.partition("[")[0]
+        name = refused.param = refused.param.partition("[")[0]
+        if name in query and (known := words_at(type(told), f".{name}")):
+            # a query is text, also where the words are numbers
+            refused = wrong(name, f"{query[name]!r:.50} is none of {listed(known)}")
         raise refused from None
 
 

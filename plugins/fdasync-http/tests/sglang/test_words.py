@@ -101,6 +101,24 @@ async def test_what_clients_send_besides_is_taken(scene_of, path, body):
             assert "error" not in told or told["error"]["code"] != "unknown_key", answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/abort_request", "rid: is missing; give it, or abort_all"),
+        ("/finish_session", "session_id: is missing in the query"),
+        (
+            "/update_weights",
+            "weight_dir: is missing; give a checkpoint folder, or tensors of a group in names, dtype_names and shapes",
+        ),
+        ("/sleep?level=00", "level: '00' is none of 0, 1, 2"),
+    ],
+)
+async def test_what_is_missing_is_named_once(scene_of, path, told):
+    async with scene_of() as scene:
+        answer = await scene.client.post(path, json={})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)
+
+
 async def test_a_transfer_of_vllms_own_is_refused_for_what_it_is(scene_of):
     async with scene_of() as scene:
         for info in ({"master_addr": "10.0.0.1", "model_dtype_str": "bfloat16"}, {"trainer_actor_name": "a"}):
@@ -120,6 +138,7 @@ async def test_a_transfer_of_vllms_own_is_refused_for_what_it_is(scene_of):
         ("/weights_checker", {"action": "spoil"}, "action", "checksum, snapshot, compare, reset_tensors"),
         ("/sleep", {"level": 7}, "level", "0, 1, 2"),
         ("/sleep?level=7", {}, "level", "0, 1, 2"),
+        ("/sleep?level=00", {}, "level", "0, 1, 2"),
         ("/sleep", {"mode": "in_place"}, "mode", "abort, wait, keep"),
         ("/pause_generation", {"mode": "keep"}, "mode", "abort, retract, in_place"),
         (

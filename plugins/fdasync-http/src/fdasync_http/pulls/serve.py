@@ -176,5 +176,5 @@ class FinishSession(Call):
 
     async def do(self, front: Front) -> Any:  # noqa: ARG002 - nothing is to be done
         if not self.session_id:
-            raise Refused(400, "is needed in the query", param="session_id")
+            raise Refused(400, "is missing in the query", param="session_id")
         return {"status": "ok"}

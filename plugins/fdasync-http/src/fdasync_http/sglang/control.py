@@ -101,7 +101,7 @@ class AbortRequest(Call):
         elif self.rid:
             front.abort(self.rid)
         else:
-            raise Refused(400, "it or abort_all is needed", param="rid")
+            raise Refused(400, "is missing; give it, or abort_all", param="rid")
         return Response()
 
 

@@ -200,7 +200,7 @@ def _source_of(info: UpdateInfo, front: Front) -> str | GroupTensors:
     if info.names is None and info.target_version is not None:
         return fetched(front, info.target_version)
     if info.names is None:
-        words = "name a checkpoint folder in weight_dir, or tensors of a group in names, dtype_names and shapes"
+        words = "is missing; give a checkpoint folder, or tensors of a group in names, dtype_names and shapes"
         raise Refused(400, words, param="weight_dir", code="not_served")
     if info.group_name is None or info.packed:
         field = "group_name" if info.group_name is None else "packed"
