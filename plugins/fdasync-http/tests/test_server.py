@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from fdasync_http import HttpConfig
-from fdasync_http.bodies import decode
+from fdasync_http.bodies import MAX_PARTS, decode
 from fdasync_http.config import ConnectionLimits
 from fdasync_http.failures import Refused
 from fdasync_http.server import Listen, bind, check_exposure, is_loopback, serving
@@ -90,10 +90,13 @@ def test_an_embedder_may_give_folders_as_paths_and_any_limit_above_nothing(tmp_p
         HttpConfig(weights_root=5)
 
 
-def test_a_body_deeper_than_any_decoder_goes_is_refused_whatever_the_limit():
+def test_with_any_limit_of_depth_a_body_is_refused_that_no_decoder_reads_and_brackets_of_texts_do_not_count():
+    config = HttpConfig(max_json_depth=sys.maxsize)
     with pytest.raises(Refused, match="the body is no JSON") as refused:
-        decode(b"[" * 9000 + b"]" * 9000, object, HttpConfig(max_json_depth=sys.maxsize))
+        decode(b"[" * 9000 + b"]" * 9000, object, config)
     assert refused.value.status == 400
+    text = "[" * (MAX_PARTS + 1)
+    assert decode(json.dumps([text]).encode(), object, config) == [text]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
     Of a body that is no JSON: as far as it is.
     """
     count = body.count(b"[") + body.count(b"{")
-    if count <= levels:
+    if count <= min(levels, MAX_PARTS):
         # most bodies have fewer brackets than that; counting is as fast as memory
         return count, count
     if b"\\" in body:
