@@ -2,8 +2,8 @@
 its doc. `--help` has them in groups.
 
 A field's annotation may name a form: `Meta(title="FILE")` and `Meta(title="DIR")` are paths that must exist,
-`Meta(title="PATH")` is a file to be written, any other title is what `--help` shows for a value. Knows no command.
-Called by the modules that parse.
+`Meta(title="PATH")` and `Meta(title="FOLDER")` are a file and a folder to be written; any other title is what `--help`
+shows for a value. Knows no command. Called by the modules that parse.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _FORMS = {
     "FILE": click.Path(exists=True, dir_okay=False),
     "DIR": click.Path(exists=True, file_okay=False),
     "PATH": click.Path(dir_okay=False, readable=False, writable=True),
+    "FOLDER": click.Path(file_okay=False),
 }
 _WORDS = {int: "INTEGER", float: "FLOAT", bool: "true|false", str: "TEXT"}
 _ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): ")

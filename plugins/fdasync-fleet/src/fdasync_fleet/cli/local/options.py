@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import click
 import msgspec
 from msgspec import Meta
 
@@ -91,8 +90,8 @@ class UpOptions(LinkOptions, frozen=True, kw_only=True):
     prefill: Count = 0
     decode: Count = 0
     mixed: Count = 0
-    folder: str = ""
-    json_log: str = ""
+    folder: Annotated[str, Meta(title="FOLDER")] = ""
+    json_log: Annotated[str, Meta(title="FOLDER")] = ""
     restart: Literal["on-failure", "no"] = "on-failure"
 
 
@@ -119,6 +118,5 @@ UP = Fields(
         "Instances": ("prefill", "decode", "mixed", "folder", "drain_s", "json_log", "restart"),
         "Links": ("listen", *_SECURE),
     },
-    types=dict.fromkeys(("folder", "json_log"), click.Path(file_okay=False)),
 )
 LINKS = Fields(LinkOptions, leave=("listen",))
