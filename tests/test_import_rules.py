@@ -153,7 +153,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_fleet.messages", "fdasync_fleet.results", "fdasync_fleet.verbs",
         ),
         "fdasync.telemetry": (
-            "fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.stats", "fdasync.telemetry.sight.*",
+            "fdasync.engine", "fdasync.events.*", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.stats",
+            "fdasync.telemetry.sight.*",
         ),
     },
     {

@@ -67,8 +67,8 @@ def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str =
             others = [bare for bare, _ in alternatives(hint) if bare not in kinds]
             if not any(_fits(value, other) for other in others):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                hint = "`from_mapping` takes mappings" if isinstance(value, Mapping) else ""
-                raise error(place, f"{value!r:.100} is no {wanted}", hint=hint)
+                way_out = "`from_mapping` takes mappings" if isinstance(value, Mapping) else ""
+                raise error(place, f"{value!r:.100} is no {wanted}", hint=way_out)
         try:
             msgspec.convert(value, hint, str_keys=True)
             if isinstance(value, str):
@@ -176,6 +176,8 @@ def _is_struct(bare: Any) -> bool:
 
 
 def _fits(value: Any, bare: Any, strict: bool = True) -> bool:
+    # Objects of callers may raise anything while they are read.
+    # Here and above, any error means that a value does not fit.
     try:
         msgspec.convert(value, bare, strict=strict, str_keys=True)
     except Exception:

@@ -144,7 +144,7 @@ def _opened(
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError("write", f"cannot write to {target!r}: {problem}") from None
 
-    # whoever writes to a file that was given open goes on where its own offset stands: behind our lines
+    # another process that writes to the same open file writes at its shared offset: we move that behind our lines
     given = os.dup(target) if isinstance(target, int) and stat.S_ISREG(os.fstat(fd).st_mode) else -1
 
     def put(data: bytes) -> int:

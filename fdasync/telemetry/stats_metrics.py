@@ -6,13 +6,12 @@ Knows no engine. Called by `prometheus.py`, for one engine, and by the HTTP fron
 
 from __future__ import annotations
 
-import re
-from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from fdasync.registry.docs import docs_of
 from fdasync.stats import COUNTS, EngineStats, Metric, SchedulerStats
 
 if TYPE_CHECKING:
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
     import msgspec
     from prometheus_client import Metric as Exported
 
-#: the state of an engine that nobody reaches, beside the states that engines tell
+#: the state of an engine without a link, beside the states that an engine tells of itself
 AWAY: Final = "away"
 _UNITS = {"_s": "_seconds", "_nbytes": "_bytes"}
-_FIELD = re.compile(r"^    (\w+): (.*(?:\n {6,}.*)*)", re.MULTILINE)
 
 
 class _Told(NamedTuple):
@@ -45,7 +43,7 @@ class _Told(NamedTuple):
 
 def _told_of(kind: type[msgspec.Struct]) -> tuple[_Told, ...]:
     """The fields with numbers, and the words that name a metric, in order."""
-    sentences = dict(_FIELD.findall(cleandoc(kind.__doc__ or "")))
+    docs = docs_of(kind)
     told = []
     for field, hint in get_type_hints(kind, include_extras=True).items():
         base, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -53,7 +51,7 @@ def _told_of(kind: type[msgspec.Struct]) -> tuple[_Told, ...]:
         if not metric.word and base not in (int, float, bool):
             continue
         counts = COUNTS in marks
-        text = metric.text or " ".join(sentences[field].split())
+        text = metric.text or docs[field]
         words = (*get_args(base), AWAY) if get_origin(base) is Literal else ()
         named = structs.replace(metric, name=metric.name or _name_of(field, counts), text=text[:1].upper() + text[1:])
         told.append(_Told(field, counts, named, words))

@@ -8,7 +8,6 @@ shows for a value. Knows no command. Called by the modules that parse.
 
 from __future__ import annotations
 
-import inspect
 import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from fdasync.errors import BadInput
+from fdasync.registry.docs import docs_of
 from fdasync.registry.mapping import alternatives, hints_of, of_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _FORMS = {
     "FOLDER": click.Path(file_okay=False),
 }
 _WORDS = {int: "INTEGER", float: "FLOAT", bool: "true|false", str: "TEXT"}
-_ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): ")
 _SENTENCE = re.compile(r"\.(?= [A-Z\"`]|$)")
 
 
@@ -144,7 +143,7 @@ class Fields(Generic[S]):
         # in the order of the groups, else in that of the struct
         titles = {name: title for title, fields in (groups or {}).items() for name in fields}
         ordered = [*titles, *[name for name in own if name not in titles]]
-        docs = docs_of(kind)
+        docs = {name: _sentence(text) for name, text in docs_of(kind).items()}
         self._made = {name: self._option(own[name], docs.get(name, ""), titles.get(name, group)) for name in ordered}
         self.options = {name: GroupedOption([words], **attributes) for name, (words, attributes) in self._made.items()}
 
@@ -188,21 +187,8 @@ class Fields(Generic[S]):
         return words, {**attributes, "type": own, "multiple": several, "required": field.required}
 
 
-def docs_of(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The first sentence of each field's doc, of the list "Attributes" in the docstrings of a struct and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        names: list[str] = []
-        for line in inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:\n")[2].splitlines():
-            if (entry := _ENTRY.match(line)) is not None:
-                names = entry[1].split(", ")
-                found |= dict.fromkeys(names, line[entry.end() :])
-            elif names:
-                found |= dict.fromkeys(names, f"{found[names[0]]} {line.strip()}".rstrip())
-    return {name: _sentence(text) for name, text in found.items()}
-
-
 def _sentence(text: str) -> str:
+    """The first one."""
     end = _SENTENCE.search(text)
     first = text[: end.start()] if end else text
     # an address at the beginning stays as it is

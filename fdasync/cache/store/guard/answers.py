@@ -26,7 +26,7 @@ def fits(verb: str, argument: Sequence[Any], answer: object) -> bool:
 
 
 def told_of(store: str, call: Call, error: BaseException | None, answer: Any) -> StoreCalled:
-    """The event of a call that nobody waits for any more: it raised or is late, or it was answered."""
+    """The event that tells how the wait for a call ended: by an error, a deadline, or an answer."""
     verb, count, seconds = cast("StoreVerb", call.verb), len(call.argument), asyncio.get_running_loop().time()
     called = partial(StoreCalled, store=store, verb=verb, items=count, seconds=seconds - call.asked_at)
     if error is not None or verb == "usage":

@@ -39,7 +39,7 @@ class Call:
         verb: of the store; or "open".
         argument: its keys, items or regions; () for `usage`.
         nbytes: of all parts.
-        period: `Breaker.period` when it was asked; -1: the guard asks for itself, or nobody wants it any more.
+        period: `Breaker.period` when it was asked; -1: the guard itself asked, or the caller gave it up.
 
     Attributes:
         asked_at: loop time.
@@ -79,7 +79,8 @@ class Call:
 
     def answer(self) -> Any:
         """The store's answer; None: it has not ended, or it raised."""
-        return self.ended.result() if self.ended.done() and self.ended.exception() is None else None
+        ended = self.ended.done() and self.ended.exception() is None
+        return self.ended.result() if ended else None  # of a future that is done
 
     def stop_timer(self) -> None:
         """Let the state last."""

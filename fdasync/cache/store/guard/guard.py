@@ -253,7 +253,7 @@ class GuardedStore(Store):
         self._cancel(call)
 
     def _cancel(self, call: Call) -> None:
-        """Nobody wants the call any more. One that runs ends when the store lets go of it."""
+        """The caller gave the call up. A call that runs ends when the store lets go of its parts."""
         # it says nothing of the store
         call.period = -1
         if call.state == "waiting":
@@ -277,7 +277,7 @@ class GuardedStore(Store):
             call.ended.set_result(answer)
         else:
             call.ended.set_exception(error)
-            # retrieved, so that asyncio does not warn of an error that nobody asks for
+            # read here, so that asyncio does not warn where no caller reads the error
             call.ended.exception()
         if call in self._running:
             self._running.discard(call)
@@ -323,7 +323,8 @@ class GuardedStore(Store):
             return False
         kill = asyncio.ensure_future(self.inner.kill(why))
         await self._bound(kill)
-        return kill.done() and not kill.cancelled() and kill.exception() is None and kill.result()
+        ended = kill.done() and not kill.cancelled() and kill.exception() is None
+        return ended and kill.result()  # of a task that is done
 
     async def _close_inner(self) -> None:
         close = asyncio.ensure_future(self.inner.aclose())
@@ -332,7 +333,7 @@ class GuardedStore(Store):
         await self._bound(close)
         if close.cancelled() or not close.done():
             raise StoreTimeout(self.name, self._names() or "aclose", self._closing.limit_s, close)
-        close.result()
+        close.result()  # of a task that is done
 
     def _let_go(self, _closed: asyncio.Task[None]) -> None:
         self._has_it = self.inner.in_use = False

@@ -54,6 +54,7 @@ class Call(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     async def do(self, front: Front) -> Any:
         """What is called. Returns what `reply` takes, or a whole answer."""
+        # every call has its own; the class of structs does not go with `ABC`
         raise NotImplementedError
 
     async def answer(self, front: Front) -> Response:
