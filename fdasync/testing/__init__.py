@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fdasync.testing.runners.drafts import DraftTests
     from fdasync.testing.runners.runs import RunTests
     from fdasync.testing.runners.suite import RunnerTests
+    from fdasync.testing.sim.late import LateLoop
     from fdasync.testing.sim.loop import Deadlock, Livelock, SimLoop, run_sim
     from fdasync.testing.stores.faults import FaultyStore, StoreFaults
     from fdasync.testing.stores.harness import StoreBench
@@ -58,6 +59,7 @@ _HOMES = {
         "until",
     ),
     "fdasync.testing.harness.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
+    "fdasync.testing.sim.late": ("LateLoop",),
     "fdasync.testing.sim.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
     "fdasync.testing.harness.pass_model": ("PassModel",),
     "fdasync.testing.policies": ("PolicyTests",),
@@ -77,6 +79,7 @@ __all__ = [
     "DrafterTests",
     "FaultRunner",
     "FaultyStore",
+    "LateLoop",
     "LeakFound",
     "LetterTokenizer",
     "Livelock",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fdasync.testing.pytest_plugin import SimSeeds
 
 _SLOW_SEEDS = 5000
+_LATE_SEEDS = 1000
 # of them, for several processes to share
 _PARTS = 10
 # a prompt's log-probs of the weights before; a request that ended while its samples were handed over; a hand-off that
@@ -26,11 +27,11 @@ _PARTS = 10
 _FOUND = (1590, 541, 4120, 410, 2253)
 
 
-def play(seeds: Iterable[int]) -> tuple[Counter[str], Counter[str]]:
+def play(seeds: Iterable[int], *, late: bool = False) -> tuple[Counter[str], Counter[str]]:
     outcomes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for seed in seeds:
-        report = simulate_pd(seed)
+        report = simulate_pd(seed, late=late)
         outcomes.update(report.outcomes)
         counts.update(report.counts)
     return outcomes, counts
@@ -81,6 +82,19 @@ def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):
     """`--pd-seeds` says how many in all."""
     count = request.config.getoption("--pd-seeds")
     play(range(part, _SLOW_SEEDS if count is None else count, _PARTS))
+
+
+@pytest.mark.ci
+def test_pd_simulation_on_a_late_loop():
+    outcomes, _ = play(range(8), late=True)
+    assert {"stop", "length"} <= outcomes.keys()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_pd_simulation_on_a_late_loop_of_many_seeds(part: int, request: pytest.FixtureRequest):
+    only = request.config.getoption("--pd-seed")
+    play(range(8 + part, _LATE_SEEDS, _PARTS) if only is None else (only,), late=True)
 
 
 def of_two_routers(count: int) -> list[int]:

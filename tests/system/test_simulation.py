@@ -58,6 +58,7 @@ _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop}
 
 
 _REAL_SEEDS = 1000
+_LATE_SEEDS = 2000
 
 
 # of them, for several processes to share
@@ -96,10 +97,33 @@ def test_simulation_in_real_time_of_many_seeds(part: int, name: str, tmp_path: P
     assert totals["rows"]
 
 
+def late(seeds: Iterable[int], config: pytest.Config) -> Counter[str]:
+    """Play these seeds, or the one that was asked for, on loops that come late; how the samples ended."""
+    only = config.getoption("--sim-seed")
+    outcomes: Counter[str] = Counter()
+    for seed in seeds if only is None else (only,):
+        outcomes.update(simulate(seed, late=True).outcomes)
+    return outcomes
+
+
+@pytest.mark.ci
+def test_simulation_on_a_late_loop(request: pytest.FixtureRequest):
+    outcomes = late(range(20), request.config)
+    if request.config.getoption("--sim-seed") is None:
+        assert not {"stop", "length", "abort", "deadline", "cancelled"} - outcomes.keys(), outcomes
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_simulation_on_a_late_loop_of_many_seeds(part: int, request: pytest.FixtureRequest):
+    assert late(range(20 + part, _LATE_SEEDS, _PARTS), request.config)
+
+
 @pytest.mark.ci
 def test_a_seed_gives_the_same_simulation_again():
     assert Workload.draw(3) == Workload.draw(3)
     assert simulate(3) == simulate(3)
+    assert simulate(3, late=True) == simulate(3, late=True)
     assert simulate(3) != simulate(4)
 
 

@@ -39,8 +39,9 @@ def check_beside_steps(copy: SwapOut | SwapIn, flights: Iterable[Flight], lanes:
         written |= set((flight.batch.kv_index // block_tokens).tolist())
         for lane, length in zip(flight.batch.lanes, flight.ends, strict=True):
             read |= set(lanes.block_table(int(lane), int(length)).tolist())
-    if set(copy.device) & (written if isinstance(copy, SwapOut) else written | read):
-        raise InvariantBroken(f"copy {copy.copy_id} and a step in flight meet in a device block")
+    met = set(copy.device) & (written if isinstance(copy, SwapOut) else written | read)
+    if met:
+        raise InvariantBroken(f"copy {copy.copy_id} and a step in flight meet in device blocks {sorted(met)}")
 
 
 def check_beside_copies(copy: SwapOut | SwapIn, others: Iterable[SwapOut | SwapIn]) -> None:

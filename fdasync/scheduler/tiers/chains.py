@@ -109,12 +109,14 @@ class Chains:
         whole = True
         for number, key in enumerate(keys):
             block = self._index.get(key)
-            if number < count:
-                if block is not None and not block.wanted:
-                    block.heard(stored=True)
-            elif block is None:
-                whole = False
-            elif not block.wanted:
+            if block is None:
+                whole = whole and number < count
+            elif block.wanted or not block.sealed:
+                # it is being written, or will be: a block that made room meanwhile may be computed again right now
+                pass
+            elif number < count:
+                block.heard(stored=True)
+            else:
                 self._missing(block)
                 if whole:
                     self._want(block, parent)

@@ -96,7 +96,7 @@ class SwapPlanner:
         return sum(1 for copy in self._copies.values() for block in copy.blocks if not block.ref_count)
 
     def keep(self, block: Block) -> None:
-        """Copy it to the host soon, if it is not there; it may be in use meanwhile."""
+        """Copy a sealed block to the host soon, if it is not there; it may be in use meanwhile."""
         if self.enabled and block.host < 0:
             self._queue.append(block)
 
@@ -314,6 +314,8 @@ class SwapPlanner:
                 if block.host < 0:
                     self.dropped += block.give_up()
                 continue
+            if not block.sealed:
+                raise InvariantBroken(f"{block} was to be copied out while a step writes it")
             if not self._index.make_host_room(for_store=block.wanted):
                 self.dropped += 1
                 block.give_up()

@@ -140,11 +140,15 @@ class SimLoop(asyncio.SelectorEventLoop):
         if timeout is None:
             raise Deadlock(self._waiting())
         if timeout > 0:
-            self._now_ns += math.ceil(round(timeout * _NS, 3))
+            self.pass_time(timeout)
             self._last_moment = self.turns
         elif self.turns - self._last_moment > _MAX_TURNS_PER_MOMENT:
             self._last_moment = self.turns
             raise Livelock(f"{_MAX_TURNS_PER_MOMENT} turns of the loop at {self.time():g} s: a task polls")
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock on."""
+        self._now_ns += math.ceil(round(seconds * _NS, 3))
 
     def _waiting(self) -> list[str]:
         lines = []

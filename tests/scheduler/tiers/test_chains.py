@@ -189,6 +189,30 @@ def test_an_answer_under_old_weights_writes_nothing():
     assert table.is_empty()
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_answer_that_comes_while_a_block_is_computed_anew_copies_nothing_of_it(count):
+    table = make_table()
+    use(table, BOUND)
+    table.turn(table.request(1, A, 1))
+    (number,) = table.lookups
+    while table.flying:
+        table.turn(table.done())
+    index = table.scheduler.index
+    for block in list(index._clean):
+        index._leave_device(block)
+        index._leave_host(block)
+    # a step in flight computes all of them again
+    assert table.turn(table.request(2, A, 1)).cached == {2: 0}
+    turned = table.turn(table.looked_up(number, count=count))
+    assert not turned.outs
+    assert not turned.puts
+    table.kept.clear()
+    table.run()
+    # they are written when they are sealed
+    assert kept(table) == set(table.keys(A))
+    assert table.is_empty()
+
+
 @pytest.mark.parametrize("through", ["prompt", "all"])
 def test_the_outputs_of_a_turn_are_written_when_they_are_part_of_the_next_prompt(through):
     table = make_table(write_through=through)

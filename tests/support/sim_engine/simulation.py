@@ -41,6 +41,7 @@ from fdasync.testing.harness.fault_runner import FaultRunner
 from fdasync.testing.harness.leaks import check_idle, no_leaks
 from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
+from fdasync.testing.sim.late import LateLoop
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.stores.faults import FaultyStore
 from tests.support.drafters import Foretold, answers_of
@@ -84,6 +85,7 @@ def simulate(
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     folder: Path | None = None,
     crowd: bool = False,
+    late: bool = False,
 ) -> SimulationReport:
     """Draw the workload of this seed, play it, check it. Raises SimulationFailed.
 
@@ -91,6 +93,7 @@ def simulate(
         loop: makes the loop of a hurried play in real time; None: virtual time.
         folder: an empty one, for a file store where the workload has a store; None: the store is in memory.
         crowd: with everything at once (`crowd.py`).
+        late: in virtual time, on a loop that comes late (`LateLoop`).
     """
     work = Workload.draw(seed)
     if crowd:
@@ -102,12 +105,16 @@ def simulate(
     def live(work: Workload, before: PassModel | None) -> _Simulation:
         file = None if folder is None else FileStore(FileConfig(path=str(folder), max_nbytes=work.store_nbytes))
         return _Simulation(
-            work, file or memory, before, closes=file is not None, grace_s=1e-6 if loop is None else 60.0
+            work,
+            file or memory,
+            before,
+            closes=file is not None,
+            grace_s=1e-6 if loop is None and not late else 60.0,
         )
 
     def run(life: _Simulation) -> SimulationReport:
         if loop is None:
-            return run_sim(life.play())
+            return run_sim(life.play(), LateLoop(seed) if late else None)
         with asyncio.Runner(loop_factory=loop) as runner:
             return runner.run(asyncio.wait_for(life.play(), _REAL_LIMIT_S))
 
@@ -121,10 +128,9 @@ def simulate(
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        if crowd:
-            again = f"pytest tests/system/test_crowd.py --sim-seed {seed}"
-            raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
-        again = "" if loop is None else f"pytest tests/system/test_simulation.py -k real_time --sim-seed {seed}"
+        file, which = ("crowd", "late") if crowd else ("simulation", "late" if late else "real_time")
+        named = f" -k {which}" if late or loop is not None else ""
+        again = f"pytest tests/system/test_{file}.py{named} --sim-seed {seed}"
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
 
 

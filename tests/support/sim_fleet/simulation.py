@@ -19,6 +19,7 @@ import msgspec
 
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing.harness.leaks import no_leaks
+from fdasync.testing.sim.late import LateLoop
 from fdasync.testing.sim.loop import run_sim
 from tests.support.sim_engine.simulation import SimulationFailed
 from tests.support.sim_fleet.callers import Callers
@@ -41,8 +42,12 @@ class PdReport(msgspec.Struct, frozen=True, kw_only=True):
     virtual_s: float
 
 
-def simulate_pd(seed: int) -> PdReport:
-    """Draw the workload of this seed, play it, check it. Raises SimulationFailed."""
+def simulate_pd(seed: int, *, late: bool = False) -> PdReport:
+    """Draw the workload of this seed, play it, check it. Raises SimulationFailed.
+
+    Args:
+        late: on a loop that comes late (`LateLoop`).
+    """
     try:
         work = PdWorkload.draw(seed)
         with no_leaks(), tempfile.TemporaryDirectory() as folder:
@@ -50,12 +55,12 @@ def simulate_pd(seed: int) -> PdReport:
                 path = Path(folder, str(incident.weights_id))
                 path.mkdir(exist_ok=True)
                 (path / WEIGHTS_FILE).write_text(json.dumps({"weights_id": incident.weights_id}))
-            return run_sim(_played(work, folder))
+            return run_sim(_played(work, folder), LateLoop(seed) if late else None)
     except Exception as error:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        again = f"pytest tests/system/test_pd_simulation.py --pd-seed {seed}"
+        again = f"pytest tests/system/test_pd_simulation.py{' -k late' if late else ''} --pd-seed {seed}"
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
 
 
