@@ -234,8 +234,12 @@ class StepPlanner:
                             skips.append(seq)
                             self.due[seq.key] = seq
                         continue
+            if first >= seq.max_len - 1:
+                # a step in flight gives its last token
+                self._queues.to_tail(seq)
+                continue
             reaches.append((seq, first, reach))
-            if first >= seq.max_len - 2:
+            if first == seq.max_len - 2:
                 lasts.append(seq)
             else:
                 going.append(seq)

@@ -204,6 +204,20 @@ def test_what_follows_on_the_length_limit_is_dropped_while_a_stop_answer_is_awai
     assert table.is_empty()
 
 
+def test_no_step_is_planned_behind_a_step_in_flight_that_gives_the_last_token():
+    table = deep_table()
+    table.turn(table.request(1, range(6), 5, emits=True, checks_stops=True))
+    table.turn(table.runs([100]))
+    # one of five is missing, and the step in flight gives it
+    assert table.turn(table.runs([101, 102, 103])).steps == []
+    table.turn(table.runs([104]))
+    assert table.flying == []
+    table.turn(table.checked(1, 5))
+    assert table.num_rows(1) == table.finished[1].num_rows == 10
+    assert table.stats.dropped_tokens == 0
+    assert table.is_empty()
+
+
 def test_what_follows_on_a_run_that_was_cut_is_dropped():
     table = deep_table()
     table.turn(table.request(1, range(6), 20, stop_ids=frozenset({STOP})))
