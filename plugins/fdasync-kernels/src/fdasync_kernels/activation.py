@@ -24,8 +24,8 @@ _SILU, _GELU, _GELU_TANH, _QUICK_GELU, _RELU, _RELU2, _SIGMOID = (tl.constexpr(c
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _one_and_exp(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _one_and_exp(value, EXACT: tl.constexpr):
     """1 + exp(-value), the denominator of a quotient."""
     if not EXACT:
         # exp does not overflow: past this bound the quotient is as good as 0
@@ -37,14 +37,14 @@ def _one_and_exp(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     return 1.0 + tl.where(-value > largest, float("inf"), tl.exp(tl.minimum(-value, largest)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def sigmoid(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def sigmoid(value, EXACT: tl.constexpr):
     """1 / (1 + exp(-value)) in float32."""
     return tl.div_rn(1.0, _one_and_exp(value, EXACT))
 
 
 @triton.jit
-def _over(value, whole):  # type: ignore[no-untyped-def]
+def _over(value, whole):
     """value / whole, rounded once, for a whole from 1 on; of infinity over more than 1 a NaN, as torch's silu has it.
 
     The device's own division asks of each number whether it needs a slower way, and waits at each branch.
@@ -61,7 +61,7 @@ def _over(value, whole):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tanh(value):  # type: ignore[no-untyped-def]
+def _tanh(value):
     if not _INTERPRETED:
         return libdevice.tanh(value)
     wide = value.to(tl.float64)
@@ -70,8 +70,8 @@ def _tanh(value):  # type: ignore[no-untyped-def]
     return tl.where(wide < 0.0, -size, size).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gelu_tanh(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _gelu_tanh(value, EXACT: tl.constexpr):
     if not EXACT:
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
         # tanh(z) = 2 sigmoid(2 z) - 1
@@ -82,8 +82,8 @@ def _gelu_tanh(value, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     return 0.5 * value * (1.0 + _tanh(0.7978845608028654 * inner))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def function(value, dtype: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def function(value, dtype: tl.constexpr, KIND: tl.constexpr, EXACT: tl.constexpr):
     """f(value) of float32 values, in float32, not rounded at the end. "quick_gelu", for which torch has no operation,
     rounds to `dtype` inside.
 

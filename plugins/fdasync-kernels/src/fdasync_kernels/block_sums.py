@@ -21,8 +21,8 @@ _WIDE = 1024
 _CHUNK = 8192
 
 
-@triton.jit(do_not_specialize=["run_words", "first"])  # type: ignore[untyped-decorator]
-def _sum(words, places, sums, run_words, first, CHUNK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["run_words", "first"])
+def _sum(words, places, sums, run_words, first, CHUNK: tl.constexpr, WIDE: tl.constexpr):
     """A program adds up one chunk of one run."""
     run = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -25,14 +25,14 @@ RUN_COLUMNS = ("lane", "row", "width", "start", "room", "path", "count", "from",
 _COLUMNS = len(RUN_COLUMNS)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["span", "vocab_size", "token_stride", "float_stride"],
     do_not_specialize_on_alignment=[
         "runs", "paths", "noise", "lengths", "tokens", "drafted", "row_lanes", "row_starts", "row_counts", "floats",
         "out_starts", "out_used",
     ],
 )  # fmt: skip
-def _place_kernel(  # type: ignore[no-untyped-def]
+def _place_kernel(
     runs,
     paths,
     noise,
@@ -103,11 +103,11 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_used + sequence, used.to(tl.int32))
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_placed", "token_stride"],
     do_not_specialize_on_alignment=["runs", "samples", "lengths", "tokens", "placed", "used_rows", "out_counts"],
 )
-def _accept_kernel(  # type: ignore[no-untyped-def]
+def _accept_kernel(
     runs,
     samples,
     lengths,

@@ -20,7 +20,7 @@ _ROWS = 64
 _UPDATES = 128
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_rows", "num_sequences", "rounds", "table_stride", "token_stride"],
     do_not_specialize_on_alignment=[
         "lanes",
@@ -33,7 +33,7 @@ _UPDATES = 128
         "out_slots",
     ],
 )
-def _step_layout_kernel(  # type: ignore[no-untyped-def]
+def _step_layout_kernel(
     lanes,
     starts,
     first_rows,
@@ -83,11 +83,11 @@ def _step_layout_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_slots + row, slot, mask=here)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_updates", "num_cells"],
     do_not_specialize_on_alignment=["target", "index", "value"],
 )
-def _scatter_kernel(  # type: ignore[no-untyped-def]
+def _scatter_kernel(
     target,
     index,
     value,

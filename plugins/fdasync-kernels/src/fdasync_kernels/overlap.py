@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def wait_for_inputs(OVERLAP: tl.constexpr, LATE: tl.constexpr = False):  # type: ignore[no-untyped-def]
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr, LATE: tl.constexpr = False):
     """Let the next kernel come, and wait for the end of all before this one. LATE: the caller lets it come."""
     if OVERLAP:
         if not LATE:
@@ -32,8 +32,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr, LATE: tl.constexpr = False):  # type:
         gdc_wait()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def let_next_come(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def let_next_come(OVERLAP: tl.constexpr):
     """Let the next kernel come, where its programs would have taken room from this one's before."""
     if OVERLAP:
         gdc_launch_dependents()

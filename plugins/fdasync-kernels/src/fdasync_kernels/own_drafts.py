@@ -19,11 +19,11 @@ from fdasync.errors import BadInput
 _ROWS = 64
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_sequences", "most"],
     do_not_specialize_on_alignment=["lanes", "rooms", "lengths", "drafted"],
 )
-def _room_kernel(  # type: ignore[no-untyped-def]
+def _room_kernel(
     lanes, rooms, lengths, drafted, num_sequences, most,
     max_tokens: tl.constexpr, num_lanes: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -38,11 +38,11 @@ def _room_kernel(  # type: ignore[no-untyped-def]
     tl.store(drafted + safe, tl.minimum(tl.maximum(free, 0), most).to(tl.int32), mask=here)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=["lanes", "lengths", "drafted", "out_lanes", "out_starts"],
 )
-def _rows_kernel(  # type: ignore[no-untyped-def]
+def _rows_kernel(
     lanes, lengths, drafted, out_lanes, out_starts, num_rows,
     depth: tl.constexpr, each: tl.constexpr, num_lanes: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -57,11 +57,11 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_starts + row, tl.where(used, position, 0), mask=here)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_sequences", "span", "depth", "float_stride"],
     do_not_specialize_on_alignment=["lanes", "noise", "first", "lengths", "floats"],
 )
-def _noise_kernel(  # type: ignore[no-untyped-def]
+def _noise_kernel(
     lanes, noise, first, lengths, floats, num_sequences, span, depth, float_stride,
     num_lanes: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -75,11 +75,11 @@ def _noise_kernel(  # type: ignore[no-untyped-def]
     tl.store(floats + number * float_stride, drawn, mask=here)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_sequences", "depth", "token_stride"],
     do_not_specialize_on_alignment=["lanes", "lengths", "drafted", "samples", "tokens"],
 )
-def _take_kernel(  # type: ignore[no-untyped-def]
+def _take_kernel(
     lanes, lengths, drafted, samples, tokens, num_sequences, depth, token_stride,
     num_lanes: tl.constexpr, max_tokens: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip

@@ -57,8 +57,8 @@ def pages_of(view: torch.Tensor) -> Pages:
     return Pages(tokens, shares * heads, dim, stride[0], stride[1], stride[2], heads)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def head_offset(head, apart, DIM: tl.constexpr, PER_SHARE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def head_offset(head, apart, DIM: tl.constexpr, PER_SHARE: tl.constexpr):
     """Where a head begins; `apart` is `Pages.head`."""
     if PER_SHARE == 1:
         return head * apart

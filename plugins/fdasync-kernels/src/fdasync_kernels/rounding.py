@@ -13,8 +13,8 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
     """float32 values, rounded to the nearest of `dtype` (ties to even), as float32."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)

@@ -19,8 +19,8 @@ from fdasync.errors import BadInput
 _CELLS = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _row(  # type: ignore[no-untyped-def]
+@triton.jit
+def _row(
     row, lanes, starts, first_rows, num_sequences, rounds, num_lanes: tl.constexpr, max_tokens: tl.constexpr
 ):  # fmt: skip
     """Lane and position of a row, and whether it is one; whether the row before is of the position before."""
@@ -45,11 +45,11 @@ def _row(  # type: ignore[no-untyped-def]
     return lane, position, used, (row > begin) | follows
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_sequences", "rounds"],
     do_not_specialize_on_alignment=["states", "kept", "lanes", "starts", "first_rows", "out"],
 )
-def _shift_kernel(  # type: ignore[no-untyped-def]
+def _shift_kernel(
     states, kept, lanes, starts, first_rows, out, num_sequences, rounds, kept_lane,
     num_lanes: tl.constexpr, max_tokens: tl.constexpr, width: tl.constexpr, cells: tl.constexpr,
 ):  # fmt: skip
@@ -65,13 +65,13 @@ def _shift_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row.to(tl.int64) * width + cell, inner + outer, mask=cell < width)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_rows", "num_runs", "num_sequences", "rounds", "table_stride"],
     do_not_specialize_on_alignment=[
         "states", "lengths", "lanes", "starts", "first_rows", "tables", "kept", "carried",
     ],
 )  # fmt: skip
-def _keep_kernel(  # type: ignore[no-untyped-def]
+def _keep_kernel(
     states, lengths, lanes, starts, first_rows, tables, kept, carried, num_rows, num_runs, num_sequences, rounds,
     table_stride, kept_lane, block_stride, token_stride, share_stride,
     begin: tl.constexpr, least: tl.constexpr, stop: tl.constexpr, shares: tl.constexpr, first_share: tl.constexpr,

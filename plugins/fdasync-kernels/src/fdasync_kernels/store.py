@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
-@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots"])
+def _store(
     key, value, keys, values, slots,
     key_row, key_head, value_row, value_head,
     keys_block, keys_token, keys_head, values_block, values_token, values_head,

@@ -152,8 +152,8 @@ def share_parts(
     return splits
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits", "most"])  # type: ignore[untyped-decorator]
-def _decode(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits", "most"])
+def _decode(
     query, keys, values, tables, lanes, positions, sinks, out, partials, stats, arrivals,
     scale, reach_size, splits, most, capacity, width,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,

@@ -51,8 +51,8 @@ def tile_rows(most_run: int) -> int:
     return min(MOST_ROWS, int(triton.next_power_of_2(most_run)))
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "count"])  # type: ignore[untyped-decorator]
-def _tiles_kernel(lanes, positions, out, count, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "count"])
+def _tiles_kernel(lanes, positions, out, count, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     own = tl.program_id(0)
     row = tl.arange(0, WIDTH)
     here = row < count
@@ -93,8 +93,8 @@ def rows_launch(rows: int, group: int, key_dim: int, dtype: torch.dtype) -> Laun
     return Launch(height, 64 if key_dim <= 128 else 32, 8 if height > 32 else 4, 3 if key_dim <= 128 else 2)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "tiles", "reach_size", "splits", "most"])  # type: ignore[untyped-decorator]
-def _decode_rows(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "tiles", "reach_size", "splits", "most"])
+def _decode_rows(
     query, keys, values, tables, lanes, positions, tiles, sinks, out, partials, stats,
     scale, reach_size, splits, most, capacity, width,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,

@@ -61,7 +61,7 @@ def most_parts(max_context: int, reach: int | None, grain: Grain) -> int:
 
 
 @triton.jit
-def weigh(logits, best, scale):  # type: ignore[no-untyped-def]
+def weigh(logits, best, scale):
     """A part's largest scaled logit so far, the tile's weights (float32), and what sums before it shrink by."""
     above = tl.maximum(best, tl.max(logits, 1) * scale)
     # a row that has seen nothing yet: -inf less -inf would be NaN
@@ -71,7 +71,7 @@ def weigh(logits, best, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def join(best, total, sums, peak, weight, part):  # type: ignore[no-untyped-def]
+def join(best, total, sums, peak, weight, part):
     """Takes one more part into those before it: largest logit [M], sum of weights [M], weighted values [M, D]."""
     above = tl.maximum(best, peak)
     base = tl.where(above == float("-inf"), 0.0, above)
@@ -82,8 +82,8 @@ def join(best, total, sums, peak, weight, part):  # type: ignore[no-untyped-def]
     return above, total, sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(best, total, sums, sinks, head, inside, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def finish(best, total, sums, sinks, head, inside, SINKS: tl.constexpr):
     """The output in float32, of all parts; rows outside become zeros."""
     total = tl.where(inside, total, 1.0)
     if SINKS:

@@ -28,8 +28,8 @@ barrier = gl.barrier if LATER_NAMES.value else gl.thread_barrier  # of the threa
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def first_visible(position, REACH: gl.constexpr, reach_size):  # type: ignore[no-untyped-def]
+@gluon.jit
+def first_visible(position, REACH: gl.constexpr, reach_size):
     """As in `tile.py`."""
     if REACH == 1:
         return gl.maximum(position - reach_size + 1, 0)
@@ -41,8 +41,8 @@ def first_visible(position, REACH: gl.constexpr, reach_size):  # type: ignore[no
         return position * 0
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _mask(logits, tile, position, first, REACH: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _mask(logits, tile, position, first, REACH: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     """Logits of keys that a row does not see become -inf."""
     numbers = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     seen = numbers[None, :] <= position[:, None]
@@ -51,8 +51,8 @@ def _mask(logits, tile, position, first, REACH: gl.constexpr, BLOCK_N: gl.conste
     return gl.where(seen, logits, float("-inf"))
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _softmax_step(logits, best, total, scale, REACH: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _softmax_step(logits, best, total, scale, REACH: gl.constexpr):
     """As `softmax_step` in `prefill.py`."""
     above = gl.maximum(best, gl.max(logits, 1) * scale)
     base = above
@@ -65,10 +65,8 @@ def _softmax_step(logits, best, total, scale, REACH: gl.constexpr):  # type: ign
     return above, total, weights, shrink
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _zero_rows(  # type: ignore[no-untyped-def]
-    pages, page, begin, end, COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr
-):
+@gluon.jit
+def _zero_rows(pages, page, begin, end, COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr):
     """Tokens of a page of values outside begin .. end become zeros: they may hold NaN, and 0 * NaN is NaN.
 
     Both groups of warps do it, each before its own product, and must write the same whichever comes first: every call
@@ -85,8 +83,8 @@ def _zero_rows(  # type: ignore[no-untyped-def]
     barrier()
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _joined(whole_best, whole_total, whole_sums, peak, total, sums, SUMS: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _joined(whole_best, whole_total, whole_sums, peak, total, sums, SUMS: gl.constexpr):
     """What the parts before gave, and one more."""
     LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
     # all columns are the same sum
@@ -94,8 +92,8 @@ def _joined(whole_best, whole_total, whole_sums, peak, total, sums, SUMS: gl.con
     return join(whole_best, whole_total, whole_sums, gl.convert_layout(peak, LINE), weight, sums)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _fold(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _fold(
     begin, end, turn, best, total, sums, weights, whole_best, whole_total, whole_sums, own, ones, ring, bars,
     position, first, scale, PART: gl.constexpr, TOTALS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REACH: gl.constexpr, MASKED: gl.constexpr,
@@ -154,8 +152,8 @@ def _fold(  # type: ignore[no-untyped-def]
     return turn, best, total, sums, weights, whole_best, whole_total, whole_sums
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def attend_rows(  # type: ignore[no-untyped-def]
+@gluon.jit
+def attend_rows(
     query, out, sinks, own, ones, ring, bars, value_pages, turn, kv_head, skip, rows, span,
     scale, reach_size, query_row, query_head, out_row, out_head,
     GROUP: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,

@@ -15,14 +15,14 @@ from fdasync_kernels.attention.tile import first_visible
 from fdasync_kernels.overlap import wait_for_inputs
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def span_of(length, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def span_of(length, splits, BLOCK_N: tl.constexpr):
     """Keys per split, in whole tiles."""
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def join_at_once(  # type: ignore[no-untyped-def]
+@triton.jit
+def join_at_once(
     partials, stats, first, head, inside, out_inside, used, capacity, width,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -59,14 +59,14 @@ def join_at_once(  # type: ignore[no-untyped-def]
     return sums, tl.where(inside, total, 1.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def parts_of(position, begin, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def parts_of(position, begin, PART: tl.constexpr):
     """The first part, and how many, of a query at `position` that sees keys from `begin`."""
     return begin // PART, position // PART - begin // PART + 1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def join_in_order(  # type: ignore[no-untyped-def]
+@triton.jit
+def join_in_order(
     partials, stats, sinks, first, head, inside, dims, out_inside, used, capacity, width,
     HEADS: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +88,8 @@ def join_in_order(  # type: ignore[no-untyped-def]
     return finish(best, total, sums, sinks, head, inside, SINKS)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "most"])  # type: ignore[untyped-decorator]
-def join_parts(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "most"])
+def join_parts(
     partials, stats, lanes, positions, sinks, out, reach_size, most, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr,
     PART: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -114,8 +114,8 @@ def join_parts(  # type: ignore[no-untyped-def]
     tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
-def join_splits(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])
+def join_splits(
     partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
     BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -146,8 +146,8 @@ def join_splits(  # type: ignore[no-untyped-def]
     tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "tiles", "reach_size", "splits"])  # type: ignore[untyped-decorator]
-def join_rows(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "tiles", "reach_size", "splits"])
+def join_rows(
     partials, stats, lanes, positions, tiles, out, reach_size, splits, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
     BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -179,10 +179,8 @@ def join_rows(  # type: ignore[no-untyped-def]
     tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _partials(  # type: ignore[no-untyped-def]
-    partials, stats, first, numbers, real, dims, capacity, width, HEADS: tl.constexpr
-):
+@triton.jit
+def _partials(partials, stats, first, numbers, real, dims, capacity, width, HEADS: tl.constexpr):
     """Peaks, weights and sums of one head's splits."""
     row = first + numbers * HEADS
     peaks = tl.load(stats + row, mask=real, other=float("-inf"))
@@ -194,7 +192,7 @@ def _partials(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _added(peaks, weights, parts, real, best, total, sums):  # type: ignore[no-untyped-def]
+def _added(peaks, weights, parts, real, best, total, sums):
     """What was summed, and these splits with it."""
     peaks = tl.where(real, peaks, float("-inf"))
     higher = tl.maximum(best, tl.max(peaks, 0))

@@ -85,8 +85,8 @@ def latent_splits(
     return int(min(range(1, max(1, most) + 1), key=cost))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _walk(  # type: ignore[no-untyped-def]
+@triton.jit
+def _walk(
     begin, high, queries, rotaries, latents, table, scale, latents_block, latents_token,
     BLOCK_TOKENS: tl.constexpr, RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
     WIDEN: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIXED: tl.constexpr,
@@ -134,8 +134,8 @@ def _walk(  # type: ignore[no-untyped-def]
     return best, tl.max(totals, 1), sums
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "splits", "most"])  # type: ignore[untyped-decorator]
-def _latents(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "splits", "most"])
+def _latents(
     query, rotary, latents, tables, lanes, positions, out, partials, stats,
     scale, splits, capacity, width,
     query_row, query_head, rotary_row, rotary_head, most, latents_block, latents_token, table_row, out_row, out_head,
@@ -203,8 +203,8 @@ def _latents(  # type: ignore[no-untyped-def]
             tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "splits"])  # type: ignore[untyped-decorator]
-def _join_latents(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "positions", "splits"])
+def _join_latents(
     partials, stats, lanes, positions, out, splits, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fdasync_kernels.attention.hopper_tile import barrier
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _zero_rows(key_pages, half, count, BLOCK_TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _zero_rows(key_pages, half, count, BLOCK_TOKENS: gl.constexpr):
     """Tokens from `count` on in their page of half a tile become zeros: they may hold NaN, and 0 * NaN is NaN. Pages
     behind it are zeros already."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -36,8 +36,8 @@ def _zero_rows(key_pages, half, count, BLOCK_TOKENS: gl.constexpr):  # type: ign
     barrier()
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load_queries(rows, whose, queries, rotaries, HEADS: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _load_queries(rows, whose, queries, rotaries, HEADS: gl.constexpr, WHICH: gl.constexpr):
     """Half of the queries, and the first group their rotary part too."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -56,8 +56,8 @@ def _load_queries(rows, whose, queries, rotaries, HEADS: gl.constexpr, WHICH: gl
     barrier()
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _begin_logits(memory, bars, turn, WHICH: gl.constexpr, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _begin_logits(memory, bars, turn, WHICH: gl.constexpr, LOGITS: gl.constexpr):
     """Three products of a tile of this group's, under way."""
     queries, rotaries, keys, turned, _pages, _shrinks, _peaks, _totals = memory
     first_full, second_full, _first_free, _second_free, _ready, _both = bars
@@ -71,10 +71,8 @@ def _begin_logits(memory, bars, turn, WHICH: gl.constexpr, LOGITS: gl.constexpr)
     return warpgroup_mma(rotaries, turned.index(WHICH).permute((1, 0)), logits, is_async=True)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _softmax(  # type: ignore[no-untyped-def]
-    logits, best, left, scale, memory, bars, WHICH: gl.constexpr, LOGITS: gl.constexpr, DTYPE: gl.constexpr
-):
+@gluon.jit
+def _softmax(logits, best, left, scale, memory, bars, WHICH: gl.constexpr, LOGITS: gl.constexpr, DTYPE: gl.constexpr):
     """Weights of a tile with `left` positions, and what sums before it shrink by; the other group is told both."""
     _queries, _rotaries, _keys, turned, _pages, shrinks, peaks, _totals = memory
     _first_full, _second_full, _first_free, _second_free, ready, _both = bars
@@ -94,8 +92,8 @@ def _softmax(  # type: ignore[no-untyped-def]
     return weights, shrink
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _weigh_own(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _weigh_own(
     weights, shrink, sums, left, memory, bars, BLOCK_TOKENS: gl.constexpr, WHICH: gl.constexpr, SUMS: gl.constexpr
 ):
     """Add the weighted values of a tile of this group's, whose weights are in its registers."""
@@ -113,8 +111,8 @@ def _weigh_own(  # type: ignore[no-untyped-def]
     return sums
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _begin_other(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _begin_other(
     sums, total, turn, left, memory, bars, BLOCK_TOKENS: gl.constexpr, WHICH: gl.constexpr, SUMS: gl.constexpr,
     LOGITS: gl.constexpr,
 ):  # fmt: skip
@@ -133,8 +131,8 @@ def _begin_other(  # type: ignore[no-untyped-def]
     return warpgroup_mma(turned.index(OTHER), keys.index(2 * OTHER + 1), sums, is_async=True), total
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _write(
     sums, whole, peak, results, whose, HEADS: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -155,8 +153,8 @@ def _write(  # type: ignore[no-untyped-def]
         gl.store(target, (sums / whole[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def attend_half(  # type: ignore[no-untyped-def]
+@gluon.jit
+def attend_half(
     rows, results, whose, memory, bars, scale,
     HEADS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip

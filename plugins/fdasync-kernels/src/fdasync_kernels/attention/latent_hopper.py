@@ -47,8 +47,8 @@ def fits_hopper(query: torch.Tensor, rotary: torch.Tensor, latents: torch.Tensor
     return query.dtype in (torch.bfloat16, torch.float16) and page_rows(latents) is not None
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _load(
     latents, table, key_pages, turned_pages, full, free, low, high, block_rows,
     BLOCK_TOKENS: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
@@ -81,8 +81,8 @@ def _load(  # type: ignore[no-untyped-def]
                 copy_in(latents, [rows[page], 512], full.index(place), turned_pages.index(place * COUNT + page))
 
 
-@gluon.jit(do_not_specialize=["splits", "block_rows", "table_row"])  # type: ignore[untyped-decorator]
-def latents_hopper(  # type: ignore[no-untyped-def]
+@gluon.jit(do_not_specialize=["splits", "block_rows", "table_row"])
+def latents_hopper(
     query, rotary, latents, tables, lanes, positions, out, partials, stats,
     scale, splits, capacity, width,
     query_row, query_head, rotary_row, rotary_head, block_rows, table_row, out_row, out_head,

@@ -70,8 +70,8 @@ def prefill_launch(key_dim: int, dtype: torch.dtype) -> Launch:
     return Launch(128, 64, 8, 2, registers=128) if key_dim <= 128 else Launch(128, 32, 8, 2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def softmax_step(logits, best, total, scale, REACH: tl.constexpr):
     """A running softmax (base 2) takes one more tile of raw logits.
 
     Returns the largest scaled logit and the sum of weights so far, the tile's weights, and what earlier sums shrink by.
@@ -89,8 +89,8 @@ def softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: igno
     return above, total, weights, shrink
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _walk(  # type: ignore[no-untyped-def]
+@triton.jit
+def _walk(
     begin, low, high, open_from, open_to, best, total, sums, queries, queries_rest, position, first,
     keys, values, table, scale, keys_block, keys_token, values_block, values_token,
     BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -143,8 +143,8 @@ def _walk(  # type: ignore[no-untyped-def]
     return best, total, sums
 
 
-@triton.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "reach_size"])  # type: ignore[untyped-decorator]
-def _prefill(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "reach_size"])
+def _prefill(
     query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
     scale, reach_size,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,

@@ -39,8 +39,8 @@ REGISTERS = 168
 _TILES = {64: (128, 2), 128: (128, 2)}
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _find(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _find(
     programs, step, base,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_M: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -58,8 +58,8 @@ def _find(  # type: ignore[no-untyped-def]
     return inside & (begin + piece * BLOCK_M // GROUP < count)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _describe(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _describe(
     program, step, table_row, reach_size,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_M: gl.constexpr,
     REACH: gl.constexpr,
@@ -83,8 +83,8 @@ def _describe(  # type: ignore[no-untyped-def]
     return kv_head, table, (row_begin, begin, count, start_position, first_row), (low, lowest, highest)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _ask_pages(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _ask_pages(
     descriptor, pages, full, blocks, block_rows, share_rows, place, kv_head,
     COUNT: gl.constexpr, PARTS: gl.constexpr, NBYTES: gl.constexpr, PER_SHARE: gl.constexpr,
 ):  # fmt: skip
@@ -98,8 +98,8 @@ def _ask_pages(  # type: ignore[no-untyped-def]
             copy_in(descriptor, [row, (kv_head % PER_SHARE * PARTS + part) * 64], full, target)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _load(
     keys, values, key_pages, value_pages, bars, step, programs, table_row, reach_size,
     key_block, key_share, value_block, value_share,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -146,8 +146,8 @@ def _load(  # type: ignore[no-untyped-def]
                 turn += 1
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _multiply(  # type: ignore[no-untyped-def]
+@gluon.jit
+def _multiply(
     query, out, sinks, own, ones, ring, bars, value_pages, step, programs, scale, reach_size,
     query_row, query_head, table_row, out_row, out_head,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
@@ -174,13 +174,13 @@ def _multiply(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@gluon.jit(  # type: ignore[untyped-decorator]
+@gluon.jit(
     do_not_specialize=[
         "lanes", "starts", "first_rows", "counts", "tiles", "programs", "reach_size", "table_row", "key_block",
         "key_share", "value_block", "value_share",
     ]
 )  # fmt: skip
-def _prefill_hopper(  # type: ignore[no-untyped-def]
+def _prefill_hopper(
     keys, values, query, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
     programs, scale, reach_size, key_block, key_share, value_block, value_share,
     query_row, query_head, table_row, out_row, out_head,

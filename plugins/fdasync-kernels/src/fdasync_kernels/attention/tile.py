@@ -84,8 +84,8 @@ def check_views(
     return here, here, value_dim
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no-untyped-def]
+@triton.jit
+def first_visible(position, REACH: tl.constexpr, reach_size):
     """The first key that a query at this position sees."""
     if REACH == 1:
         return tl.maximum(position - reach_size + 1, 0)
@@ -97,10 +97,8 @@ def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no
         return position * 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load_rows(  # type: ignore[no-untyped-def]
-    rows, real, DIM: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
+@triton.jit
+def load_rows(rows, real, DIM: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Elements BEGIN .. BEGIN + WIDTH of `real` rows, zeros in other rows and past DIM. Without MASKED every row is."""
     dims = BEGIN + tl.arange(0, WIDTH)
     where = rows[:, None] + dims[None, :]
@@ -116,8 +114,8 @@ def load_rows(  # type: ignore[no-untyped-def]
             return tl.load(where, mask=(dims < DIM)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def multiply(left, right, sums, WIDEN: tl.constexpr):
     """sums + left @ right in float32, exact products; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
     if WIDEN:
         left = left.to(tl.float32)
@@ -125,15 +123,15 @@ def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped
     return tl.dot(left, right, sums, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def add_weights(weights, totals, shrink, KEYS: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def add_weights(weights, totals, shrink, KEYS: tl.constexpr, WIDEN: tl.constexpr):
     """Sums of weights [M, 16], all columns alike, take one more tile's (in the values' type) by a product with ones."""
     ones = tl.full([KEYS, 16], 1.0, tl.float32).to(weights.dtype)
     return multiply(weights, ones, totals * shrink[:, None], WIDEN)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def fold_keys(  # type: ignore[no-untyped-def]
+@triton.jit
+def fold_keys(
     query, query_rest, best, total, sums,
     keys, values, table, start, high, first, last, scale,
     keys_block, keys_token, values_block, values_token,

@@ -35,8 +35,8 @@ VECTOR = 8
 _TWO_SHOTS_FROM_NBYTES = 256 << 10
 
 
-@triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
-def _one_shot_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["vectors"])
+def _one_shot_kernel(
     x, out, addresses, turns, vectors,
     VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr, OVERLAP: tl.constexpr,
@@ -62,8 +62,8 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
     tl.store(turns + tl.program_id(0), turn)
 
 
-@triton.jit(do_not_specialize=["vectors"])  # type: ignore[untyped-decorator]
-def _two_shot_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["vectors"])
+def _two_shot_kernel(
     x, out, addresses, turns, vectors,
     VECTOR: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PLACES: tl.constexpr, OVERLAP: tl.constexpr,

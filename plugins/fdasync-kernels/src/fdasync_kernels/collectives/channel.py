@@ -23,8 +23,8 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _TURNS: tl.constexpr = tl.constexpr(TURNS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def slots_of(  # type: ignore[no-untyped-def]
+@triton.jit
+def slots_of(
     addresses, rank: tl.constexpr, turn, first: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -36,8 +36,8 @@ def slots_of(  # type: ignore[no-untyped-def]
     return tl.multiple_of(area, 16) + place * TILE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def send(  # type: ignore[no-untyped-def]
+@triton.jit
+def send(
     bits, at, mask, addresses, turn, slot: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def send(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def bits_of(value):  # type: ignore[no-untyped-def]
+def bits_of(value):
     """Floating point as integers of its size; none is EMPTY."""
     kind: tl.constexpr = tl.int32 if value.dtype.primitive_bitwidth == 32 else tl.int16
     most: tl.constexpr = 0x7FFFFFFF if value.dtype.primitive_bitwidth == 32 else 0x7FFF
@@ -57,10 +57,8 @@ def bits_of(value):  # type: ignore[no-untyped-def]
     return tl.where(bits == -1, most, bits).to(kind)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def received(  # type: ignore[no-untyped-def]
-    slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr
-):
+@triton.jit
+def received(slots, mask, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr):
     """The elements [PLACES, TILE] of the slots of all ranks, once all of them have come; 0 in the row of this rank, in
     rows behind the last rank, and outside of the mask, [1, TILE] or [PLACES, TILE]. PLACES: see `Group`."""
     rank = tl.arange(0, PLACES)[:, None]
@@ -73,10 +71,8 @@ def received(  # type: ignore[no-untyped-def]
     return bits
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def summed(  # type: ignore[no-untyped-def]
-    bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr
-):
+@triton.jit
+def summed(bits, own, dtype: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr):
     """The sum as a tree of neighbours, float32 [TILE], of what was received and this rank's own bits [TILE]:
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)); without those behind the last rank."""
     rank = tl.arange(0, PLACES)[:, None]
@@ -92,8 +88,8 @@ def summed(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pair(parts, rank, first: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pair(parts, rank, first: tl.constexpr, RANKS: tl.constexpr):
     # of one number and zeros: the number
     total = tl.sum(tl.where(rank == first, parts, 0.0), axis=0)
     if first + 1 < RANKS:
@@ -101,8 +97,8 @@ def _pair(parts, rank, first: tl.constexpr, RANKS: tl.constexpr):  # type: ignor
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """Empty the slots of the turn before; this rank's own are never filled."""
     at = tl.arange(0, TILE)
     for slot in tl.static_range(SLOTS):
@@ -111,13 +107,13 @@ def empty(slots, RANK: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, T
 
 
 @triton.jit
-def before(turn):  # type: ignore[no-untyped-def]
+def before(turn):
     """The turn before this one."""
     return tl.where(turn == 0, _TURNS - 1, turn - 1)
 
 
 @triton.jit
-def after(turn, more):  # type: ignore[no-untyped-def]
+def after(turn, more):
     """The next turn. more: it is one of this launch; what was emptied is empty for all before anything is sent then.
 
     Called as soon as all has been received: what this program sent and emptied has come to its place by then, and only
@@ -132,6 +128,6 @@ def after(turn, more):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def next_turn(turn):  # type: ignore[no-untyped-def]
+def next_turn(turn):
     """As `after`, for a launch that ends with this turn."""
     return tl.where(turn == _TURNS - 1, 0, turn + 1)

@@ -22,8 +22,8 @@ _TILE = 2048
 _MOST_NBYTES = (1 << 31) - 1 - _PROGRAMS * _TILE
 
 
-@triton.jit(do_not_specialize=["nbytes", "salt"])  # type: ignore[untyped-decorator]
-def _digest_kernel(rows, out, nbytes, salt, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["nbytes", "salt"])
+def _digest_kernel(rows, out, nbytes, salt, TILE: tl.constexpr):
     program = tl.program_id(0)
     total = tl.zeros((TILE,), dtype=tl.uint32)
     for first in range(program * TILE, nbytes, tl.num_programs(0) * TILE):

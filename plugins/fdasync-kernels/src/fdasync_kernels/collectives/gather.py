@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fdasync_kernels.collectives.peer_memory import PeerMemory
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _gather_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["count"])
+def _gather_kernel(
     x,
     out,
     addresses,

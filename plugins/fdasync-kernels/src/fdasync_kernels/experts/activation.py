@@ -54,10 +54,8 @@ class Activation:
         return _FORMS[self.form]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def activate(  # type: ignore[no-untyped-def]
-    gate, up, alpha, limit, dtype: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr
-):
+@triton.jit
+def activate(gate, up, alpha, limit, dtype: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr):
     """float32 sums of both products -> the activation, in `dtype`. Without GATED `up` is passed over."""
     gate = rounded(gate, dtype)
     if not GATED:
@@ -81,8 +79,8 @@ def activate(  # type: ignore[no-untyped-def]
             return rounded(value * up, dtype).to(dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _experts_activation(  # type: ignore[no-untyped-def]
+@triton.jit
+def _experts_activation(
     rows, out, alpha, limit, count,
     WIDTH: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,

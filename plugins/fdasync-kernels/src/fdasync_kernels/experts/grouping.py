@@ -61,8 +61,8 @@ def group(
     return order, table, capacity
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _found(ids, live, pair, pairs, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _found(ids, live, pair, pairs, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr):
     """The experts of pairs; -1: none."""
     inside = pair < pairs
     found = tl.load(ids + pair, mask=inside, other=-1)
@@ -73,8 +73,8 @@ def _found(ids, live, pair, pairs, TOPK: tl.constexpr, E: tl.constexpr, MASKED: 
     return tl.where(real, found, -1).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _list_tiles(tiles, counts, e, capacity, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _list_tiles(tiles, counts, e, capacity, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
     """List the tiles of expert e, and its share of the entries past the last tile; its first place in the order."""
     expert = tl.arange(0, EP)
     before = tl.sum(tl.where(expert < e, counts, 0))
@@ -96,8 +96,8 @@ def _list_tiles(tiles, counts, e, capacity, E: tl.constexpr, EP: tl.constexpr, B
     return before
 
 
-@triton.jit(do_not_specialize=["pairs", "capacity"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_group(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["pairs", "capacity"], do_not_specialize_on_alignment=["live"])
+def experts_group(
     ids, live, order, tiles, pairs, capacity,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -118,8 +118,8 @@ def experts_group(  # type: ignore[no-untyped-def]
         rank += tl.sum(ones)
 
 
-@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_group_count(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["live"])
+def experts_group_count(
     ids, live, counts, pairs,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     STRIP: tl.constexpr, OVERLAP: tl.constexpr,
@@ -132,8 +132,8 @@ def experts_group_count(  # type: ignore[no-untyped-def]
     tl.store(counts + strip * EP + tl.arange(0, EP), mine)
 
 
-@triton.jit(do_not_specialize=["strips"])  # type: ignore[untyped-decorator]
-def experts_group_sum(counts, strips, EP: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["strips"])
+def experts_group_sum(counts, strips, EP: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
     """A program takes one expert: its counts become sums over the strips before, and the last row gets the whole."""
     wait_for_inputs(OVERLAP)
     e = tl.program_id(0)
@@ -146,8 +146,8 @@ def experts_group_sum(counts, strips, EP: tl.constexpr, CHUNK: tl.constexpr, OVE
     tl.store(counts + strips * EP + e, total)
 
 
-@triton.jit(do_not_specialize=["pairs", "capacity", "strips"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_group_place(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["pairs", "capacity", "strips"], do_not_specialize_on_alignment=["live"])
+def experts_group_place(
     ids, live, counts, order, tiles, pairs, capacity, strips,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,

@@ -18,14 +18,14 @@ from fdasync_kernels.overlap import overlap, wait_for_inputs
 _BLOCK = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def in_order(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def in_order(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS], a multiple of 16, with columns 4t + 2h + r of each 16 at 8h + 2t + r."""
     return value.reshape(ROWS, COLUMNS // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, COLUMNS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def column_at(COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def column_at(COLUMNS: tl.constexpr):
     """The column that is at each place of such a row."""
     place = tl.arange(0, COLUMNS)
     pair = place // 2
@@ -44,8 +44,8 @@ def ordered_rows(rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def ordered_rows_kernel(rows, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def ordered_rows_kernel(rows, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A program writes BLOCK columns of a row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)

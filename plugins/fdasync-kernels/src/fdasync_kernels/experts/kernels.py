@@ -16,8 +16,8 @@ from fdasync_kernels.overlap import let_next_come, wait_for_inputs
 from fdasync_kernels.rounding import rounded
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):
     """The expert of a tile; -1: nothing to do. SINGLE: the tile is one pair."""
     if SINGLE:
         found = tl.load(ids + tile)
@@ -30,8 +30,8 @@ def expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKE
         return tl.load(tiles + tile * 4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):
     """A tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
     row = tl.arange(0, BM)
     if SINGLE:
@@ -43,8 +43,8 @@ def rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type
         return place, tl.load(order + place), real
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weights(
     w, base, row, k, wn, wk, rows, K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr
 ):
     """Weights of output rows `row` and inner places `k`: [rows, k] with SWAP, else [k, rows]. Zeros past the ends."""
@@ -60,8 +60,8 @@ def _weights(  # type: ignore[no-untyped-def]
         return tl.load(at, mask=inside, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def put_activation(  # type: ignore[no-untyped-def]
+@triton.jit
+def put_activation(
     gate, up, bias, out, e, place, real, column, alpha, limit, bias_expert,
     N: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ORDERED: tl.constexpr = False,
@@ -83,8 +83,8 @@ def put_activation(  # type: ignore[no-untyped-def]
     tl.store(at, value, mask=real[:, None] & inside[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def put_parts(  # type: ignore[no-untyped-def]
+@triton.jit
+def put_parts(
     sums, bias, weights, out, e, pair, real, column, bias_expert, out_slice, N: tl.constexpr, BIASED: tl.constexpr
 ):
     """Store sums [BM, BN] of the second product, with their bias and times the routing weights, at the pairs' places in
@@ -98,8 +98,8 @@ def put_parts(  # type: ignore[no-untyped-def]
     tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_gate_up(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["live"])
+def experts_gate_up(
     x, w, bias, out, order, tiles, ids, live, alpha, limit,
     x_row, w_expert, wn, wk, bias_expert,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
@@ -174,8 +174,8 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_down(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["live"])
+def experts_down(
     x, w, bias, weights, out, order, tiles, ids, live,
     w_expert, wn, wk, bias_expert, out_slice,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr,
@@ -221,10 +221,8 @@ def experts_down(  # type: ignore[no-untyped-def]
     put_parts(sums, bias, weights, out, e, pair, real, column, bias_expert, out_slice, N, BIASED)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _slots(  # type: ignore[no-untyped-def]
-    parts, ids, token, column, owned, TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr
-):
+@triton.jit
+def _slots(parts, ids, token, column, owned, TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
     """The sum of one token's parts, in float32, in the order of the slots, rounded to their dtype."""
     sums = tl.zeros(column.shape, tl.float32)
     for slot in tl.static_range(TOPK):
@@ -236,8 +234,8 @@ def _slots(  # type: ignore[no-untyped-def]
     return rounded(sums, parts.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def experts_combine(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["live"])
+def experts_combine(
     parts, ids, live, out, part_slice,
     TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, MASKED: tl.constexpr,
     BN: tl.constexpr, OVERLAP: tl.constexpr,

@@ -102,8 +102,8 @@ def _options(device: torch.device, rows: int, tile: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_up(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate_up(
     x, w, bias, out, order, e, begin, count, first, alpha, limit, x_row,
     TOPK: tl.constexpr, K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -135,8 +135,8 @@ def _gate_up(  # type: ignore[no-untyped-def]
     tl.store(place, value, mask=real[:, None] & (column < N)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def experts_gate_up_many(  # type: ignore[no-untyped-def]
+@triton.jit
+def experts_gate_up_many(
     x, w, bias, out, order, tiles, alpha, limit, x_row, bias_expert,
     TOPK: tl.constexpr, K: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -164,8 +164,8 @@ def experts_gate_up_many(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def experts_down_many(  # type: ignore[no-untyped-def]
+@triton.jit
+def experts_down_many(
     x, w, bias, weights, out, order, tiles, bias_expert, out_slice,
     K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr, COLUMNS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,

@@ -55,20 +55,20 @@ fma.rn.bf16x2 $3, a3, $7, none;
 
 
 @triton.jit
-def _half(bits, power):  # type: ignore[no-untyped-def]
+def _half(bits, power):
     """As `_UNPACK`, of values in the low half of a byte: for the interpreter, which knows no assembly."""
     value = (((bits & 8) << 12) | ((bits & 7) << 6)) << 16
     return (value.to(tl.float32, bitcast=True) * power.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def _power(exponent):  # type: ignore[no-untyped-def]
+def _power(exponent):
     """bfloat16: 2^126 times the power of two that a stored exponent says."""
     return ((exponent.to(tl.int32) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _four_bits(packed, low, high, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _four_bits(packed, low, high, WIDEN: tl.constexpr):
     """Two groups, bfloat16 [ROWS, 32] each, of packed values [ROWS, 32] and their exponents [ROWS]."""
     if WIDEN:
         bits = packed.to(tl.int32)
@@ -80,8 +80,8 @@ def _four_bits(packed, low, high, WIDEN: tl.constexpr):  # type: ignore[no-untyp
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
+@triton.jit
+def _product(
     x_at, seen, w, scales, e, row, first, begin,
     N: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, HALVES: tl.constexpr, FOUR: tl.constexpr,
     BULK: tl.constexpr, READY: tl.constexpr, EVEN_N: tl.constexpr,
@@ -143,8 +143,8 @@ def _product(  # type: ignore[no-untyped-def]
     return sums
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def stored_gate_up(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["live"])
+def stored_gate_up(
     x, w, scales, bias, out, order, tiles, ids, live, alpha, limit, x_row, bias_expert,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -188,8 +188,8 @@ def stored_gate_up(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
-def stored_down(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["live"])
+def stored_down(
     x, w, scales, bias, weights, out, order, tiles, ids, live, bias_expert, out_slice,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SLICES: tl.constexpr, BIASED: tl.constexpr,
     FOUR: tl.constexpr, BULK: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr,

@@ -14,8 +14,8 @@ from fdasync.errors import BadInput
 from fdasync_kernels.overlap import overlap, wait_for_inputs
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])  # type: ignore[untyped-decorator]
-def _angles_kernel(table, positions, out, ROWS, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def _angles_kernel(table, positions, out, ROWS, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):
     """A program copies the row of one position."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)

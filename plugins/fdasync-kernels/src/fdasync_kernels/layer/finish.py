@@ -48,8 +48,8 @@ class Norm(NamedTuple):
 
 
 # shapes and strides of a model never change; the number of tokens is the grid
-@triton.jit(do_not_specialize_on_alignment=["ids", "live"])  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["ids", "live"])
+def _finish(
     block, ids, live, shared, gate, residual, hidden, normed, weight, addresses, turns,
     block_row, block_slot, shared_row, residual_row,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,

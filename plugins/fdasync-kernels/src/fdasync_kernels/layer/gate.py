@@ -28,8 +28,8 @@ _COLUMNS = 1024
 _INTERPRETED_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _gate_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_kernel(
     gate, up, out, num_rows, gate_stride, up_stride,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip

@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def norm_row(x, weight, eps, COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def norm_row(x, weight, eps, COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Norm rows in registers.
 
     x: [rows, padded] float32, zeros from COLUMNS on. weight: [1, padded] float32; not read for NONE and SCALE. KIND: of
@@ -65,8 +65,8 @@ def norm_row(x, weight, eps, COLUMNS: tl.constexpr, KIND: tl.constexpr, DTYPE: t
     return normed
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _norm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
     x, residual, weight, out, total, num_rows, x_stride, residual_stride, eps,
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip

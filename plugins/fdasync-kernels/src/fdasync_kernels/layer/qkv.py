@@ -64,24 +64,24 @@ class QkvForm:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scaled(value, scale, weight, dtype: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scaled(value, scale, weight, dtype: tl.constexpr, ONCE: tl.constexpr):
     value = value * scale
     if not ONCE:
         value = rounded(value, dtype)
     return rounded(weight * value, dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):
     if CLIP == 0.0:
         return value
     # NaN stays, as in torch's clamp
     return rounded(tl.where(value > CLIP, CLIP, tl.where(value < -CLIP, -CLIP, value)), dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
+@triton.jit
+def _turn(
     source, target, target_head, weight, cos, sin, cos_column, sin_column, first, wanted,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr,
     REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
@@ -156,8 +156,8 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 # a model's strides never change, but the columns of some libraries' angles are T apart, and slots may lie anywhere
-@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["cos_column", "sin_column"])  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["cos_column", "sin_column"])
+def _prepare(
     qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
     qkv_row, cos_row, sin_row, cos_column, sin_column,
     keys_block, keys_token, keys_head, values_block, values_token, values_head,

@@ -52,8 +52,8 @@ class Style(NamedTuple):
     contracted: Contraction = ""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRACTED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRACTED: tl.constexpr):
     """Rotate pairs: all float32, as loaded. PRODUCT: the dtype of products and sums. CONTRACTED: the place in
     `CONTRACTIONS`. Returns (x, y), float32, for the caller to round."""
     if CONTRACTED > 0:
@@ -66,8 +66,8 @@ def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRAC
     return rounded(first, PRODUCT), rounded(second, PRODUCT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate_heads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rotate_heads(
     x, out, cos, sin, token, head, here,
     x_token, x_head, x_dim, out_token, out_head, out_dim, cos_token, cos_dim, sin_token, sin_dim,
     HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, PASSED: tl.constexpr,
@@ -110,8 +110,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
         tl.store(place_out + dim * out_dim, tl.load(place + dim * x_dim, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def _rotate_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotate_kernel(
     q, k, q_out, k_out, cos, sin, num_tokens,
     q_token, q_head, q_dim, q_out_token, q_out_head, q_out_dim,
     k_token, k_head, k_dim, k_out_token, k_out_head, k_out_dim, cos_token, cos_dim, sin_token, sin_dim,

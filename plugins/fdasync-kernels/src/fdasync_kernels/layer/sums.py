@@ -24,10 +24,8 @@ _WIDEST = 4096
 _NARROWEST = 256
 
 
-@triton.jit(do_not_specialize=["x_row"])  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    x, out, x_row, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr
-):
+@triton.jit(do_not_specialize=["x_row"])
+def _sum_kernel(x, out, x_row, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr):
     """A program sums a row: places WIDTH apart in order, then those sums."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)

@@ -13,8 +13,8 @@ from fdasync_kernels.overlap import wait_for_inputs
 from fdasync_kernels.rounding import rounded
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def times(left, right, sums, WIDEN: tl.constexpr):
     """sums + left @ right in float32, in order; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
     if WIDEN:
         left = left.to(tl.float32)
@@ -23,15 +23,15 @@ def times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def plus_bias(sums, bias):  # type: ignore[no-untyped-def]
+def plus_bias(sums, bias):
     """sums + bias, in this order at every length of a product: the compiler takes what a plain addition adds to a
     product of one step as that product's first addend. A fused addition it leaves where it is; times 1 it rounds once.
     """
     return tl.fma(sums, 1.0, bias.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def linear_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
     x, weight, bias, out, num_rows, outputs, x_row, weight_output, weight_input, out_row,
     x_batch, weight_batch, out_batch,
     INPUTS: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,

@@ -20,8 +20,8 @@ from fdasync_kernels.rounding import rounded
 _HEIGHT = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def linear_many_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_many_kernel(
     x, weight, bias, out, num_rows, outputs,
     INPUTS: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,

@@ -59,10 +59,8 @@ def linear_slices(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.T
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    parts, out, count, SLICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+@triton.jit
+def _join(parts, out, count, SLICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     wait_for_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

@@ -139,13 +139,13 @@ def _check(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 
 
 @triton.jit
-def _plain(value, scale):  # type: ignore[no-untyped-def]
+def _plain(value, scale):
     """bfloat16 of FP8 values and their scales."""
     return rounded(value.to(tl.float32) * scale, tl.bfloat16).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def stored_linear_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_rows"])
+def stored_linear_kernel(
     x, values, scales, bias, out, num_rows, outputs, x_row,
     INPUTS: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAYS: tl.constexpr, STAGES: tl.constexpr,
@@ -186,8 +186,8 @@ def stored_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, rounded(total, tl.bfloat16).to(tl.bfloat16), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def stored_dequantise(  # type: ignore[no-untyped-def]
+@triton.jit
+def stored_dequantise(
     values, scales, out, outputs, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """A program writes ROWS x COLUMNS values of the weight."""

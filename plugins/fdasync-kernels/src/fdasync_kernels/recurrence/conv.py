@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CHANNELS = 256
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize_on_alignment=[
         "x",
         "columns",
@@ -34,7 +34,7 @@ _CHANNELS = 256
         "stops",
     ]
 )
-def _conv_kernel(  # type: ignore[no-untyped-def]
+def _conv_kernel(
     x, columns, weight, bias, states, out, sources, first_rows, owners, first_stops, stops, x_row, state_row,
     state_channel, channels, taps: tl.constexpr, kept: tl.constexpr, has_bias: tl.constexpr, silu: tl.constexpr,
     single: tl.constexpr, mapped: tl.constexpr, cells: tl.constexpr,
@@ -76,10 +76,8 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
             tl.store(target + kept - 1, newest, mask=here)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize_on_alignment=["x", "columns", "states", "sources", "first_rows", "first_stops", "stops"]
-)
-def _keep_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["x", "columns", "states", "sources", "first_rows", "first_stops", "stops"])
+def _keep_kernel(
     x, columns, states, sources, first_rows, first_stops, stops, x_row, state_row, state_channel, channels,
     kept: tl.constexpr, mapped: tl.constexpr, cells: tl.constexpr,
 ):  # fmt: skip

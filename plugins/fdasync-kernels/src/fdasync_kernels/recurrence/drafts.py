@@ -27,7 +27,7 @@ _WORDS = 4096
 @triton.jit(
     do_not_specialize_on_alignment=["sources", "first_stops", "stops", "current"],
 )  # fmt: skip
-def _place_kernel(sources, first_stops, stops, current, versions):  # type: ignore[no-untyped-def]
+def _place_kernel(sources, first_stops, stops, current, versions):
     sequence = tl.program_id(0)
     base = tl.load(sources + sequence)
     now = tl.load(current + base // versions)
@@ -37,11 +37,11 @@ def _place_kernel(sources, first_stops, stops, current, versions):  # type: igno
         tl.store(stops + 2 * stop + 1, base + (now + ahead) % versions)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["runs_row"],
     do_not_specialize_on_alignment=["takes", "runs", "starts", "counts", "current", "memory"],
 )
-def _keep_kernel(  # type: ignore[no-untyped-def]
+def _keep_kernel(
     takes, runs, starts, counts, current, memory, versions, runs_row, words, cells: tl.constexpr
 ):  # fmt: skip
     take = tl.program_id(0)
@@ -59,7 +59,7 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
     do_not_specialize=["runs_row"],
     do_not_specialize_on_alignment=["runs", "counts", "current"],
 )
-def _accept_kernel(runs, counts, current, versions, runs_row):  # type: ignore[no-untyped-def]
+def _accept_kernel(runs, counts, current, versions, runs_row):
     sequence = tl.program_id(0)
     lane = tl.load(runs + sequence * runs_row)
     now = tl.load(current + lane) + tl.load(counts + sequence)

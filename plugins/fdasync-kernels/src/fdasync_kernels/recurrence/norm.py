@@ -19,8 +19,8 @@ from fdasync_kernels.rounding import rounded
 _ELEMENTS = 1024
 
 
-@triton.jit(do_not_specialize=["heads_in_all"])  # type: ignore[untyped-decorator]
-def _norm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["heads_in_all"])
+def _norm_kernel(
     x, gate, weight, out, heads_in_all, eps, gate_row, gate_group,
     heads: tl.constexpr, group: tl.constexpr, values: tl.constexpr, rows: tl.constexpr, cells: tl.constexpr,
 ):  # fmt: skip

@@ -41,8 +41,8 @@ class Gates(NamedTuple):
     bias: torch.Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _unit(x, norm: tl.constexpr):
     if norm == 1:
         x = x * tl.rsqrt(tl.sum(x * x, 0) + _EPSILON)
     if norm == 2:
@@ -50,8 +50,8 @@ def _unit(x, norm: tl.constexpr):  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _growth(growth, bias, head, raw: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _growth(growth, bias, head, raw: tl.constexpr):
     """A head's factor of the softplus, and the bias that is added before the softplus."""
     if raw:
         return -tl.exp(tl.load(growth + head).to(tl.float32)), tl.load(bias + head).to(tl.float32)
@@ -59,8 +59,8 @@ def _growth(growth, bias, head, raw: tl.constexpr):  # type: ignore[no-untyped-d
         return 0.0, 0.0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gates(fade, rate, growth, bias, raw: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _gates(fade, rate, growth, bias, raw: tl.constexpr):
     """Logarithm of the decay, and rate; of what a layer projects where `raw`, rounded as the library rounds."""
     if raw:
         x = fade.to(tl.float32) + bias
@@ -73,8 +73,8 @@ def _gates(fade, rate, growth, bias, raw: tl.constexpr):  # type: ignore[no-unty
     return fade, rate
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _token(  # type: ignore[no-untyped-def]
+@triton.jit
+def _token(
     state, q, key, update, fade, rate, scale, delta: tl.constexpr, norm: tl.constexpr
 ):  # fmt: skip
     """The state behind a token, and the token's output: the one order of sums that all kernels here have."""
@@ -89,12 +89,12 @@ def _token(  # type: ignore[no-untyped-def]
     return state, tl.sum(state * q[None, :], 1)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize_on_alignment=[
         "query", "key", "value", "decay", "beta", "growth", "bias", "out", "states", "sources", "first_stops", "stops",
     ],
 )  # fmt: skip
-def _single_kernel(  # type: ignore[no-untyped-def]
+def _single_kernel(
     query, key, value, decay, beta, growth, bias, out, states, sources, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
     out_row, out_head, state_row, state_head, state_value, state_key,
@@ -134,13 +134,13 @@ def _single_kernel(  # type: ignore[no-untyped-def]
             tl.store(target + cells, state, mask=here, eviction_policy="evict_first")
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize_on_alignment=[
         "query", "key", "value", "decay", "beta", "growth", "bias", "out", "states", "sources", "first_rows",
         "first_stops", "stops",
     ],
 )  # fmt: skip
-def _recur_kernel(  # type: ignore[no-untyped-def]
+def _recur_kernel(
     query, key, value, decay, beta, growth, bias, out, states, sources, first_rows, first_stops, stops, scale,
     query_row, query_head, key_row, key_head, value_row, value_head, decay_row, decay_head, beta_row, beta_head,
     out_row, out_head, state_row, state_head, state_value, state_key,

@@ -18,8 +18,8 @@ from fdasync_kernels.router.route import check_capture, check_logits, rows_of_pr
 from fdasync_kernels.router.select import GONE, largest, nearest, ordered, rounded, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]
-def _in_turn_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])
+def _in_turn_kernel(
     logits,
     weights,
     ids,

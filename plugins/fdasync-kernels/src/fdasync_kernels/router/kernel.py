@@ -23,8 +23,8 @@ from fdasync_kernels.router.select import (
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def score(values, top, total, like, SCORE: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def score(values, top, total, like, SCORE: tl.constexpr, ROUNDED: tl.constexpr):
     """Scores of logits, each by itself; `top` and `total`: of the softmax of the row."""
     if SCORE == 0:
         return rounded(tl.div_rn(tl.exp(values - top), total), like, ROUNDED)
@@ -42,8 +42,8 @@ def score(values, top, total, like, SCORE: tl.constexpr, ROUNDED: tl.constexpr):
 
 
 # a model's strides never change; the alignment of a layer's place in the buffer differs from layer to layer
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]
-def route_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])
+def route_kernel(
     logits,
     bias,
     expert_scale,

@@ -85,16 +85,16 @@ _ELSEWHERE = {
 }
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot(x, weight, total, SWAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _dot(x, weight, total, SWAPPED: tl.constexpr):
     if SWAPPED:
         return tl.dot(weight, x, total, input_precision="ieee")
     else:
         return tl.dot(x, weight, total, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _block(  # type: ignore[no-untyped-def]
+@triton.jit
+def _block(
     zero,
     x,
     weight,
@@ -133,8 +133,8 @@ def _block(  # type: ignore[no-untyped-def]
         return _dot(x_tile, high, _dot(x_tile, middle, _dot(x_tile, low, zero, SWAPPED), SWAPPED), SWAPPED)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def _product_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product_kernel(
     x,
     weight,
     bias,

@@ -28,11 +28,11 @@ _INTERPRETED_ROWS = 256
 SOFTMAX = RouterRule()
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["num_tokens", "token_stride", "slot_stride", "capture_stride"],
     do_not_specialize_on_alignment=["ids", "capture"],
 )
-def _write_ids_kernel(  # type: ignore[no-untyped-def]
+def _write_ids_kernel(
     ids,
     capture,
     num_tokens,

@@ -17,51 +17,51 @@ GONE = tl.constexpr(-0x80000000)
 _NAN = tl.constexpr(-0x7FFFFFFF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_max(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def row_max(values, ROWS: tl.constexpr):
     """[ROWS, 1], or a scalar for a single row: a scalar has no layout, so no change of layout follows."""
     return tl.max(values) if ROWS == 1 else tl.max(values, axis=1, keep_dims=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_min(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def row_min(values, ROWS: tl.constexpr):
     return tl.min(values) if ROWS == 1 else tl.min(values, axis=1, keep_dims=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_sum(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def row_sum(values, ROWS: tl.constexpr):
     return tl.sum(values) if ROWS == 1 else tl.sum(values, axis=1, keep_dims=True)
 
 
 @triton.jit
-def nearest(values, like):  # type: ignore[no-untyped-def]
+def nearest(values, like):
     """float32 values in the dtype that the pointer `like` points to, to nearest and even."""
     return to_nearest(values, like.dtype.element_ty).to(like.dtype.element_ty)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded(values, like, ON: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def rounded(values, like, ON: tl.constexpr):
     """float32 values, rounded to the dtype that the pointer `like` points to if ON."""
     return to_nearest(values, like.dtype.element_ty) if ON else values
 
 
 @triton.jit
-def ordered(values):  # type: ignore[no-untyped-def]
+def ordered(values):
     """int32 in the order of float32 values: both zeros are 0, a NaN is below every number and above GONE."""
     whole = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     whole = tl.where(whole < 0, whole ^ 0x7FFFFFFF, whole)
     return tl.where(values != values, _NAN, whole)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def largest(order, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def largest(order, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The first place of the largest value of each row of `order` [ROWS, WIDTH]."""
     place = tl.arange(0, WIDTH)[None, :]
     return row_min(tl.where(order == row_max(order, ROWS), place, WIDTH), ROWS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def packed(values, like, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def packed(values, like, WIDTH: tl.constexpr):
     """Order and place in one int32, for values of a 16-bit dtype: a device has one instruction for its maximum."""
     equal = tl.where(values == 0.0, 0.0, values)
     half = equal.to(like.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
@@ -70,8 +70,8 @@ def packed(values, like, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     return half * 65536 + (WIDTH - 1 - tl.arange(0, WIDTH)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def open_groups(  # type: ignore[no-untyped-def]
+@triton.jit
+def open_groups(
     choice,
     real,
     like,

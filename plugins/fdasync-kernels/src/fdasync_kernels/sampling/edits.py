@@ -48,12 +48,12 @@ class SampleJobs(Protocol):
 
 
 @triton.jit
-def _set_bit(words, slot, columns, ids, mask):  # type: ignore[no-untyped-def]
+def _set_bit(words, slot, columns, ids, mask):
     tl.atomic_or(words + slot * columns + (ids >> 5), 1 << (ids & 31), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens_stride"])  # type: ignore[untyped-decorator]
-def _clear_kernel(edits, tokens, tokens_stride, counts, width, cells: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens_stride"])
+def _clear_kernel(edits, tokens, tokens_stride, counts, width, cells: tl.constexpr):
     """Zero the counts of the known tokens."""
     number = tl.program_id(0)
     slot = tl.load(edits + number * 5)
@@ -64,10 +64,8 @@ def _clear_kernel(edits, tokens, tokens_stride, counts, width, cells: tl.constex
     tl.store(counts + slot * width + ids, 0, mask=(ids >= 0) & (ids < width))
 
 
-@triton.jit(do_not_specialize=["tokens_stride"])  # type: ignore[untyped-decorator]
-def _count_kernel(  # type: ignore[no-untyped-def]
-    edits, tokens, tokens_stride, counts, bits, bit_columns, width, cells: tl.constexpr
-):
+@triton.jit(do_not_specialize=["tokens_stride"])
+def _count_kernel(edits, tokens, tokens_stride, counts, bits, bit_columns, width, cells: tl.constexpr):
     """Count the tokens of the output, and mark the tokens of prompt and output as seen."""
     number = tl.program_id(0)
     slot = tl.load(edits + number * 5)
@@ -81,8 +79,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     _set_bit(bits, slot, bit_columns, ids, here)
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "logits_stride"])  # type: ignore[untyped-decorator]
-def _penalise_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens_stride", "logits_stride"])
+def _penalise_kernel(
     edits, penalties, tokens, tokens_stride, counts, logits, logits_stride, values, width, cells: tl.constexpr
 ):
     """Write the penalised logits: repetition (arXiv 1909.05858), then presence and frequency.
@@ -107,10 +105,8 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + slot * width + ids, x, mask=here)
 
 
-@triton.jit(do_not_specialize=["count", "logits_stride"])  # type: ignore[untyped-decorator]
-def _bias_kernel(  # type: ignore[no-untyped-def]
-    cells_of, bias, count, logits, logits_stride, values, bits, bit_columns, width, cells: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count", "logits_stride"])
+def _bias_kernel(cells_of, bias, count, logits, logits_stride, values, bits, bit_columns, width, cells: tl.constexpr):
     """Add to single logits, behind the penalties; no cell is there twice."""
     number = tl.program_id(0) * cells + tl.arange(0, cells)
     here = number < count
@@ -127,8 +123,8 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     _set_bit(bits, slot, bit_columns, ids.to(tl.int32), here)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _stop_kernel(cells_of, count, bits, bit_columns, width, cells: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["count"])
+def _stop_kernel(cells_of, count, bits, bit_columns, width, cells: tl.constexpr):
     number = tl.program_id(0) * cells + tl.arange(0, cells)
     here = number < count
     slot = tl.load(cells_of + number * 3, mask=here, other=0)
@@ -136,8 +132,8 @@ def _stop_kernel(cells_of, count, bits, bit_columns, width, cells: tl.constexpr)
     _set_bit(bits, slot, bit_columns, ids.to(tl.int32), here & (ids >= 0) & (ids < width))
 
 
-@triton.jit(do_not_specialize=["logits_stride"])  # type: ignore[untyped-decorator]
-def _left_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["logits_stride"])
+def _left_kernel(
     ints, logits, logits_stride, width, edit_bits, edit_values, stop_bits, left, bit_columns, tile: tl.constexpr
 ):
     """Mark the stop masks that leave anything."""

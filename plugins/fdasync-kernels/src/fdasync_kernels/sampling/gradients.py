@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _TILE, _WARPS = 2048, 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradients_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradients_kernel(
     logits, stride, width, into, into_stride, targets, scales, best, log_mass, weights, entropy, entropy_weights,
     tiles, tile: tl.constexpr,
 ):  # fmt: skip

@@ -17,8 +17,8 @@ from fdasync_kernels.registry import operation
 from fdasync_kernels.sampling.tile import NOTHING, TILE, id_of, order_of, value_of
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _best_tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _best_tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr, OVERLAP: tl.constexpr):
     """A program finds the largest logit of a tile of one row; NaN counts as +inf."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
@@ -31,8 +31,8 @@ def _best_tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constex
     tl.store(tile_best + row * tiles + number, order_of(best, lowest, width))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _best_rows_kernel(tile_best, tokens, finite, tiles, padded: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _best_rows_kernel(tile_best, tokens, finite, tiles, padded: tl.constexpr, OVERLAP: tl.constexpr):
     """A program finds the largest of a row's tiles."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)

@@ -40,21 +40,21 @@ class LogMasses(NamedTuple):
 
 
 @triton.jit
-def place_of(program, tiles):  # type: ignore[no-untyped-def]
+def place_of(program, tiles):
     """The row, int64, and the tile of a program. A grid has one axis here: the others end at 65,535."""
     return (program // tiles).to(tl.int64), program % tiles
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _best_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _best_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr):
     """The largest logit of a tile; NaN counts as +inf."""
     row, number = place_of(tl.program_id(0), tiles)
     x = read_raw(logits, stride, row, number * tile + tl.arange(0, tile), width)
     tl.store(tile_best + row * tiles + number, tl.max(tl.where(x != x, float("inf"), x), axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _masses_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _masses_kernel(
     logits, stride, width, shift, scales, tile_best, total, moments,
     tiles, padded: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +77,8 @@ def _masses_kernel(  # type: ignore[no-untyped-def]
         tl.store(moments + row * tiles + number, moment)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _logs_kernel(total, shift, tile_best, moments, log_mass, best, entropy, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _logs_kernel(total, shift, tile_best, moments, log_mass, best, entropy, tiles, padded: tl.constexpr):
     """The log of the sum of a row's masses. With `tile_best` also the largest logit, and NaN where it is not finite."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, padded)

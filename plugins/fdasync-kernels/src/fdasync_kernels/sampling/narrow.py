@@ -32,8 +32,8 @@ _REACH = tl.constexpr(37.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pivot(low, high, number, squared: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pivot(low, high, number, squared: tl.constexpr):
     """Rising from number 1 to 15, between the bounds; squared: closer to `high`, where most of the mass is."""
     part = 1.0 - number.to(tl.float32) / _PIVOTS
     if squared:
@@ -43,7 +43,7 @@ def _pivot(low, high, number, squared: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _first_low(best, floats, job, width):  # type: ignore[no-untyped-def]
+def _first_low(best, floats, job, width):
     """All that is below has no part in the nucleus: together less than 1 - p of the largest alone."""
     rest = tl.maximum(1.0 - job_float(floats, job, TOP_P), 1e-17)
     reach = tl.minimum(tl.log(width.to(tl.float64) / rest) + 1e-3, _REACH)
@@ -51,13 +51,13 @@ def _first_low(best, floats, job, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _base_2(floats, job):  # type: ignore[no-untyped-def]
+def _base_2(floats, job):
     """float32: what a distance between logits is multiplied by."""
     return tl.minimum(job_float(floats, job, SCALE) * _LOG2_E, 3.0e38).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]
-def narrow_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"])
+def narrow_kernel(
     logits, stride, width, ints, floats, tile_best, bounds, close, sums,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, spans, first: tl.constexpr, span: tl.constexpr,
@@ -92,8 +92,8 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + (job * spans + number) * _PIVOTS + column, found)
 
 
-@triton.jit(do_not_specialize=["few"])  # type: ignore[untyped-decorator]
-def bounds_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["few"])
+def bounds_kernel(
     width, ints, floats, chunk_best, tile_best, bounds, close, sums,
     tiles, padded: tl.constexpr, chunks: tl.constexpr, spans, padded_spans: tl.constexpr, first: tl.constexpr, few,
 ):  # fmt: skip
@@ -127,10 +127,8 @@ def bounds_kernel(  # type: ignore[no-untyped-def]
     tl.store(bounds + job * 2 + 1, high)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _closer(  # type: ignore[no-untyped-def]
-    sums, job, low, high, best, top_p, base_2, spans, padded: tl.constexpr, squared: tl.constexpr
-):
+@triton.jit
+def _closer(sums, job, low, high, best, top_p, base_2, spans, padded: tl.constexpr, squared: tl.constexpr):
     """Closer bounds: at or above `low` stands enough mass for sure, at or above `high` too little; and the most ids
     that may be between."""
     span = tl.arange(0, padded)[:, None]
@@ -153,13 +151,13 @@ def _closer(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key(bits):  # type: ignore[no-untyped-def]
+def _key(bits):
     """int32 keys in the order of the floats with these bits, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kth(chunk_best, job, count, k, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _kth(chunk_best, job, count, k, padded: tl.constexpr):
     """The k-th largest of the chunks' largest logits, which as many ids reach; -inf where there are fewer chunks."""
     number = tl.arange(0, padded)
     order = tl.load(chunk_best + job * count + number, mask=number < count, other=-0x8000000000000000)

@@ -32,8 +32,8 @@ from fdasync_kernels.sampling.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]
-def peaks_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"])
+def peaks_kernel(
     logits, stride, width, ints, chunk_best, tile_best, tile_given,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, chunks: tl.constexpr, chunk: tl.constexpr,
@@ -58,8 +58,8 @@ def peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(tile_given + job * tiles + number, tl.max(tl.where(raw != raw, float("inf"), raw)))
 
 
-@triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]
-def masses_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"])
+def masses_kernel(
     logits, stride, width, shift, ints, floats, tile_best, bounds, total, above, kept, marks,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
@@ -114,8 +114,8 @@ def masses_kernel(  # type: ignore[no-untyped-def]
     tl.store(kept + at, whole)
 
 
-@triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]
-def draw_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"])
+def draw_kernel(
     logits, stride, width, shift, ints, floats, tile_best, tile_given, total, kept, cuts,
     tokens, finite, raws, processed,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -177,8 +177,8 @@ def draw_kernel(  # type: ignore[no-untyped-def]
         tl.store(raws + job, scored.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["mask_columns", "columns"])  # type: ignore[untyped-decorator]
-def chunk_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns", "columns"])
+def chunk_kernel(
     logits, stride, width, ints, jobs, picked, into,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     columns, chunk: tl.constexpr,

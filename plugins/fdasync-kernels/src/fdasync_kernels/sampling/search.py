@@ -35,26 +35,26 @@ from fdasync_kernels.sampling.tile import (
 
 
 @triton.jit
-def _middle(low, high):  # type: ignore[no-untyped-def]
+def _middle(low, high):
     """Rounded down; the sum of two orders may overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
-def target_of(top_p, total):  # type: ignore[no-untyped-def]
+def target_of(top_p, total):
     """An id is kept while the masses before it are less: at least the first one is."""
     wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(wanted, total), 1)
 
 
 @triton.jit
-def _key_of(order, spare):  # type: ignore[no-untyped-def]
+def _key_of(order, spare):
     """int32 in the order of the logits, without `spare` bits that no two logits differ in alone."""
     return (order >> 32).to(tl.int32) >> spare
 
 
 @triton.jit
-def _bits_in(word):  # type: ignore[no-untyped-def]
+def _bits_in(word):
     """int32: how many bits of an int32 are set."""
     word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
@@ -64,8 +64,8 @@ def _bits_in(word):  # type: ignore[no-untyped-def]
     return ((word + (word >> 16)) & 0x3F).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _listed(words, count, listed, most: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _listed(words, count, listed, most: tl.constexpr, block: tl.constexpr):
     """Write the ids whose bits are set, in order, at most `most` of them; returns how many there are."""
     found = tl.full((), 0, tl.int32)
     for start in range(0, count, block):
@@ -86,8 +86,8 @@ def _listed(words, count, listed, most: tl.constexpr, block: tl.constexpr):  # t
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _from(listed, masses, count, spare, key, by_mass: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _from(listed, masses, count, spare, key, by_mass: tl.constexpr, block: tl.constexpr):
     """How many ids of a list have this key or a larger one, or their mass."""
     whole = tl.full((), 0, tl.int64)
     for start in range(0, count, block):
@@ -102,8 +102,8 @@ def _from(listed, masses, count, spare, key, by_mass: tl.constexpr, block: tl.co
     return whole
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _order_at(listed, count, spare, key, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _order_at(listed, count, spare, key, number, block: tl.constexpr):
     """The order of the id with this key that is `number` by its id, from 1; a list is in the order of ids."""
     before = tl.full((), 0, tl.int32)
     found = tl.full((), 0, tl.int64)
@@ -117,16 +117,14 @@ def _order_at(listed, count, spare, key, number, block: tl.constexpr):  # type: 
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_of(table, job, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_of(table, job, tiles, padded: tl.constexpr):
     number = tl.arange(0, padded)
     return tl.sum(tl.load(table + job * tiles + number, mask=number < tiles, other=0), axis=0)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["mask_columns"], do_not_specialize_on_alignment=["slow"]
-)
-def cut_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"], do_not_specialize_on_alignment=["slow"])
+def cut_kernel(
     logits, stride, width, spare, shift, ints, floats, tile_best, words, listed, masses,
     total, above, kept, cuts, slow,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -220,8 +218,8 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         tl.atomic_add(kept + job * tiles + id_of(order) // tile, mass, mask=passed)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _before(  # type: ignore[no-untyped-def]
+@triton.jit
+def _before(
     logits, stride, width, shift, ints, job, best, scale, order,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, tile: tl.constexpr, by_mass: tl.constexpr,
@@ -243,10 +241,8 @@ def _before(  # type: ignore[no-untyped-def]
     return whole
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["mask_columns"], do_not_specialize_on_alignment=["slow"]
-)
-def slow_cut_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["mask_columns"], do_not_specialize_on_alignment=["slow"])
+def slow_cut_kernel(
     logits, stride, width, shift, ints, floats, tile_best, kept, cuts, slow,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, tile: tl.constexpr,

@@ -27,31 +27,31 @@ _INTS, _FLOATS = tl.constexpr(INTS), tl.constexpr(FLOATS)
 NOTHING = tl.constexpr(-0x8000000000000000)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def job_int(ints, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def job_int(ints, job, column: tl.constexpr):
     return tl.load(ints + job * _INTS + column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def job_float(floats, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def job_float(floats, job, column: tl.constexpr):
     return tl.load(floats + job * _FLOATS + column)
 
 
 @triton.jit
-def top_k_of(ints, job, width):  # type: ignore[no-untyped-def]
+def top_k_of(ints, job, width):
     """0 where top-k keeps all."""
     k = job_int(ints, job, TOP_K)
     return tl.where(k >= width, 0, k)
 
 
 @triton.jit
-def read_raw(logits, stride, row, ids, width):  # type: ignore[no-untyped-def]
+def read_raw(logits, stride, row, ids, width):
     """float32 logits of `ids`; -inf outside the vocabulary."""
     return tl.load(logits + row * stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def bits_of(words, slot, columns, ids, width):  # type: ignore[no-untyped-def]
+def bits_of(words, slot, columns, ids, width):
     """Whether the bit of each id is set in row `slot` of a table of int32 words, `columns` a row."""
     word = ids >> 5
     held = tl.load(words + slot * columns + word, mask=(ids < width) & (word < columns), other=0)
@@ -59,7 +59,7 @@ def bits_of(words, slot, columns, ids, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):  # type: ignore[no-untyped-def]
+def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):
     """`x` with the values of row `edit` of the edits where they are set."""
     if edit >= 0:
         known = bits_of(edit_bits, edit, bit_columns, ids, width)
@@ -67,8 +67,8 @@ def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):  # type: i
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def read_tile(  # type: ignore[no-untyped-def]
+@triton.jit
+def read_tile(
     logits, stride, width, ints, job, ids,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def read_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def order_of(x, ids, width):  # type: ignore[no-untyped-def]
+def order_of(x, ids, width):
     """int64: larger for the larger logit, then for the lower id; all differ within a row."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -99,44 +99,44 @@ def order_of(x, ids, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def id_of(order):  # type: ignore[no-untyped-def]
+def id_of(order):
     return 0x7FFFFFFF - (order & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def value_of(order):  # type: ignore[no-untyped-def]
+def value_of(order):
     key = (order >> 32).to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def best_of(tile_best, job, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def best_of(tile_best, job, tiles, padded: tl.constexpr):
     """float32: a job's largest logit."""
     number = tl.arange(0, padded)
     return tl.max(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=float("-inf")), axis=0)
 
 
 @triton.jit
-def scaled(x, best, scale):  # type: ignore[no-untyped-def]
+def scaled(x, best, scale):
     """float64 log of each finite probability over the largest one."""
     return (x.to(tl.float64) - best.to(tl.float64)) * scale
 
 
 @triton.jit
-def reach_of(best, scale):  # type: ignore[no-untyped-def]
+def reach_of(best, scale):
     """float32: no logit below has a mass (e^-37 of the largest is 2^-53). NaN where the largest is not finite: then
     none has one."""
     low = tl.maximum(best.to(tl.float64) - 45.0 / scale, -3.4028234663852886e38).to(tl.float32)
     return tl.where(tl.abs(best) < float("inf"), low, float("nan"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _float64(number: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _float64(number: tl.constexpr):
     return tl.full((), number, tl.float64)
 
 
 @triton.jit
-def mass_of(x, logs, reach, shift):  # type: ignore[no-untyped-def]
+def mass_of(x, logs, reach, shift):
     """int64 masses of logits with these logs: exp(logs) * 2^shift, rounded to the nearest.
 
     Each step is an fma that no compiler may fuse otherwise, so that all kernels make the same masses.
@@ -164,7 +164,7 @@ def mass_of(x, logs, reach, shift):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log_of_mass(mass, shift):  # type: ignore[no-untyped-def]
+def log_of_mass(mass, shift):
     """float64 log of a sum of masses over the mass of the largest logit.
 
     Kernels that subtract it from a log are launched without `enable_fp_fusion`: a product that was fused with the
