@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from fdasync_kernels.attention import decode, prefill
+from fdasync_kernels.attention import decode, latent, prefill
 from fdasync_kernels.attention.fixed import Grain
 from fdasync_kernels.attention.prefill import prefill_tiles
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add(name)
         return Grain(16, 32)
 
-    for module in (decode, prefill):
+    for module in (decode, latent, prefill):
         monkeypatch.setattr(module, "grain_of", partial(grain_of, module.__name__.rpartition(".")[2]))
     return names
 
@@ -66,3 +66,23 @@ def test_a_step_has_the_bits_of_the_whole_prompt(asked: set[str], fixed: bool) -
     if fixed:
         assert torch.equal(out, whole[at])
     assert asked == ({"decode", "prefill"} if fixed else set())
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_latents_of_a_step_have_the_bits_of_the_whole_prompt(asked: set[str], fixed: bool) -> None:
+    draw = torch.Generator().manual_seed(4)
+    blocks, rank = -(-LENGTH // BLOCK_TOKENS), 16
+    # as above: a latent and a rotary part with one number each
+    parts = [torch.randint(16, (blocks, BLOCK_TOKENS, 1), generator=draw) for _ in range(2)]
+    keys = torch.cat([torch.nn.functional.one_hot(part, 16).half() for part in parts], dim=-1)
+    query, rotary = ((torch.randint(-6, 7, (LENGTH, 1, 16), generator=draw) * 0.625).half() for _ in range(2))
+    pool = SimpleNamespace(keys=[keys], attended_keys=[keys], blocks=blocks)
+    layer = cast("Any", SimpleNamespace(index=0, latent_rank=rank, reach=Reach(), query_scale=None))
+    whole = paging(pool, [0], [LENGTH], 0, fixed=fixed).attend_latents(layer, query, rotary, 0.3)
+    at = [40, 69, *range(33, 38)]
+    step = paging(pool, [40, 69, 33], [1, 1, 5], 2, fixed=fixed)
+    out = step.attend_latents(layer, query[at], rotary[at], 0.3)
+    assert torch.allclose(out, whole[at], rtol=1e-2, atol=1e-2)
+    if fixed:
+        assert torch.equal(out, whole[at])
+    assert asked == ({"latent", "prefill"} if fixed else set())

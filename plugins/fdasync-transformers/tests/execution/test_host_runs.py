@@ -9,11 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.execution.host_runs import DraftedSteps
+from fdasync_transformers.mtp.drafter import Drafted
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 from fdasync import Grammar
 from fdasync.errors import RunnerError
-from fdasync.events.actions import Chunk
+from fdasync.events.actions import Chunk, RunStep, SeqStart
+from fdasync.runner.input_batch import InputBatch
 from fdasync.testing import DraftTests
 from fdasync.testing.runners.bench import GREEDY, noisy, on_bench
 from fdasync.testing.runners.drafts import drafts_of
@@ -127,3 +130,18 @@ class TestHostStates(OnTheHost):
         self.folder = tmp_path_factory.getbasetemp() / "host-states"
         if not self.folder.exists():
             make_tiny_checkpoint(self.folder, "qwen3_next")
+
+
+def test_drafts_of_the_host_are_none_of_the_runners_own() -> None:
+    """Neither those of a step behind one that forwarded the runner's own drafts of the same sequence."""
+    table = InputBatch(1, 16, 4, 4, max_run_tokens=3)
+    steps = DraftedSteps(table, speculation=2, depth=1, vocab_size=250)
+    start = SeqStart(7, np.arange(3, dtype="<i4").tobytes(), 0, (0, 1, 2, 3), (), (), GREEDY)
+    prompt = steps.plan(RunStep(0, starts=(start,), chunks=(Chunk(7, 3, True),)))
+    steps.offer(prompt, prompt.counts, Drafted(np.array([2]), np.array([[5, 6]], np.int32)))
+    own = steps.plan(RunStep(1))
+    assert steps.own_drafts(own) == (2,)
+    table.take_runs(own, np.array([3]))
+    hosts = steps.plan(RunStep(2, drafts=drafts_of({7: (7, [8, 9], 2)})))
+    assert hosts.counts.tolist() == [3]
+    assert steps.own_drafts(hosts) == (0,)
