@@ -9,6 +9,8 @@ import pytest
 
 _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE / "support"), str(_HERE.parents[1] / "fdasync-transformers/tests/support")]
+# a check that fails says what it compared
+pytest.register_assert_rewrite("replay_checks")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Lets the tests of the plugin import their helpers, which stand in `support/`."""
+"""Lets the tests of the plugin import their helpers, which stand in `support/`, and those of replay in a trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE / "support"), str(_HERE.parents[1] / "fdasync-trainer/tests/support")]
+# a check that fails says what it compared
+pytest.register_assert_rewrite("checks", "replay_checks")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,12 +20,10 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 from fdasync_transformers.tiny.packed_forms import FORMS
 from fdasync_transformers.weights.quantized import read_scheme
-from structures import CLASSES, by_structure
+from structures import CLASSES, parted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from _pytest.mark import ParameterSet
 
 #: what a module is called that is no router
 NO_ROUTER = "is of no known kind"
@@ -36,23 +34,17 @@ def test_every_family_is_in_one_class() -> None:
     assert named == dict.fromkeys(FAMILIES, 1)
 
 
-def stays(parameters: list[ParameterSet]) -> list[object]:
-    return [one.values[0] for one in parameters if not one.marks]
+def test_the_first_of_each_class_that_occurs_is_played_by_day() -> None:
+    names = ["mixtral", "qwen3_moe", "glm4_moe", "olmoe", "solar_open"]
+    assert parted(names) == (("qwen3_moe", "glm4_moe"), ("mixtral", "olmoe", "solar_open"))
+    assert parted(["mixtral", "olmoe"], also=["olmoe"]) == (("mixtral", "olmoe"), ())
+    assert len(parted(FAMILIES).by_day) == len(CLASSES)
 
 
-def test_the_first_of_each_class_that_occurs_stays() -> None:
-    given = by_structure(["mixtral", "qwen3_moe", "glm4_moe", "olmoe", "solar_open"])
-    assert [one.values[0] for one in given] == ["mixtral", "qwen3_moe", "glm4_moe", "olmoe", "solar_open"]
-    assert stays(given) == ["qwen3_moe", "glm4_moe"]
-    assert [one.marks for one in given if one.marks] == [(pytest.mark.nightly,)] * 3
-    assert stays(by_structure(["mixtral", "olmoe"], also=["olmoe"])) == ["mixtral", "olmoe"]
-    assert len(stays(by_structure(FAMILIES))) == len(CLASSES)
-
-
-def test_a_family_ahead_is_one_of_the_families() -> None:
-    assert stays(by_structure(["mixtral", "qwen3_moe"], ahead=["qwen3_moe"])) == ["qwen3_moe"]
+def test_families_ahead_are_some_of_the_families() -> None:
+    assert parted(["mixtral", "qwen3_moe"], ahead=["qwen3_moe"]) == (("qwen3_moe",), ("mixtral",))
     with pytest.raises(AssertionError, match=r"not among the families: \['olmoe'\]"):
-        by_structure(["mixtral"], ahead=["olmoe"])
+        parted(["mixtral"], ahead=["olmoe"])
 
 
 def routers(model: Any) -> Iterator[tuple[str, ...]]:

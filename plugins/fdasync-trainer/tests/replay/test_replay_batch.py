@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_trainer import Packed, Padded, replay_routing
+from fdasync_trainer import replay_routing
 from fdasync_trainer.replay.force import find_routers, forced_routing
 from fdasync_trainer.replay.packing import refuse_mixing
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from made import Made
+from replay_checks import PLAYED, UNPACKED, batch_of, padded_packed_and_alone_are_equal
 from replay_helpers import (
-    AHEAD,
-    FAMILIES,
     LENGTHS,
-    UNEVEN,
     backward,
     checkpointed,
     ids_of,
@@ -24,60 +23,19 @@ from replay_helpers import (
     random_routing,
     same,
 )
-from structures import by_structure
 from torch.overrides import BaseTorchFunctionMode as BaseMode
 
 from fdasync.errors import BadInput, UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def batch_of(model: Any, layout: str) -> tuple[dict[str, Any], Any, list[tuple[int, int]]]:
-    """Arguments of a pass of three sequences, an explicit layout, and where (row, first token) each begins."""
-    parts = [ids_of(n)[0] for n in LENGTHS]
-    if layout.startswith("packed"):
-        starts = [(0, sum(LENGTHS[:i])) for i in range(3)]
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-        return {"input_ids": torch.cat(parts)[None], "position_ids": positions}, Packed(LENGTHS), starts
-    width = max(LENGTHS) + 1
-    ids, mask = torch.zeros((3, width), dtype=torch.long), torch.zeros((3, width), dtype=torch.long)
-    starts = [(i, 0 if layout == "right" else width - n) for i, n in enumerate(LENGTHS)]
-    positions = torch.zeros_like(ids)
-    for (row, first), part in zip(starts, parts, strict=True):
-        ids[row, first : first + len(part)], mask[row, first : first + len(part)] = part, 1
-        positions[row, first : first + len(part)] = torch.arange(len(part))
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, Padded(mask), starts
-
-
-# one sequence would see the other: packed, these are refused
-UNPACKED = ("gpt_oss", "qwen3_next", "jamba")
+    from pathlib import Path
 
 
 @pytest.mark.ci(after=5)
-@pytest.mark.parametrize("family", by_structure(FAMILIES, also=UNEVEN, ahead=AHEAD))
-def test_padded_packed_and_alone_are_equal(family: str) -> None:
-    model = make_tiny_model(family)
-    routing = [random_routing(model, 8, 1), None, random_routing(model, 9, 2, start=3)]
-    alone = []
-    for n, record in zip(LENGTHS, routing, strict=True):
-        with torch.no_grad(), replay_routing(model, [record]):
-            alone.append(model(input_ids=ids_of(n), use_cache=False).logits[0])
-    with torch.no_grad():
-        live = model(input_ids=ids_of(LENGTHS[0]), use_cache=False).logits[0]
-    assert not torch.allclose(live, alone[0], atol=1e-2)
-    layouts = [("left", 16), ("right", 16), ("packed", 0)]
-    if family in UNPACKED:
-        layouts.pop()
-    for name, padding in layouts:
-        inputs, layout, starts = batch_of(model, name)
-        for given in (None, layout):
-            with torch.no_grad(), replay_routing(model, routing, layout=given) as replay:
-                logits = model(use_cache=False, **inputs).logits
-            assert (replay.replayed_tokens, replay.live_tokens, replay.padding_tokens) == (17, 9, padding)
-            for (row, first), expected in zip(starts, alone, strict=True):
-                own = logits[row, first : first + len(expected)]
-                torch.testing.assert_close(own, expected, rtol=1e-4, atol=5e-5)
+@pytest.mark.parametrize("family", PLAYED.by_day)
+def test_padded_packed_and_alone_are_equal(tmp_path: Path, family: str) -> None:
+    padded_packed_and_alone_are_equal(Made(family, tmp_path))
 
 
 @pytest.mark.parametrize("family", UNPACKED)

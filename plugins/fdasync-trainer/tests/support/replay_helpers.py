@@ -1,4 +1,4 @@
-"""What the tests of replay in a trainer share: families, random and live rows, losses and gradients."""
+"""What the tests of replay in a trainer share: random and live rows, losses and gradients."""
 
 from __future__ import annotations
 
@@ -11,28 +11,6 @@ from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 
 from fdasync import Routing
 
-FAMILIES = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "ernie4_5_moe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_oss",
-    "minimax_m2",
-    "hunyuan_v1_moe",
-    "granitemoe",
-    "longcat_flash",
-    "qwen3_next",
-    "jamba",
-]
-# another top-k in each layer
-UNEVEN = ("hunyuan_v1_moe",)
-# unlike each other in how they score, group and weigh experts, and in what is beside them
-AHEAD = ("qwen3_moe", "gpt_oss", "deepseek_v3", "longcat_flash", "qwen3_next", "jamba")
 LENGTHS = (9, 4, 13)
 
 

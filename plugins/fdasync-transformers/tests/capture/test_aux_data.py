@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from aux_reference import assert_weights, chosen, plain, routers_of, watched
+from aux_reference import chosen, plain, routers_of, watched
+from checks.steps import BOTH, RECORDED, top_k_of, weights_and_norms_are_the_librarys
 from device_path import DEVICE, ON_GPU, make_small_checkpoint
 from fdasync_transformers.capture.aux_data import aux_specs, make_aux
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from made import Made
 from step_driver import Driver
-from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import ConfigError, RunnerError
@@ -25,47 +26,13 @@ from fdasync.runner.plugins import make_runner
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAMILIES = [
-    "qwen3_moe", "qwen2_moe", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-    "minimax_m2", "hunyuan_v1_moe", "granitemoe", "phimoe", "llama4_text", "longcat_flash",
-]  # fmt: skip
-BOTH = ["routing_weights", "layer_norms"]
 DEVICE_NOW = torch.device("cuda" if ON_GPU else "cpu")
 
 
-def top_k_of(driver: Driver) -> list[int]:
-    capacity = driver.capacity
-    return list(capacity.top_k_by_layer or (capacity.top_k,) * len(capacity.moe_layer_ids))
-
-
 @pytest.mark.ci(after=2)
-@pytest.mark.parametrize(
-    "family", by_structure(FAMILIES, also=("hunyuan_v1_moe",), ahead=("qwen3_moe", "longcat_flash"))
-)
+@pytest.mark.parametrize("family", RECORDED.by_day)
 async def test_weights_and_norms_are_the_librarys(tmp_path: Path, family: str) -> None:
-    """Bit by bit what its routers returned in the same pass, and what a plain pass of the whole sequence gives."""
-    model = make_tiny_checkpoint(tmp_path, family)
-    driver = await Driver.open(tmp_path, config={"self_check": False, "aux": BOTH})
-    specs = {spec.name: spec for spec in driver.capacity.aux_specs}
-    assert list(specs) == ["routing", *BOTH]
-    assert specs["routing_weights"].shape == specs["routing"].shape
-    top_k = top_k_of(driver)
-    one = driver.sequence([5, 99, 3, 7, 8, 21, 40], 5)
-    with watched(routers_of(driver.runner._step_model.model)) as seen:  # type: ignore[union-attr]
-        await driver.run([one])
-    ids, weights, norms = (driver.rows(one, name) for name in ("routing", *BOTH))
-    for layer, (calls, k) in enumerate(zip(seen, top_k, strict=True)):
-        pairs = [chosen(output, k) for output in calls]
-        assert np.array_equal(ids[:, layer, :k], torch.cat([found for found, _ in pairs]).numpy())
-        exact = torch.cat([found for _, found in pairs]).to(torch.float16).numpy()
-        assert np.array_equal(weights[:, layer, :k], exact)
-        assert exact.any()
-    tokens = (one.prompt + one.tokens)[:-1]
-    plain_ids, plain_weights, plain_norms = plain(model, tokens, top_k)
-    assert_weights(weights, ids, plain_ids, plain_weights)
-    assert norms.dtype == np.float32
-    np.testing.assert_allclose(norms, plain_norms, rtol=1e-4)
-    await driver.close()
+    await weights_and_norms_are_the_librarys(Made(family, tmp_path))
 
 
 async def test_a_dense_model_has_norms_and_no_routing(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-from common_families import INDEXED, SERVED
+from checks.steps import PLAYED, generated, paged_steps_equal_generate, prompts, selections
+from common_families import SERVED
 from fdasync_transformers.capture import routing as capture
 from fdasync_transformers.model import attention, families, probe
 from fdasync_transformers.model.kv import KVPool, Reach
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
-from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from made import Made
 from step_driver import Driver
 from structures import by_structure
 
@@ -29,67 +29,10 @@ MOE = [family for family in SERVED if family != "qwen3_dense"]
 MLA = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "longcat_flash")
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    random = np.random.default_rng(5)
-    return [random.integers(3, VOCAB, length).tolist() for length in lengths]
-
-
-def generated(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, **options
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
-    """Per MoE layer, the ids [n, k] that the routers return in one plain forward pass."""
-    found: list[np.ndarray] = []
-
-    def note(module: Any, args: Any, output: Any) -> None:
-        ids = output[-1] if not output[-1].is_floating_point() else output[1].topk(module.top_k, dim=1).indices
-        found.append(np.sort(ids.numpy(), axis=-1))
-
-    hooks = []
-    for name, module in model.named_modules():
-        if name.endswith((".gate", ".router")) and hasattr(model.get_submodule(name.rpartition(".")[0]), "experts"):
-            hooks.append(module.register_forward_hook(note))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([tokens]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("family", by_structure([*SERVED, *INDEXED]))
+@pytest.mark.parametrize("family", PLAYED.by_day)
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
-    model = make_tiny_checkpoint(tmp_path, family)
-    driver = await Driver.open(tmp_path)
-    asked = prompts(5, 17, 40)
-    wanted = [generated(model, prompt, 16) for prompt in asked]
-    # whole prompts at once; then in three chunks, joining while others decode
-    whole = [driver.sequence(prompt, 16) for prompt in asked]
-    await driver.run(whole)
-    assert [seq.tokens for seq in whole] == wanted
-    chunked = [driver.sequence(prompt, 16, arrival=2 * number) for number, prompt in enumerate(asked)]
-    await driver.run(chunked, chunks=3)
-    assert [seq.tokens for seq in chunked] == wanted
-    if family != "qwen3_dense":
-        for seq in (*whole, *chunked):
-            check_rows(driver, seq, selections(model, (seq.prompt + seq.tokens)[:-1]))
-    await driver.close()
-
-
-def check_rows(driver: Driver, seq: Any, wanted: list[np.ndarray]) -> None:
-    capacity = driver.capacity
-    rows = driver.rows(seq)
-    assert rows.dtype == np.uint8
-    assert rows.shape == (len(seq.prompt) + len(seq.tokens) - 1, len(capacity.moe_layer_ids), capacity.top_k)
-    assert len(wanted) == len(capacity.moe_layer_ids)
-    for layer, ids in enumerate(wanted):
-        k = (capacity.top_k_by_layer or (capacity.top_k,) * len(wanted))[layer]
-        assert np.array_equal(np.sort(rows[:, layer, :k], axis=-1), ids)
-        assert not rows[:, layer, k:].any()
+    await paged_steps_equal_generate(Made(family, tmp_path))
 
 
 @pytest.mark.ci(after=3)

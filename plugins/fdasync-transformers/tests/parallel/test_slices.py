@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from checks.slices import BF16, BY_DAY, F32, SEQUENCES, the_same_bits_at_any_width, trainers_logits
 from fdasync_trainer import fixed_numerics
 from fdasync_trainer.numerics.logprobs import logprobs_of_logits
 from fdasync_trainer.verification.reference import library_model
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.parallel import collectives, slices
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
-from fdasync_transformers.tiny.families import FAMILIES as CATALOGUE
+from made import Made
 from rank_models import sliced_logits
 from rank_play import PROMPTS, play
-from rollout_bits import batch_of, drawn, served_in
 
 from fdasync.errors import BadInput, ConfigError, UnsupportedModel
 from fdasync.runner.base import RunnerLimits
@@ -25,42 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-SEQUENCES = drawn((37, 11, 3))
-F32, BF16 = torch.float32, torch.bfloat16
-# KV heads on several ranks; latents with cut heads, shared experts; transposed dense experts; identity experts. The
-# other dtype of each takes as long again
-QUICK = (("qwen3_moe", BF16), ("deepseek_v2", F32), ("llama4_text", F32), ("longcat_flash", BF16))
 # takes seconds: the other three wait for `make test-ci`
 FIRST = ("deepseek_v2", F32)
-PLAYED = [pytest.param(*one, marks=() if one == FIRST else pytest.mark.ci) for one in QUICK]
-NO_PLAN = ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
-# that ranks cannot part by four
-BY_TWO = ("laguna", "mimo_v2_flash")
-OTHERS = [
-    pytest.param(name, dtype, marks=pytest.mark.nightly)
-    for name, entry in CATALOGUE.items()
-    for dtype in (F32, BF16)
-    if (name, dtype) not in QUICK and not (entry.refused or entry.whole_only) and name not in NO_PLAN
-]
-
-
-def trainers_logits(family: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    model = served_in(make_tiny_model(family), dtype)
-    arguments, real = batch_of(SEQUENCES, "left")
-    with torch.no_grad(), fixed_numerics(model, **options):
-        logits: torch.Tensor = model(**arguments).logits.flatten(0, 1)[real]
-    return logits
+PLAYED = [pytest.param(*one, marks=() if one == FIRST else pytest.mark.ci) for one in BY_DAY]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("family", "dtype"), [*PLAYED, *OTHERS])
-def test_logits_have_the_same_bits_at_any_width(family: str, dtype: torch.dtype) -> None:
-    count = 2 if family in BY_TWO else 4
-    (one,) = sliced_logits(family, dtype, SEQUENCES, 1, count)
-    for ranks in (2, 4)[: count // 2]:
-        for many in sliced_logits(family, dtype, SEQUENCES, ranks, count):
-            assert torch.equal(many, one), ranks
-    assert torch.equal(trainers_logits(family, dtype, sum_slices=count), one)
+@pytest.mark.parametrize(("family", "dtype"), PLAYED)
+def test_logits_have_the_same_bits_at_any_width(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    the_same_bits_at_any_width(Made(family, tmp_path), dtype)
 
 
 @pytest.mark.ci
@@ -115,7 +88,7 @@ def test_another_order_and_another_rounding_are_noticed(
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
-    found = [trainers_logits("qwen3_moe", dtype, sum_slices=count) for count in slices.COUNTS]
+    found = [trainers_logits(make_tiny_model("qwen3_moe"), dtype, sum_slices=count) for count in slices.COUNTS]
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
 

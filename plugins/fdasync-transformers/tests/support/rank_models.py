@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fdasync_transformers.execution.step import StepModel
@@ -26,18 +27,27 @@ def sliced_logits(
     family: str, dtype: torch.dtype, sequences: list[torch.Tensor], ranks: int, slices: int = 4
 ) -> list[torch.Tensor]:
     """Logits [tokens of all, V] at each rank, as `rollout_bits.rollout_logits`: each sequence in two chunks."""
+    # before there are ranks, which are forks and find it made
+    _made(family, dtype, slices)
     if ranks == 1:
         return [_logits(family, dtype, sequences, slices, None)]
     return returned(as_ranks(ranks, lambda exchange: _logits(family, dtype, sequences, slices, exchange)))
 
 
-def _logits(
-    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], slices: int, exchange: Exchange | None
-) -> torch.Tensor:
+@lru_cache(maxsize=2)
+def _made(family: str, dtype: torch.dtype, slices: int) -> tuple[Any, Slices]:
+    """The whole model, to be copied, and how its sums are cut."""
     model: Any = served_in(make_tiny_model(family), dtype)
     # takes all widths
     model.set_experts_implementation("eager")
-    planned = Slices(copy.deepcopy(model).to("meta"), slices, latent=True)
+    return model, Slices(copy.deepcopy(model).to("meta"), slices, latent=True)
+
+
+def _logits(
+    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], slices: int, exchange: Exchange | None
+) -> torch.Tensor:
+    whole, planned = _made(family, dtype, slices)
+    model = copy.deepcopy(whole)
     sharded, collectives = None, None
     if exchange is not None:
         collectives = HostCollectives(exchange)

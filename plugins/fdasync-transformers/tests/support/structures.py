@@ -3,13 +3,13 @@
 A *kind* is one way in which a part of a model is built: how its routers choose, how its experts are laid out, what its
 attention reads, what state its layers keep, how its weights are stored. A class is families that go through the same
 code of the plugin, but for kinds that another class stands for. Its first family stands for it; in a property of some
-families alone, the first of them. The others are played every night. `test_structures.py` reads the kinds of each
-family from its model: it holds each family to one class, and each kind to a family that stands for one.
+families alone, the first of them. `test_each_family.py` plays the others every night. `test_structures.py` reads the
+kinds of each family from its model: it holds each family to one class, and each kind to a family that stands for one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -64,17 +64,30 @@ CLASSES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def by_structure(
-    names: Iterable[str], *, also: Collection[str] = (), ahead: Collection[str] = ()
-) -> list[ParameterSet]:
-    """Parameters of a property of the families `names`: of each class that occurs in them the first stays in
-    `make test`, and so do those of `also`, which the property is about. Those of `ahead` come first: of a test that
-    keeps but some in `make test` these are kept."""
+class Parted(NamedTuple):
+    """Families of a property: those that `make test` and `make test-ci` play, and those of every night."""
+
+    by_day: tuple[str, ...]
+    by_night: tuple[str, ...]
+
+
+def parted(names: Iterable[str], *, also: Collection[str] = (), ahead: Collection[str] = ()) -> Parted:
+    """The families `names` of a property: of each class that occurs in them the first is played by day, and so are
+    those of `also`, which the property is about. Those of `ahead` come first: of a test that keeps but some in
+    `make test` these are kept."""
     names = tuple(names)
     assert {*ahead} <= {*names}, f"not among the families: {sorted({*ahead}.difference(names))}"
     families = (*ahead, *(name for name in names if name not in ahead))
-    first = {next((one for one in members if one in families), "") for members in CLASSES.values()}
-    return in_turn(families, first.union(also))
+    first = {next((one for one in members if one in families), "") for members in CLASSES.values()}.union(also)
+    return Parted(*(tuple(one for one in families if (one in first) == day) for day in (True, False)))
+
+
+def by_structure(
+    names: Iterable[str], *, also: Collection[str] = (), ahead: Collection[str] = ()
+) -> list[ParameterSet]:
+    """Parameters of a property that needs more than `test_each_family.py` makes of a family: as `parted`."""
+    by_day, by_night = parted(names, also=also, ahead=ahead)
+    return in_turn((*by_day, *by_night), by_day)
 
 
 def in_turn(names: Iterable[str], kept: Collection[str], in_ci: Collection[str] = ()) -> list[ParameterSet]:

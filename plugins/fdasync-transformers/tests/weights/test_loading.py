@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
-from common_families import AHEAD, COMMON, STORED
+from checks.weights import PLAYED, tensors_and_buffers_are_those_of_from_pretrained
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.weights import identity as naming
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
+from made import Made
 from safetensors.torch import load_file, save_file
-from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, UnsupportedModel
@@ -33,21 +32,11 @@ def load(folder: Path, dtype: str = "auto") -> Any:
     return loading.load(loading.read_checkpoint(str(folder)), dtype, CPU)
 
 
-def everything(model: Any) -> dict[str, torch.Tensor]:
-    return {**model.state_dict(), **dict(model.named_buffers())}
-
-
 @pytest.mark.ci(after=6)
-@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED, ahead=AHEAD))
+@pytest.mark.parametrize("family", PLAYED.by_day)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
-    write_tiny_checkpoint(tmp_path, family, shards=dtype == "bfloat16")
-    ours = everything(load(tmp_path, dtype))
-    theirs = everything(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype)))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype, name
-        assert torch.equal(tensor, theirs[name]), name
+    tensors_and_buffers_are_those_of_from_pretrained(Made(family, tmp_path), dtype)
 
 
 def test_float32_parts_stay_float32(tmp_path: Path) -> None:

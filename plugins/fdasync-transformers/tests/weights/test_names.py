@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import transformers
+from checks.weights import (
+    CONVERTED,
+    PLAIN,
+    WRAPPED,
+    a_text_half_is_that_of_the_whole,
+    by_library,
+    names_may_be_of_the_whole_or_of_the_text,
+    tensors_are_the_librarys,
+)
 from fdasync_transformers import named_tensors
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
-from fdasync_transformers.tiny.families import FAMILIES
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.shards import SINGLE_FILE
-from live_weights import Live, assert_equal, stored
+from live_weights import CPU, Live, assert_equal, stored
+from made import Made
 from safetensors.torch import save_file
-from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, WeightsRejected
@@ -23,52 +29,17 @@ from fdasync.errors import CheckpointError, WeightsRejected
 if TYPE_CHECKING:
     from pathlib import Path
 
-CPU = torch.device("cpu")
-PLAIN = [name for name, entry in FAMILIES.items() if not entry.vision and not entry.quantised and not entry.renamed]
-WRAPPED = [name for name, entry in FAMILIES.items() if entry.vision]
-# what the library makes of several tensors, or of one in another order
-CONVERTED = ("kimi_linear", "bailing_hybrid", "inkling2_text", "minimax_m3_vl", "qwen3_vl_moe")
-# the text half's names begin otherwise, or its tensors are converted too
-NAMED = ("llama4", "minimax_m3_vl")
-
-
-def by_library(folder: Path, *, whole: bool = False) -> Any:
-    known: Any = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(folder)
-    if type(config) not in known._model_mapping:
-        # mistral4
-        known = loading.read_checkpoint(str(folder)).architecture.model_class
-    return known.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-
 
 @pytest.mark.ci(after=3)
-@pytest.mark.parametrize(
-    "family", by_structure(PLAIN, also=CONVERTED, ahead=("bailing_hybrid", "gpt_oss", "deepseek_v3"))
-)
+@pytest.mark.parametrize("family", PLAIN.by_day)
 def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str) -> None:
-    write_tiny_checkpoint(tmp_path, family)
-    checkpoint = loading.read_checkpoint(str(tmp_path))
-    ours, theirs = loading.load(checkpoint, "auto", CPU).state_dict(), by_library(tmp_path).state_dict()
-    for name in [name for name in theirs if family == "zaya" and name.endswith("balancing_biases")]:
-        # the library sets the last one anew after it has loaded it
-        theirs[name][-1] = stored(tmp_path)[name][-1]
-    assert_equal(ours, theirs)
+    tensors_are_the_librarys(Made(family, tmp_path))
 
 
 @pytest.mark.ci(after=1)
-@pytest.mark.parametrize("family", by_structure(WRAPPED, also=NAMED))
+@pytest.mark.parametrize("family", WRAPPED.by_day)
 def test_a_text_half_has_the_values_of_the_whole(tmp_path: Path, family: str) -> None:
-    write_tiny_checkpoint(tmp_path, family)
-    checkpoint = loading.read_checkpoint(str(tmp_path))
-    model = loading.build(checkpoint, "auto")
-    names = loading.names_of(checkpoint, model)
-    notes = loading.fill(model, checkpoint, names, CPU)
-    ours, whole = model.state_dict(), by_library(tmp_path, whole=True).state_dict()
-    found = {own: whole[name] for name in whole if (own := names.own(name)) is not None}
-    assert_equal(ours, found)
-    beside = [name for name in stored(tmp_path) if "visi" in name or "visual" in name or "projector" in name]
-    assert beside
-    assert any(note.endswith("of vision or audio parts skipped") for note in notes)
+    a_text_half_is_that_of_the_whole(Made(family, tmp_path))
 
 
 @pytest.mark.parametrize("family", CONVERTED)
@@ -95,16 +66,11 @@ def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, f
 
 @pytest.mark.ci(after=1)
 @pytest.mark.parametrize("of_whole", [True, False], ids=["whole", "text"])
-@pytest.mark.parametrize("family", by_structure(WRAPPED, also=NAMED))
+@pytest.mark.parametrize("family", WRAPPED.by_day)
 def test_tensors_may_have_the_names_of_the_whole_or_of_the_text_model(
     tmp_path: Path, family: str, *, of_whole: bool
 ) -> None:
-    write_tiny_checkpoint(tmp_path / "old", family, seed=0)
-    whole = make_tiny_checkpoint(tmp_path / "new", family, seed=1)
-    live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
-    # the whole has images' weights too, which are left out
-    live.send(named_tensors(whole if of_whole else fresh.model))
-    assert_equal(live.state(), fresh.state())
+    names_may_be_of_the_whole_or_of_the_text(Made(family, tmp_path), of_whole=of_whole)
 
 
 def test_a_tensor_that_is_made_of_several_is_asked_for_by_its_own_name(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from common_families import AHEAD, COMMON, STORED
+from checks.weights import PLAYED, a_folder_gives_what_a_fresh_load_gives, all_tensors_give_what_a_fresh_load_gives
 from fdasync_transformers import named_tensors
 from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import identity, update
@@ -19,8 +19,8 @@ from fdasync_transformers.weights.shards import SINGLE_FILE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_weights import Live, assert_equal, stored
+from made import Made
 from safetensors.torch import save_file
-from structures import by_structure
 from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, InvariantBroken, WeightsBroken, WeightsRejected
@@ -50,19 +50,9 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
 
 @pytest.mark.ci(after=1)
-@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED, ahead=AHEAD))
-def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
-    old, new = pair(family)
-    live, first, fresh = Live(old), Live(old).state(), Live(new)
-    assert live.weights.read_id(str(new)) == identity.weights_id(fresh.model)
-    assert_equal(live.state(), first)
-    for _ in range(2):
-        assert live.weights.load_folder(str(new)) == identity.weights_id(fresh.model)
-        assert_equal(live.state(), fresh.state())
-    assert live.now() == live.addresses
-    live.weights.load_folder(str(old))
-    assert_equal(live.state(), first)
-    assert live.now() == live.addresses
+@pytest.mark.parametrize("family", PLAYED.by_day)
+def test_a_folder_gives_what_a_fresh_load_gives(tmp_path: Path, family: str) -> None:
+    a_folder_gives_what_a_fresh_load_gives(Made(family, tmp_path))
 
 
 def test_a_folder_is_converted_to_the_dtypes_in_use(pair: Any) -> None:
@@ -185,14 +175,10 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
 
 
 @pytest.mark.ci(after=4)
-@pytest.mark.parametrize("family", by_structure(COMMON, also=STORED, ahead=AHEAD))
+@pytest.mark.parametrize("family", PLAYED.by_day)
 @pytest.mark.parametrize("names", ["checkpoint", "state"])
-def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names: str) -> None:
-    old, new = pair(family)
-    live, fresh = Live(old), Live(new)
-    live.send(named_tensors(stored(new) if names == "checkpoint" else fresh.model))
-    assert_equal(live.state(), fresh.state())
-    assert live.now() == live.addresses
+def test_all_tensors_give_what_a_fresh_load_gives(tmp_path: Path, family: str, names: str) -> None:
+    all_tensors_give_what_a_fresh_load_gives(Made(family, tmp_path), names)
 
 
 @pytest.mark.ci(after=4)
