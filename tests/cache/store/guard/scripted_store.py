@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 
 import pytest
 
@@ -15,8 +16,10 @@ from fdasync.errors import StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
 from fdasync.ipc.deadlines import Closing
 from fdasync.ipc.shared_memory import Part, SharedRegion
+from fdasync.testing import run_sim
 
 NBYTES = 1000
+LATER = StoreUnavailable("scripted", "later")
 
 
 class Scripted(Store):
@@ -131,6 +134,36 @@ async def opened(store):
     finally:
         await store.aclose()
         region.close()
+
+
+@contextlib.asynccontextmanager
+async def guarded(inner, **limits):
+    """A guard around `inner`, open, and `inner`; closed at the end."""
+    store = Guarded(inner, **limits)
+    async with opened(store):
+        yield store, inner
+
+
+def simulated(test):
+    """An async test as a plain one, in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        run_sim(test(*args, **kwargs))
+
+    return run
+
+
+def puts(store, names):
+    """A put of one item of each name, begun."""
+    return [asyncio.ensure_future(store.put(items(name))) for name in names]
+
+
+def logged():
+    """What asyncio is about to log, from now on."""
+    contexts = []
+    asyncio.get_running_loop().set_exception_handler(lambda *context: contexts.append(context))
+    return contexts
 
 
 def item(name, nbytes=NBYTES, offset=0):

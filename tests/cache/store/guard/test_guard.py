@@ -15,7 +15,17 @@ from fdasync.testing import SimLoop, StoreTests, run_sim
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults
 from fdasync.testing.stores.latency import Latency
 from fdasync.testing.stores.wrapper import Wrapper
-from tests.cache.store.guard.scripted_store import NBYTES, Guarded, Scripted, item, items, memory, opened
+from tests.cache.store.guard.scripted_store import (
+    NBYTES,
+    Guarded,
+    Scripted,
+    guarded,
+    item,
+    items,
+    memory,
+    opened,
+    simulated,
+)
 
 
 class WrappedSuite(StoreTests):
@@ -91,24 +101,22 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
-def test_everything_is_delegated(wrap):
-    async def play():
-        scripted = Scripted()
-        store = wrap(scripted)
-        async with opened(store):
-            assert await store.exists_prefix(["a", "b"]) == 2
-            assert await store.put(items("a")) == [DONE]
-            assert await store.get_into(items("a", "b")) == [DONE, DONE]
-            assert await store.delete(["a"]) == 1
-            assert await store.usage() == StoreUsage(objects=3)
-            assert not await store.kill("a test")
-            assert store.capabilities == scripted.capabilities
-            assert store.config is scripted.config
-        assert scripted.life == ["open", "kill: a test", "aclose"]
-        verbs = ["exists_prefix", "put", *["get_into"] * (len(scripted.calls) - 4), "delete", "usage"]
-        assert [verb for verb, _ in scripted.calls] == verbs
-
-    run_sim(play())
+@simulated
+async def test_everything_is_delegated(wrap):
+    scripted = Scripted()
+    store = wrap(scripted)
+    async with opened(store):
+        assert await store.exists_prefix(["a", "b"]) == 2
+        assert await store.put(items("a")) == [DONE]
+        assert await store.get_into(items("a", "b")) == [DONE, DONE]
+        assert await store.delete(["a"]) == 1
+        assert await store.usage() == StoreUsage(objects=3)
+        assert not await store.kill("a test")
+        assert store.capabilities == scripted.capabilities
+        assert store.config is scripted.config
+    assert scripted.life == ["open", "kill: a test", "aclose"]
+    verbs = ["exists_prefix", "put", *["get_into"] * (len(scripted.calls) - 4), "delete", "usage"]
+    assert [verb for verb, _ in scripted.calls] == verbs
 
 
 @pytest.mark.parametrize(
@@ -116,76 +124,66 @@ def test_everything_is_delegated(wrap):
     [ValueError("oops"), asyncio.CancelledError(), [], [DONE], ["done", "done"], None, 3],
     ids=["raises", "cancels", "0", "1", "text", "none", "int"],
 )
-def test_what_breaks_the_contract_is_unavailable(line):
-    async def play():
-        store = Guarded(Scripted(line))
-        async with opened(store):
-            with pytest.raises(StoreUnavailable, match="scripted: put broke the contract") as found:
-                await store.put([item("a", 5), item("b", 5)])
-            assert found.value.__cause__ is (line if isinstance(line, BaseException) else None)
-
-    run_sim(play())
+@simulated
+async def test_what_breaks_the_contract_is_unavailable(line):
+    async with guarded(Scripted(line)) as (store, _):
+        with pytest.raises(StoreUnavailable, match="scripted: put broke the contract") as found:
+            await store.put([item("a", 5), item("b", 5)])
+        assert found.value.__cause__ is (line if isinstance(line, BaseException) else None)
 
 
-def test_counts_that_cannot_be_are_unavailable():
-    async def play():
-        store = Guarded(Scripted(3, -1, None, [1]), failures=9)
-        async with opened(store):
-            for call in (store.exists_prefix, store.delete, store.exists_prefix, store.delete):
-                with pytest.raises(StoreUnavailable, match="broke the contract: it answered"):
-                    await call(["a", "b"])
-
-    run_sim(play())
+@simulated
+async def test_counts_that_cannot_be_are_unavailable():
+    async with guarded(Scripted(3, -1, None, [1]), failures=9) as (store, _):
+        for call in (store.exists_prefix, store.delete, store.exists_prefix, store.delete):
+            with pytest.raises(StoreUnavailable, match="broke the contract: it answered"):
+                await call(["a", "b"])
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
-def test_refusals_go_through(wrap):
-    async def play():
-        store = wrap(Scripted(StoreRejected("scripted", "no"), StoreUnavailable("scripted", "later")))
-        async with opened(store):
-            with pytest.raises(StoreRejected, match="no"):
-                await store.put(items("a"))
-            with pytest.raises(StoreUnavailable, match="later"):
-                await store.exists_prefix(["a"])
-
-    run_sim(play())
+@simulated
+async def test_refusals_go_through(wrap):
+    store = wrap(Scripted(StoreRejected("scripted", "no"), StoreUnavailable("scripted", "later")))
+    async with opened(store):
+        with pytest.raises(StoreRejected, match="no"):
+            await store.put(items("a"))
+        with pytest.raises(StoreUnavailable, match="later"):
+            await store.exists_prefix(["a"])
 
 
-def test_every_call_is_told_of():
-    async def play():
-        scripted = Scripted(
-            2, 1.0, [EXISTS, DONE], [DONE, MISS, Outcome("damaged", "x")], 1, StoreUnavailable("scripted", "gone"), 50.0
-        )
-        store = Guarded(scripted, call_s=4.0)
-        async with opened(store):
-            await store.exists_prefix(["a", "b", "c"])
-            await store.put(items("a", "b"))
-            await store.put(items("a", "b"))
-            await store.get_into(items("a", "b", "c"))
-            await store.delete(["a", "b"])
-            with pytest.raises(StoreUnavailable):
-                await store.get_into(items("a"))
-            with pytest.raises(StoreTimeout):
-                await store.put(items("a"))
-            with pytest.raises(StoreUnavailable, match="gets no calls"):
-                await store.put(items("a"))
+@simulated
+async def test_every_call_is_told_of():
+    scripted = Scripted(
+        2, 1.0, [EXISTS, DONE], [DONE, MISS, Outcome("damaged", "x")], 1, StoreUnavailable("scripted", "gone"), 50.0
+    )
+    store = Guarded(scripted, call_s=4.0)
+    async with opened(store):
+        await store.exists_prefix(["a", "b", "c"])
+        await store.put(items("a", "b"))
+        await store.put(items("a", "b"))
+        await store.get_into(items("a", "b", "c"))
+        await store.delete(["a", "b"])
+        with pytest.raises(StoreUnavailable):
+            await store.get_into(items("a"))
+        with pytest.raises(StoreTimeout):
+            await store.put(items("a"))
+        with pytest.raises(StoreUnavailable, match="gets no calls"):
+            await store.put(items("a"))
 
-        def told(verb, count, nbytes=0, seconds=0.0, **outcomes):
-            near = pytest.approx(seconds, abs=1e-6)
-            return StoreCalled(store="scripted", verb=verb, items=count, nbytes=nbytes, seconds=near, **outcomes)
+    def told(verb, count, nbytes=0, seconds=0.0, **outcomes):
+        near = pytest.approx(seconds, abs=1e-6)
+        return StoreCalled(store="scripted", verb=verb, items=count, nbytes=nbytes, seconds=near, **outcomes)
 
-        assert store.told == [
-            told("exists_prefix", 3, done=2, missed=1),
-            told("put", 2, 2 * NBYTES, 1.0, done=2),
-            told("put", 2, NBYTES, done=2),
-            told("get_into", 3, NBYTES, done=1, missed=1, damaged=1),
-            told("delete", 2, done=1, missed=1),
-            told("get_into", 1, error="StoreUnavailable"),
-            told("put", 1, seconds=4.0, error="StoreTimeout"),
-            told("put", 1, error="StoreUnavailable"),
-        ]
-
-    run_sim(play())
+    assert store.told == [
+        told("exists_prefix", 3, done=2, missed=1),
+        told("put", 2, 2 * NBYTES, 1.0, done=2),
+        told("put", 2, NBYTES, done=2),
+        told("get_into", 3, NBYTES, done=1, missed=1, damaged=1),
+        told("delete", 2, done=1, missed=1),
+        told("get_into", 1, error="StoreUnavailable"),
+        told("put", 1, seconds=4.0, error="StoreTimeout"),
+        told("put", 1, error="StoreUnavailable"),
+    ]
 
 
 def test_the_verbs_that_events_name_are_those_of_the_contract():
@@ -195,8 +193,7 @@ def test_the_verbs_that_events_name_are_those_of_the_contract():
 
 def test_a_kill_ends_a_late_call_whose_end_its_caller_gave_up_waiting_for():
     async def work():
-        store = Guarded(Scripted(1000.0), call_s=1.0, kill_s=None)
-        async with opened(store):
+        async with guarded(Scripted(1000.0), call_s=1.0, kill_s=None) as (store, _):
             with pytest.raises(StoreTimeout) as late:
                 await store.put(items("a"))
             with pytest.raises(TimeoutError):
