@@ -12,7 +12,7 @@ import pytest
 
 from fdasync.ipc.gpu_locks import holders
 from fdasync.ipc.gpus import find
-from tests.support.commands import children, command, config_file, is_running, wait_for
+from tests.support.commands import children, command, config_file, errors, is_running, wait_for
 from tests.support.gpus import install_gpus, uuid_of
 
 if TYPE_CHECKING:
@@ -98,16 +98,15 @@ def test_instances_of_up_have_their_own_and_have_them_again_after_a_restart(mach
     assert "m0 (mixed) was ended by SIGKILL; it is started again" in running.text
 
 
-@pytest.mark.ci
-def test_instances_of_up_that_overlap_are_refused_by_name(machine: Path) -> None:
+def test_instances_of_up_that_overlap_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, machine: Path
+) -> None:
     config = config_file(machine, process="worker")
     arguments = ("up", "--config", str(config), "--prefill", "1", "--decode", "1")
-    with command(machine, *arguments, "--gpus", f"0,{uuid_of(0)}") as running:
-        assert running.wait() == 2
-    assert "p0 and d0 both take GPU 0 (0000:10:00.0)" in running.text
+    told = errors(capsys, monkeypatch, *arguments, "--gpus", f"0,{uuid_of(0)}")
+    assert "p0 and d0 both take GPU 0 (0000:10:00.0)" in told
     table = machine / "up.json"
     table.write_text(json.dumps({**json.loads(config.read_text()), "gpus": [0]}))
-    with command(machine, "up", "--config", str(table), "--mixed", "2") as running:
-        assert running.wait() == 2
-    assert "names 1 GPU, and 2 instances " in running.text
-    assert "need 2 GPUs (limit: 2)" in running.text
+    told = errors(capsys, monkeypatch, "up", "--config", str(table), "--mixed", "2")
+    assert "names 1 GPU, and 2 instances " in told
+    assert "need 2 GPUs (limit: 2)" in told
