@@ -20,7 +20,7 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 from fdasync_transformers.tiny.packed_forms import FORMS
 from fdasync_transformers.weights.quantized import read_scheme
-from structures import CLASSES, parted
+from structures import CLASSES, by_structure, parted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +39,7 @@ def test_the_first_of_each_class_that_occurs_is_played_by_day() -> None:
     assert parted(names) == (("qwen3_moe", "glm4_moe"), ("mixtral", "olmoe", "solar_open"))
     assert parted(["mixtral", "olmoe"], also=["olmoe"]) == (("mixtral", "olmoe"), ())
     assert len(parted(FAMILIES).by_day) == len(CLASSES)
+    assert [one.marks for one in by_structure(names)] == [(), (), *[(pytest.mark.nightly,)] * 3]
 
 
 def test_families_ahead_are_some_of_the_families() -> None:
