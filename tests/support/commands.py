@@ -126,12 +126,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What the command says in this process when it ends with 2."""
+def errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str, status: int = 2
+) -> str:
+    """What the command says on stderr in this process when it ends with an error."""
     monkeypatch.setattr(sys, "argv", ["fdasync", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr()
-    assert ended.value.code == 2, said
+    assert ended.value.code == status, said
     assert "Traceback" not in said.err
     return said.err

@@ -20,6 +20,7 @@ from fdasync_http.config import ConnectionLimits, HttpConfig
 from fdasync import Instance
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import synthetic_config
+from tests.support.commands import errors
 
 ROW = {"input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
        "sampling_params": {"max_new_tokens": 4, "temperature": 0}}  # fmt: skip
@@ -173,7 +174,6 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         assert (process.returncode, told in err.decode()) == (1, True), err.decode()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -198,17 +198,17 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         ),
     ],
 )
-async def test_what_cannot_start_says_why(options, told, tmp_path):
-    err = await refused(options, told, tmp_path)
-    assert "Traceback" not in err
+def test_what_cannot_start_says_why(refused, options, told):
+    err = refused(*options)
+    assert told in err
     assert "loading" not in err
 
 
-@pytest.mark.ci
-async def test_a_port_that_is_in_use_shows_before_anything_is_loaded(tmp_path):
+def test_a_port_that_is_in_use_shows_before_anything_is_loaded(refused):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        err = await refused(("--port", port), f"127.0.0.1:{port} cannot be bound: Address already in use\n", tmp_path)
+        err = refused("--port", port)
+    assert f"127.0.0.1:{port} cannot be bound: Address already in use\n" in err
     assert "loading" not in err
 
 
@@ -240,7 +240,8 @@ async def test_what_is_missing_beside_an_instance_that_answers_is_told(tmp_path)
         assert f"serves without {nothing}" in err.decode()
 
 
-async def refused(options, told, tmp_path):
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
     """What the command says on stderr, which ends with 2."""
     opened = tmp_path / "open"
     opened.write_text("sk-0123456789abcdef")
@@ -249,14 +250,12 @@ async def refused(options, told, tmp_path):
     for name, line in (("table", "max_connections = 0"), ("typo", "max_conections = 0"), ("path", "api_key_file = 5")):
         places[f"{{{name}}}"] = (tmp_path / name).with_suffix(".toml")
         places[f"{{{name}}}"].write_text(f"[http]\n{line}\n")
-    sent = [str(places.get(option, option)) for option in options]
-    async with front("--runner", "synthetic", *sent) as (process, ready):
-        assert ready is None
-        async with asyncio.timeout(300):
-            _, err = await process.communicate()
-        assert process.returncode == 2
-        assert told in err.decode()
-        return err.decode()
+
+    def ask(*options):
+        sent = [str(places.get(option, option)) for option in options]
+        return errors(capsys, monkeypatch, "http", "--port", "0", "--runner", "synthetic", *sent)
+
+    return ask
 
 
 @pytest.mark.ci
@@ -381,21 +380,13 @@ async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):
         assert process.returncode == 1, err.decode()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("more", [("--connect", "ipc:///x"), ("--mixed", "1"), ("--prefill", "1", "--decode", "1")])
-async def test_an_engine_of_its_own_goes_with_no_instances(more):
-    async with front("--runner", "synthetic", "--front", "in-process", *more) as (process, ready):
-        _, err = await process.communicate()
-        assert (ready, process.returncode) == (None, 2)
-        assert "in-process" in err.decode()
+def test_an_engine_of_its_own_goes_with_no_instances(refused, more):
+    assert "in-process" in refused("--front", "in-process", *more)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("text", ["no certificate", ""])
-async def test_a_certificate_that_cannot_be_used_shows_before_anything_is_loaded(text, tmp_path):
+def test_a_certificate_that_cannot_be_used_shows_before_anything_is_loaded(refused, text, tmp_path):
     bad = tmp_path / "bad.pem"
     bad.write_text(text)
-    async with front("--runner", "synthetic", "--ssl-certfile", str(bad)) as (process, ready):
-        _, err = await process.communicate()
-        assert (ready, process.returncode) == (None, 2)
-        assert "--ssl-certfile" in err.decode()
+    assert "--ssl-certfile" in refused("--ssl-certfile", str(bad))
