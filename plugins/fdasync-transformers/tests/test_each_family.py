@@ -62,10 +62,7 @@ PROPERTIES: dict[str, tuple[Callable[[Made], Any], Collection[str]]] = {
     "partial replay": (replay.rows_and_live_choices_mix, replay.PLAYED.by_night),
     "replay in bfloat16": (replay.bfloat16_is_bit_equal, replay.PLAYED.by_night),
     "replay in batches": (replay.padded_packed_and_alone_are_equal, replay.PLAYED.by_night),
-    **{
-        f"sums in slices, {dtype}": (partial(slices.the_same_bits_at_any_width, dtype=dtype), families)
-        for dtype, families in slices.BY_NIGHT.items()
-    },
+    "sums in slices": (slices.the_same_bits_by_night, slices.BY_NIGHT),
 }
 #: without those that are played by day in all that they have
 PLAYED = [name for name in FAMILIES if any(name in families for _, families in PROPERTIES.values())]

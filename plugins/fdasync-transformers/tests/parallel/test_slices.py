@@ -33,7 +33,7 @@ PLAYED = [pytest.param(*one, marks=() if one == FIRST else pytest.mark.ci) for o
 @pytest.mark.ci
 @pytest.mark.parametrize(("family", "dtype"), PLAYED)
 def test_logits_have_the_same_bits_at_any_width(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    the_same_bits_at_any_width(Made(family, tmp_path), dtype)
+    the_same_bits_at_any_width(Made(family, tmp_path), [dtype])
 
 
 @pytest.mark.ci
@@ -79,10 +79,10 @@ JOINED = slices.joined
 def test_another_order_and_another_rounding_are_noticed(
     breaking: Any, dtype: torch.dtype, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one,) = sliced_logits("qwen3_moe", dtype, SEQUENCES, 1)
+    ((one,),) = sliced_logits("qwen3_moe", [dtype], SEQUENCES, 1)
     monkeypatch.setattr(slices, "joined", breaking)
     monkeypatch.setattr(collectives, "joined", breaking)
-    assert not torch.equal(sliced_logits("qwen3_moe", dtype, SEQUENCES, ranks)[0], one)
+    assert not torch.equal(sliced_logits("qwen3_moe", [dtype], SEQUENCES, ranks)[0][0], one)
 
 
 @pytest.mark.ci
@@ -181,6 +181,6 @@ def test_a_model_gets_columns_where_ranks_would_have_fewer(monkeypatch: pytest.M
     monkeypatch.setattr(slices._Columns, "__init__", init)
     for ranks, held in ((1, 4), (2, 2), (4, 1)):
         made.clear()
-        sliced_logits("llama4_text", F32, SEQUENCES, ranks, 4)
+        sliced_logits("llama4_text", [F32], SEQUENCES, ranks, 4)
         # queries; keys and values of fewer heads are cut into fewer parts
         assert max(made, default=1) == held, (ranks, made)

@@ -18,20 +18,25 @@ from ranks import as_ranks, returned
 from rollout_bits import played, served_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from fdasync.ipc.exchange import Exchange
 
 
 def sliced_logits(
-    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], ranks: int, slices: int = 4
-) -> list[torch.Tensor]:
-    """Logits [tokens of all, V] at each rank, as `rollout_bits.rollout_logits`: each sequence in two chunks."""
+    family: str, dtypes: Sequence[torch.dtype], sequences: list[torch.Tensor], ranks: int, slices: int = 4
+) -> list[list[torch.Tensor]]:
+    """Logits [tokens of all, V] at each rank in each dtype, as `rollout_bits.rollout_logits`: each sequence in two
+    chunks."""
     # before there are ranks, which are forks and find it made
-    _made(family, dtype, slices)
-    if ranks == 1:
-        return [_logits(family, dtype, sequences, slices, None)]
-    return returned(as_ranks(ranks, lambda exchange: _logits(family, dtype, sequences, slices, exchange)))
+    made = [_made(family, dtype, slices) for dtype in dtypes]
+
+    def work(exchange: Exchange | None) -> list[torch.Tensor]:
+        return [_logits(*one, sequences, exchange) for one in made]
+
+    return [work(None)] if ranks == 1 else returned(as_ranks(ranks, work))
 
 
 @lru_cache(maxsize=2)
@@ -43,10 +48,7 @@ def _made(family: str, dtype: torch.dtype, slices: int) -> tuple[Any, Slices]:
     return model, Slices(copy.deepcopy(model).to("meta"), slices, latent=True)
 
 
-def _logits(
-    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], slices: int, exchange: Exchange | None
-) -> torch.Tensor:
-    whole, planned = _made(family, dtype, slices)
+def _logits(whole: Any, planned: Slices, sequences: list[torch.Tensor], exchange: Exchange | None) -> torch.Tensor:
     model = copy.deepcopy(whole)
     sharded, collectives = None, None
     if exchange is not None:

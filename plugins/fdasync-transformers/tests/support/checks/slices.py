@@ -11,6 +11,8 @@ from rank_models import sliced_logits
 from rollout_bits import batch_of, drawn, served_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from made import Made
 
 SEQUENCES = drawn((37, 11, 3))
@@ -22,12 +24,9 @@ NO_PLAN = ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
 # that ranks cannot part by four
 BY_TWO = ("laguna", "mimo_v2_flash")
 BY_NIGHT = {
-    dtype: [
-        name
-        for name, entry in FAMILIES.items()
-        if (name, dtype) not in BY_DAY and not (entry.refused or entry.whole_only) and name not in NO_PLAN
-    ]
-    for dtype in (F32, BF16)
+    name: [dtype for dtype in (F32, BF16) if (name, dtype) not in BY_DAY]
+    for name, entry in FAMILIES.items()
+    if not (entry.refused or entry.whole_only) and name not in NO_PLAN
 }
 
 
@@ -39,11 +38,16 @@ def trainers_logits(model: Any, dtype: torch.dtype, **options: Any) -> torch.Ten
     return logits
 
 
-def the_same_bits_at_any_width(made: Made, dtype: torch.dtype) -> None:
-    family = made.family
-    count = 2 if family in BY_TWO else 4
-    (one,) = sliced_logits(family, dtype, SEQUENCES, 1, count)
+def the_same_bits_at_any_width(made: Made, dtypes: Sequence[torch.dtype]) -> None:
+    count = 2 if made.family in BY_TWO else 4
+    (alone,) = sliced_logits(made.family, dtypes, SEQUENCES, 1, count)
     for ranks in (2, 4)[: count // 2]:
-        for many in sliced_logits(family, dtype, SEQUENCES, ranks, count):
-            assert torch.equal(many, one), ranks
-    assert torch.equal(trainers_logits(made.model(), dtype, sum_slices=count), one)
+        for many in sliced_logits(made.family, dtypes, SEQUENCES, ranks, count):
+            for dtype, one, other in zip(dtypes, alone, many, strict=True):
+                assert torch.equal(other, one), (dtype, ranks)
+    for dtype, one in zip(dtypes, alone, strict=True):
+        assert torch.equal(trainers_logits(made.model(), dtype, sum_slices=count), one), dtype
+
+
+def the_same_bits_by_night(made: Made) -> None:
+    the_same_bits_at_any_width(made, BY_NIGHT[made.family])
