@@ -138,11 +138,16 @@ cli.add_command(store)
 
 
 def main() -> None:
-    """Entry point: an FdasyncError becomes one line and exit code 2; Ctrl-C becomes 130."""
+    """Entry point: a wrong word and an FdasyncError become one line and exit code 2; Ctrl-C becomes 130."""
     try:
         cli(standalone_mode=False)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        ctx = getattr(error, "ctx", None)
+        hint = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
+        click.echo(f"fdasync: {error.format_message()}{hint}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

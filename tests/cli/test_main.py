@@ -35,6 +35,27 @@ def test_doctor_and_plugins(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert listed["fdasync.runners", "synthetic"]["problem"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plugins", "--nothing"], "No such option '--nothing'. (see `fdasync plugins --help`)"),
+        (["doctor", "--tp", "0"], "'--tp': 0 is out of range (limit: 1 to 8) (see `fdasync doctor --help`)"),
+        (["doctor", "--model"], "Option '--model' requires an argument. (see `fdasync doctor --help`)"),
+        (["nothing"], "No such command 'nothing'. (see `fdasync --help`)"),
+    ],
+)
+def test_a_wrong_word_is_told_in_a_line_with_the_way_out(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fdasync", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith("fdasync: ")
+    assert line.endswith(told)
+
+
 def test_a_broken_plugin_is_listed_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

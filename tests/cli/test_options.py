@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from msgspec import Meta
 
 from fdasync.cli.common.fields import Fields, GroupedCommand, _sentence
-from fdasync.cli.common.options import _FIELDS, engine_config, engine_options
+from fdasync.cli.common.options import _FIELDS, as_typed, engine_config, engine_options
 from fdasync.engine.config import EngineConfig
-from fdasync.errors import BadInput
+from fdasync.errors import BadInput, ConfigError
 from fdasync.registry.docs import docs_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def said(*arguments: str) -> tuple[Any, ...]:
 
 
 def test_values_come_from_the_struct_the_file_and_the_command_line_in_this_order(tmp_path: Path) -> None:
-    own, config = said("--where", "here")
+    own, config = said("--where", "here", "--where", "here")
     assert msgspec.convert(own, Own) == Own(where="here", left=5)
     assert (config["max_running"], config["store_deadline_s"], config["role"]) == (256, 5.0, "mixed")
     file = tmp_path / "any.toml"
@@ -154,6 +154,9 @@ def test_a_struct_gives_the_command_line_that_gives_it(own: Own) -> None:
         (["--where", "a", "--size-mib", "0"], "'--size-mib': 0 is out of range (limit: 1 to 1024)"),
         (["--where", "a", "--log", "/"], "'--log': File '/' is a directory."),
         ([], "Missing option '--where'"),
+        (["--where", "a", "--where", "b"], "--where is given more than once: a and b"),
+        (["--config", "a.toml", "--config", "b.toml"], "--config is given more than once: a.toml and b.toml"),
+        (["--where", "a", "--loud", "--no-loud"], "--loud is given more than once: --loud and --no-loud"),
         (["--where", "a", "--config", "/no/such/file"], "File '/no/such/file' does not exist."),
         (["--where", "a", "--config", "/"], "File '/' is a directory."),
     ],
@@ -176,6 +179,9 @@ def test_a_wrong_option_is_told_with_the_way_out(arguments: list[str], told: str
         ("htpt = 1", "any.toml: config.htpt: is not a key that exists\n"),
         ("[leases]\nttls = 1", "any.toml: config.leases.ttls: is not a key that exists; did you mean 'ttl_s'?"),
         ("[leases]\nttl_s = 0", "any.toml: config.leases.ttl_s: 0 is out of range (limit: 0.001 to 1000000000.0)"),
+        ("[policy_config]\nageing = 1", "any.toml: config.policy_config.ageing: is not a key that exists"),
+        ("store = 'file'\n[store_config]\nthreads = 0", "any.toml: config.store_config.threads: 0 is out of range"),
+        ("[speculation.drafter_config]\norder = 1", "any.toml: config.speculation.drafter_config.order: is not a key"),
         ("[run]\ndrain = 3", "any.toml: run.drain is no option of the command; did you mean 'drain_s'?"),
         ("[run]\ndrain_s = 'soon'", "any.toml: run.drain_s: 'soon' is not a number"),
         ("drain_s = 3", "any.toml: drain_s is an option of the command; it stands in the table [run]"),
@@ -203,6 +209,22 @@ def test_an_error_of_an_option_does_not_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         said("--where", "a", "--config", str(file), "--max-step-tokens", "3")
     assert str(caught.value).startswith("config.max_step_tokens: 3 cannot hold")
+
+
+@pytest.mark.parametrize("form", ["--config={}", "--config\n{}"])
+def test_an_error_of_the_runners_process_names_the_option_or_the_file_unless_that_is_a_pipe(
+    form: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "any.toml"
+    file.write_text("[runner_config]\nsteps = 1")
+    wrong = ConfigError("runner_config.steps", "is not a key that exists")
+    words = ["serve", *form.format(file).split("\n")]
+    assert as_typed(wrong, words) == f"{file}: runner_config.steps: is not a key that exists"
+    device = ConfigError("runner_config.device", "is no device")
+    assert as_typed(device, [*words, "--device", "x"]) == "--device: is no device"
+    assert as_typed(device, ["serve", *form.format("/dev/fd/0").split("\n")]) == str(device)
+    other = ConfigError("config.max_running", "is wrong")
+    assert as_typed(other, words) == str(other)
 
 
 def test_an_empty_file_says_nothing_and_no_file_is_read_that_is_not_named(

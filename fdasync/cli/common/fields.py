@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from click import Context, Parameter
+    from click.core import ParameterSource
 
 S = TypeVar("S", bound=msgspec.Struct)
 File = Annotated[str, Meta(title="FILE")]
@@ -41,11 +42,28 @@ _SENTENCE = re.compile(r"\.(?= [A-Z\"`]|$)")
 
 
 class GroupedOption(click.Option):
-    """An option that `--help` shows under the title of its group."""
+    """An option that `--help` shows under the title of its group. One value is taken: two that differ are refused,
+    unless it takes several."""
 
     def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+
+    def add_to_parser(self, parser: Any, ctx: Context) -> None:
+        """See the base. The parser keeps each value that is given, not the last one alone."""
+        multiple, self.multiple = self.multiple, True
+        super().add_to_parser(parser, ctx)
+        self.multiple = multiple
+
+    def consume_value(self, ctx: Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """See the base."""
+        given = opts.get(self.name)
+        if given is None or self.multiple:
+            return super().consume_value(ctx, opts)
+        if len(values := dict.fromkeys(given)) > 1:
+            told = " and ".join((*self.opts, *self.secondary_opts) if self.is_flag else values)
+            raise click.UsageError(f"{self.opts[0]} is given more than once: {told}", ctx)
+        return super().consume_value(ctx, {**opts, self.name: given[0]})
 
 
 class GroupedCommand(click.Command):
@@ -57,6 +75,10 @@ class GroupedCommand(click.Command):
         except click.NoSuchOption as wrong:
             near = get_close_matches(wrong.option_name, wrong.possibilities or (), 1)
             raise click.NoSuchOption(wrong.option_name, possibilities=near, ctx=ctx) from None
+        except click.UsageError as wrong:
+            # an option without its value is told by the parser, which knows no command
+            wrong.ctx = wrong.ctx or ctx
+            raise
 
     def format_options(self, ctx: Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 PLUGIN_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 # in an error's words: the key that an option of the same name sets
-_CONFIG_KEY = re.compile(r"\bconfig\.(?:runner_config\.)?(\w+)")
+_CONFIG_KEY = re.compile(r"\b(?:config\.(?:runner_config\.)?|runner_config\.)(\w+)")
 # of a click context: the mapping of its `--config` file
 _VALUES = "fdasync.config"
 _MODEL, _GPUS, _STEPS, _TIERS, _TIMES, _WATCH = (
@@ -112,7 +113,7 @@ def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None)
 _OTHERS = (
     click.option(
         "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True,
-        callback=_take_table,
+        cls=GroupedOption, callback=_take_table,
         help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64; a table of the command's name has its"
         " other options. Options beat the file, and no file is read that is not named here.",
     ),
@@ -212,6 +213,8 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
         given["role"] = role or "mixed"
     try:
         config = EngineConfig.from_mapping({**file, **given})
+        if path is not None:
+            _check_keys(config)
     except ConfigError as wrong:
         key = wrong.field.removeprefix("config.").split(".")[0]
         if path is None or key in given or key not in file:
@@ -229,9 +232,23 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     return config
 
 
+def _check_keys(config: EngineConfig) -> None:
+    """Check what a file says to plugins, as they would when they are made. The runner's process reads its own keys: the
+    import of a runner may take seconds. Raises PluginError; ConfigError naming the key."""
+    told = [("policy_config", policy_class(config.policy).config_type, config.policy_config)]
+    told += [(f"taps.{name}", _tap_keys(name), keys) for name, keys in config.taps.items()]
+    if config.store:
+        told.append(("store_config", load_store(config.store).config_type, config.store_config))
+    if (drafts := config.speculation) is not None and drafts.host_drafter:
+        told.append(("speculation.drafter_config", drafter_class(drafts.drafter).config_type, drafts.drafter_config))
+    for place, kind, keys in told:
+        struct_of(kind, keys, error=ConfigError, root=f"config.{place}")
+
+
 def as_typed(error: BaseException, arguments: Sequence[str]) -> str:
     """The text of an error with the name of the option, such as `--gpus`, in place of each configuration key whose
-    option is among these arguments."""
+    option is among these arguments; and with the name of their file, unless that is a pipe, before a key of the
+    runner."""
     words = {name: option.opts[0] for name, option in _FIELDS.options.items()}
     words |= {name: f"--{name.replace('_', '-')}" for name in _OWN}
     typed = {
@@ -239,7 +256,12 @@ def as_typed(error: BaseException, arguments: Sequence[str]) -> str:
         for name, word in words.items()
         if any(argument == word or argument.startswith(f"{word}=") for argument in arguments)
     }
-    return _CONFIG_KEY.sub(lambda found: typed.get(found[1], found[0]), str(error))
+    text = _CONFIG_KEY.sub(lambda found: typed.get(found[1], found[0]), str(error))
+    for word, after in pairwise([*arguments, ""]):
+        path = Path(after if word == "--config" else word.removeprefix("--config="))
+        if word.startswith("--config") and text.startswith("runner_config.") and path.resolve().is_file():
+            return f"{path}: {text}"
+    return text
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -118,8 +118,8 @@ class Child:
         self._text = b""
         arguments = [
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.listens, "--name", plan.name),
-            *("--parent", str(os.getpid()), "--json-log", plan.json_log, *LINKS.arguments(plan.links)),
-            *plan.extra,
+            *("--parent", str(os.getpid()), *LINKS.arguments(plan.links), *plan.extra),
+            *(("--json-log", plan.json_log) if plan.json_log else ()),
         ]
         ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))
         self._fds = {ready_fd, error_fd}
