@@ -3,6 +3,7 @@ values and of structs that Python made (`registry/mapping.py`)."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import msgspec
@@ -11,8 +12,10 @@ import pytest
 from fdasync.drafting import Speculation
 from fdasync.engine.config import EngineConfig, resolve
 from fdasync.errors import BadInput, ConfigError
-from fdasync.registry.mapping import check, struct_of
+from fdasync.registry.mapping import check, hints_of, of_text, struct_of
 from fdasync.request import SamplingParams
+from fdasync.runner.plugins import make_runner
+from fdasync.runner.synthetic.oracle import SyntheticConfig
 from fdasync.scheduler import LeaseRules, SchedulerConfig
 from tests.support.bounds import outside, unbounded
 from tests.support.helpers import make_capacity
@@ -92,6 +95,35 @@ def test_the_error_names_the_part_its_value_the_limit_and_the_way_out(made: Oute
         with pytest.raises(BadInput) as caught:
             refuse()
         assert str(caught.value) == text
+
+
+class Open(msgspec.Struct, frozen=True):
+    plain: float = 0.0
+    above: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    maybe: Annotated[float, msgspec.Meta(le=9)] | None = None
+
+
+class Around(msgspec.Struct, frozen=True):
+    inner: Open = Open()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["plain", "above", "maybe"])
+def test_a_number_is_finite_whatever_bounds_say(field: str, value: float) -> None:
+    made, plain = Around(Open(**{field: value})), {"inner": {field: value}}
+    for refuse in (lambda: check(made, root="r"), lambda: struct_of(Around, plain, root="r")):
+        with pytest.raises(BadInput) as caught:
+            refuse()
+        assert (caught.value.field, caught.value.limit is None) == (f"r.inner.{field}", False)
+    with pytest.raises(BadInput, match=r"^x: "):
+        of_text(hints_of(Open)[field], str(value), "x")
+
+
+@pytest.mark.parametrize(("field", "value"), outside(SyntheticConfig))
+def test_costs_of_the_synthetic_model(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^runner_config.{field}: .*limit"):
+        make_runner("synthetic", {field: value}, EngineConfig().runner_limits())
+    assert not {name for name in unbounded(SyntheticConfig) if name.endswith("_s") or name == "jitter"}
 
 
 @pytest.mark.parametrize("key", ["leases", "speculation"])

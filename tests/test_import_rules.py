@@ -149,7 +149,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_fleet.router": (
             "fdasync.cache.aux", "fdasync.cache.identity", "fdasync.generator", "fdasync.ipc.*", "fdasync.request",
             "fdasync.result", "fdasync.runner.facts", "fdasync.stats", "fdasync.telemetry.sight.*",
-            "fdasync_fleet.fields", "fdasync_fleet.link.*",
+            "fdasync.registry.mapping", "fdasync_fleet.fields", "fdasync_fleet.link.*",
             "fdasync_fleet.messages", "fdasync_fleet.results", "fdasync_fleet.verbs",
         ),
         "fdasync.telemetry": (

@@ -1,7 +1,7 @@
 """Plain values (a parsed TOML or JSON file, a request's body) into a struct, and a check of structs that were made in
 Python; a value that does not fit its annotation (type, words, `msgspec.Meta`) is refused by name, with the limit.
 
-`Meta(extra={"hint": ...})` beside a bound is the way out that the error names.
+`Meta(extra={"hint": ...})` beside a bound is the way out that the error names. Whatever the bounds, a number is finite.
 
 Pure; the module knows errors only. `request.py`, the configurations and the modules that make plugins call it.
 """
@@ -9,6 +9,7 @@ Pure; the module knows errors only. `request.py`, the configurations and the mod
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from types import UnionType
@@ -51,7 +52,7 @@ def converted(
     """A struct of this kind with values of fields that exist; see `struct_of`. Raises `error`, whatever the values
     are."""
     try:
-        return msgspec.convert(values, kind, str_keys=True)
+        return _taken(values, kind)
     # msgspec reads text with a lone surrogate, and objects that are half a mapping, without a check
     except Exception as wrong:
         raise _refusal(kind, values, wrong, error, root, whole or root) from None
@@ -69,14 +70,14 @@ def check(made: msgspec.Struct, *, error: type[BadInput] = BadInput, root: str =
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 way_out = "`from_mapping` takes mappings" if isinstance(value, Mapping) else ""
                 raise error(place, f"{value!r:.100} is no {wanted}", hint=way_out)
+        if isinstance(value, msgspec.Struct):
+            check(value, error=error, root=place)
         try:
-            msgspec.convert(value, hint, str_keys=True)
+            _taken(value, hint)
             if isinstance(value, str):
                 value.encode()
         except Exception as wrong:
             raise _refusal(hint, value, wrong, error, place, place) from None
-        if isinstance(value, msgspec.Struct):
-            check(value, error=error, root=place)
 
 
 def of_text(hint: Any, value: Any, place: str) -> Any:
@@ -88,7 +89,7 @@ def of_text(hint: Any, value: Any, place: str) -> Any:
             raise BadInput(place, f"{value!r:.100} is not {_words(hint)}")
         value = msgspec.convert(value, fitting[0], strict=False)
     try:
-        return msgspec.convert(value, hint, str_keys=True)
+        return _taken(value, hint)
     except Exception as wrong:
         raise _refusal(hint, value, wrong, BadInput, place, place) from None
 
@@ -96,6 +97,30 @@ def of_text(hint: Any, value: Any, place: str) -> Any:
 def common(made: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The values of a struct's fields that another kind of struct has under the same names."""
     return {name: getattr(made, name) for name in made.__struct_fields__ if name in kind.__struct_fields__}
+
+
+def _taken(value: Any, hint: Any) -> Any:
+    """A value as an annotation has it. Raises OverflowError for a number that is not finite, ValidationError else."""
+    made = msgspec.convert(value, hint, str_keys=True)
+    if isinstance(made, float) and not math.isfinite(made) and any(map(_is_open, alternatives(hint))):
+        raise OverflowError(made)
+    if isinstance(made, msgspec.Struct):
+        for name, own in _open_fields(type(made)):
+            _taken(getattr(made, name), own)
+    return made
+
+
+def _is_open(one: tuple[Any, msgspec.Meta | None]) -> bool:
+    """Whether a type of `alternatives` is a number that bounds leave open at an end."""
+    bare, meta = one
+    return bare is float and (meta is None or meta.ge is meta.gt or meta.le is meta.lt)
+
+
+@functools.cache
+def _open_fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    """Fields that a bound does not check: of numbers without one, and of structs."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return [(name, hint) for name, hint in hints if any(_is_open(o) or _is_struct(o[0]) for o in alternatives(hint))]
 
 
 def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], place: str, whole: str) -> BadInput:
@@ -107,12 +132,14 @@ def _refusal(hint: Any, value: Any, wrong: Exception, error: type[BadInput], pla
                 return _unknown(error, unknown, known, place)
     for step, own, part in _parts(hint, value):
         try:
-            msgspec.convert(part, own, str_keys=True)
+            _taken(part, own)
         except Exception as inner:
             return _refusal(own, part, inner, error, f"{place}{step}".lstrip("."), whole)
     field = place or whole
     if isinstance(wrong, UnicodeEncodeError):
         return error(field, "has a lone surrogate", hint="it is not valid Unicode text")
+    if isinstance(wrong, OverflowError):
+        return error(field, f"is {wrong}", limit="a finite number")
     if not isinstance(wrong, msgspec.ValidationError):
         return error(field, f"cannot be read: {type(wrong).__name__}: {wrong}")
     problem, limit, way_out = str(wrong).replace(" - at `key` in `$`", " for a key"), "", ""

@@ -8,7 +8,7 @@ module; `steps.py` computes the same through paged KV.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ U64 = np.uint64
 PICK_LOGIT = 20.0
 #: layers of the pretended model that have an indexer
 CHOSEN_LAYERS = (0, 2)
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _MIX = (U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))
 
 
@@ -77,13 +78,13 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     values_spec: bool = False
     pass_stamp: bool = False
     stamp_base: int = 0
-    step_s: float = 0.0
-    token_s: float = 0.0
-    copy_s: float = 0.0
-    load_s: float = 0.0
-    sleep_s: float = 0.0
+    step_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    load_s: Seconds = 0.0
+    sleep_s: Seconds = 0.0
     fail_wakes: int = 0
-    jitter: float = 0.0
+    jitter: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     seed: int = 0
     free: bool = False
     fail_step: int = -1

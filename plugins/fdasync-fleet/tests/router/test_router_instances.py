@@ -325,6 +325,8 @@ async def test_an_address_that_is_none_is_an_error_whoever_is_there(tmp_path):
         await Router([f"ipc://{tmp_path}/m0", "nonsense"]).start()
     with pytest.raises(BadInput, match="require"):
         Router(["ipc:///run/m0"], RouterConfig(require="some"))
+    with pytest.raises(BadInput, match=r"config\.connect_s"):
+        Router(["ipc:///run/m0"], RouterConfig(connect_s=float("nan")))
 
 
 @without_all("m0", "m1", "m2")

@@ -20,7 +20,7 @@ from fdasync.registry.mapping import check
 #: Ray's namespace of the named actors
 NAMESPACE = "fdasync"
 Count = Annotated[int, Meta(ge=0, le=512)]
-Amount = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0, le=1e9)]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
@@ -56,7 +56,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed: Count = 0
     cpus: Amount = 1.0
     gpus: Amount = 0.0
-    resources: dict[str, float] = {}
+    resources: dict[str, Amount] = {}
     listen: Address = ""
     keys: File = ""
     transport: str = "auto"

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import uvloop
+from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 
@@ -70,13 +70,12 @@ class _Up:
         self._running = self._draining = False
         # read before there is a loop
         self._keys = keys_of(options.keys or None)
-        plans = plans_for(
-            config, {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}, options
-        )
+        counts: dict[Role, int] = {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed}
+        plans = plans_for(config, counts, options)
         if options.json_log:
             folder = Path(options.json_log).absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            plans = [msgspec.structs.replace(plan, json_log=str(folder / f"{plan.name}.jsonl")) for plan in plans]
+            plans = [replace(plan, extra=("--json-log", f"{folder}/{plan.name}.jsonl")) for plan in plans]
         self._fleet = LocalFleet(plans, Path(options.folder) if options.folder else None, self._on_end)
         self._restarts = {plan.name: Restarts(rules) for plan in plans}
         self._gives_up = not rules.limit

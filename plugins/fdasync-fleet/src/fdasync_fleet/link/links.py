@@ -17,6 +17,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable
+from fdasync.registry.mapping import check
 from fdasync_fleet.link.address import absolute
 from fdasync_fleet.link.inbound import Inbound
 from fdasync_fleet.link.looks import Looks
@@ -64,6 +65,7 @@ class Links:
         self.incarnation = process_of(incarnation)
         self.counters = Counters()
         self.config = config or LinkConfig()
+        check(self.config, root="links")
         self._wire = wire
         self._owner = owner
         self._loop = asyncio.get_running_loop()

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fdasync_fleet.fields import Count, Seconds
+
 Require = Literal["serving", "all"]
 
 
@@ -26,11 +28,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     require: Require = "serving"
-    retries: int = 3
-    direct_below_tokens: int = 0
-    request_deadline_s: float = 3600.0
-    connect_s: float = 60.0
-    settle_s: float = 1.0
-    absent_s: float = 30.0
-    handoff_s: float = 10.0
-    command_s: float = 900.0
+    retries: Count = 3
+    direct_below_tokens: Count = 0
+    request_deadline_s: Seconds = 3600.0
+    connect_s: Seconds = 60.0
+    settle_s: Seconds = 1.0
+    absent_s: Seconds = 30.0
+    handoff_s: Seconds = 10.0
+    command_s: Seconds = 900.0

@@ -27,6 +27,7 @@ from fdasync.errors import (
 )
 from fdasync.generator import Generation, Generator, Load
 from fdasync.ipc.home_loop import check_loop
+from fdasync.registry.mapping import check
 from fdasync.request import (
     GroupTensors,
     SamplingParams,
@@ -132,8 +133,7 @@ class Router(Generator):
         if not addresses:
             raise BadInput("addresses", "is empty", limit="at least one address")
         self.config = config or RouterConfig()
-        if self.config.require not in ("serving", "all"):
-            raise BadInput("config.require", f"{self.config.require!r} is unknown", limit="'serving' or 'all'")
+        check(self.config, root="config")
         self.table = InstanceTable()
         self.failure: Exception | None = None
         # two spellings of one address are one instance

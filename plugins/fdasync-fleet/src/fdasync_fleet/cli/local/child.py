@@ -62,7 +62,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     config: EngineConfig
     links: LinkOptions = LinkOptions()
-    json_log: str = ""
     extra: tuple[str, ...] = ()
 
 
@@ -119,7 +118,6 @@ class Child:
         arguments = [
             *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.listens, "--name", plan.name),
             *("--parent", str(os.getpid()), *LINKS.arguments(plan.links), *plan.extra),
-            *(("--json-log", plan.json_log) if plan.json_log else ()),
         ]
         ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))
         self._fds = {ready_fd, error_fd}
