@@ -149,7 +149,7 @@ class Rounds:
 
 async def measure(args: argparse.Namespace, report: Report) -> None:
     on_gpu = args.device == "cuda"
-    before = used_nbytes(on_gpu, ()) or [0]
+    before = used_nbytes(on_gpu, ()) or [0] * args.ranks
     with tempfile.TemporaryDirectory() as folder:
         async with Engine(config_of(args, Path(folder))) as engine:
             report.conditions["kv_nbytes"] = engine.capacity.num_blocks * engine.capacity.block_nbytes
@@ -165,7 +165,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=at_least_one, default=3, help="of each level")
-    parser.add_argument("--ranks", type=at_least_one, default=1, help="GPUs of one engine")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=1, help="processes of one engine")
     parser.add_argument("--kv-gib", type=above_zero, default=40.0, help="KV on a GPU, in GiB")
     args = parser.parse_args()
     report = Report("Sleep and wake", gpus=args.ranks if args.device == "cuda" else 0)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 from fdasync_fleet.cli.local.fleet import LocalFleet, plans_for
+from fdasync_http.config import HttpConfig
 
 from benchmarks.http.arms import COUNTING, PROMPT_TOKENS, TOKENS, VOCAB_SIZE, Counted, Load
-from benchmarks.lib.arguments import above_zero, at_least_one, parser_of
+from benchmarks.lib.arguments import above_zero, at_least_one, parser_of, up_to
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Report
 from fdasync.testing import synthetic_config
@@ -93,7 +94,7 @@ async def measure(load: Load, runs: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=at_least_one, default=3, help="runs of each arm; medians are reported")
-    parser.add_argument("--streams", type=at_least_one, default=256, help="of each arm")
+    parser.add_argument("--streams", type=up_to(HttpConfig().max_live), default=256, help="of each arm")
     parser.add_argument("--seconds", type=above_zero, default=8.0, help="that are counted in each run")
     args = parser.parse_args()
     report = Report("The HTTP front")

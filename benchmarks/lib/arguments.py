@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -84,12 +85,19 @@ def kept(text: str) -> dict[str, Any]:
         raise Wrong(f"{text!r} is no report: give a file that a run wrote with --json") from None
 
 
-def at_least_one(text: str) -> int:
-    """How many."""
-    value = _number(text, int, "a whole number")
-    if not 1 <= value <= MOST:
-        raise Wrong(f"{text} is {'less than 1' if value < 1 else f'more than {MOST}'}; give a number between")
-    return value
+def up_to(most: int) -> Callable[[str], int]:
+    """How an option takes how many there are, one at least."""
+
+    def how_many(text: str) -> int:
+        value: int = _number(text, int, "a whole number")
+        if not 1 <= value <= most:
+            raise Wrong(f"{text} is {'less than 1' if value < 1 else f'more than {most}'}; give a number between")
+        return value
+
+    return how_many
+
+
+at_least_one = up_to(MOST)
 
 
 def above_zero(text: str) -> float:
@@ -119,6 +127,13 @@ def need_gpus(count: int, without: str) -> None:
     if torch.cuda.device_count() < count:
         need = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
         refuse(f"this needs {need}, torch sees {torch.cuda.device_count()}; take another machine, or give {without}")
+
+
+def need_memory(nbytes: int, options: str) -> None:
+    """Refuse a run that takes more memory than the machine has. `options`: those that say how much."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > most:
+        refuse(f"{options}: {nbytes} bytes are more than this machine's memory, {most}; give less")
 
 
 def _number(text: str, kind: Callable[[str], Any], words: str) -> Any:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.lib.arguments import at_least_one, folder, parser_of
+from benchmarks.lib.arguments import at_least_one, folder, need_memory, parser_of
 from benchmarks.lib.rates import add_ratio
 from benchmarks.lib.report import Report
 from benchmarks.lib.timed_loop import Ticker, TimedLoop
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=at_least_one, default=15, help="interleaved pairs of each figure")
     parser.add_argument("--folder", type=folder, help="where the files go (default: a temporary one)")
     options = parser.parse_args()
+    need_memory(options.blocks * options.block_nbytes, f"--blocks {options.blocks}")
     report = Report("The file store against the raw path")
     report.conditions |= {"pairs": options.pairs}
     report.conditions["file"] = (

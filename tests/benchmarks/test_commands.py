@@ -146,6 +146,9 @@ def test_a_command_for_gpus_says_so_where_there_are_none(
     ("module", "given", "words"),
     [
         ("benchmarks.stores.stores", ["--pairs", "0"], "--pairs: 0 is less than 1; give a number between"),
+        ("benchmarks.stores.stores", ["--blocks", "999999999999"], "--blocks 999999999999: 1572863999998427136 bytes"),
+        ("benchmarks.http.http", ["--streams", "999999"], "--streams: 999999 is more than 4096; give a number between"),
+        ("benchmarks.engine.sleep", ["--ranks", "3"], "--ranks: invalid choice: 3 (choose from 1, 2, 4, 8)"),
         ("benchmarks.fleet.pd_isolation", ["--seconds", "nan"], "--seconds: nan is not above 0"),
         ("tests.nightly.http.fuzz", ["--python", "/no/such"], "/no/such has no Schemathesis"),
         ("tests.nightly.same_bits", ["--families", "olmoe,nope"], "no nope; there are qwen3_moe"),
