@@ -57,7 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         model: checkpoint folder; "" for runners that need none.
-        runner: entry-point name in `fdasync.runners`.
+        runner: which installed runner computes the model (`fdasync plugins` lists them).
         runner_config: the runner's own keys, decoded by it; unknown ones are refused by name.
         process: "worker" runs the model in a child process of its own (the default: a CPU forward pass, or
             an import of torch, would block the loop); "inline" runs it on the engine's loop.
@@ -71,9 +71,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             batches, chunks, prefix hits, preemption, swaps, hand-overs and restarts; so a trainer can compute the same
             bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
-        sum_slices: with fixed numerics, 1, 2 or 4: sums that ranks share are made of so many parts, whatever
-            `tensor_parallel`, which must divide it; so every such width gives the same numbers. It costs time where
-            ranks are fewer. Blocks of other slices are never used.
+        sum_slices: with fixed numerics, 1, 2 or 4: sums that ranks share are made of so many parts, whatever the number
+            of ranks, which must divide it; so every such number gives the same results. It costs time where ranks are
+            fewer. Blocks of other slices are never used.
         tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
             8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
         gpus: the GPU of each rank, in order: indices of GPUs that this process sees (by PCI address, as `nvidia-smi`
@@ -103,8 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         host_snapshots: places for snapshots on the host, behind the device's; "auto": 0 without a host tier, else as
             many as 1 GiB holds, and no more than it has blocks.
         state_every_tokens: besides the ends of prompts and answers and the places where prompts part, snapshots are
-            taken at the multiples of this, itself a multiple of block_tokens; "auto": such that they take as many bytes
-            as the KV between them. A store keeps no others; engines with different numbers share no stored block.
+            taken at the multiples of this, itself one of a block's tokens; "auto": such that they take as many bytes as
+            the KV between them. A store keeps no others; engines with different numbers share no stored block.
         role: "alone", or the role among instances (`fdasync_fleet`): "prefill" instances hand requests to "decode"
             instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
         leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
@@ -114,8 +114,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "prompt", or none ("off").
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
         chosen_positions_nbytes: most bytes that positions chosen by indexers may take, of all requests together that
-            ask for them (`SamplingParams.chosen_positions_start`), until their results were taken or dropped. A request
-            that needs more is refused; a request that finds no room now waits.
+            ask for them, until their results were taken or dropped. A request that needs more is refused; a request
+            that finds no room now waits.
         fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
             fetching and prefill decide whether a longer run is fetched.
         store_required: a store that cannot be opened is an error of the start; otherwise the engine starts without it.
@@ -133,9 +133,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
-        weights_interface: network interface on which workers meet a trainer's process group
-            (`Engine.join_weights_group`), whose ports ask nobody who they are; "": the loopback one, and no address of
-            another machine is dialled.
+        weights_interface: network interface on which workers meet a trainer's process group, whose ports ask nobody
+            who they are; "": the loopback one, and no address of another machine is dialled.
         update_deadline_s: loading new weights, and comparing or hashing them, each; a worker that takes longer fails
             the engine. "auto": two minutes and three times what the runner's own start took, at most
             `start_deadline_s`.
@@ -143,14 +142,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
-        close_deadline_s: of `aclose`: steps in flight, writes to the store, the ends of store and worker. Work that
+        close_deadline_s: of the end: steps in flight, writes to the store, the ends of store and worker. Work that
             has not ended by then is killed, or abandoned and named in the error. Where steps take most of it, closing
             the rest may take as long again; the kernel may need up to 15 s more to kill a process.
-        seed: of what the engine draws itself (missing sampling seeds, request ids); None: from the system.
+        seed: of what the engine draws itself (missing sampling seeds, request ids); by default from the system.
         taps: taps that run beside the engine: entry-point name in `fdasync.taps`, and the tap's own keys, decoded by
             it. A tap that is missing or broken is an error at once; `docs/events.md` shows how to write one.
-        trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
-        profile_folder: where `profile` makes the folder of its files; "": where the system has temporary files.
+        trace_turns: keep this many of the latest turns for a trace; 0: none.
+        profile_folder: where a profile makes the folder of its files; "": where the system has temporary files.
     """
 
     model: str = ""

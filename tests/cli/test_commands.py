@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +15,7 @@ from fdasync.registry.registry import Registry
 from tests.support.plugins import install_plugin
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SOURCE = """
@@ -54,6 +57,22 @@ def test_a_broken_command_is_listed_as_such_and_says_why_when_it_is_run(name: st
     assert isinstance(ran.exception, PluginError)
     with pytest.raises(PluginError, match=told):
         raise ran.exception
+
+
+def helps(command: click.Command | None, name: str) -> Iterator[str]:
+    """What a command, and each command inside it, says of its options."""
+    assert command is not None
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(ctx := click.Context(command)):
+            yield from helps(command.get_command(ctx, inner), f"{name} {inner}")
+    yield from (f"{name} {one.opts[0]}: {one.help or ''}" for one in command.params if isinstance(one, click.Option))
+
+
+def test_options_are_told_in_words_of_the_command_line() -> None:
+    python = re.compile(r"\b(None|True|False|raises|\w+Config|\w+Params|Engine|aclose)\b|`tensor_parallel`|\w\(")
+    told = list(helps(cli, "fdasync"))
+    assert len([one for one in told if "--max-running" in one]) > 2
+    assert [one for one in told if python.search(one)] == []
 
 
 def test_a_plugin_replaces_no_command_of_ours() -> None:

@@ -114,7 +114,7 @@ _OTHERS = (
     click.option(
         "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True,
         cls=GroupedOption, callback=_take_table,
-        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64; a table of the command's name has its"
+        help="TOML or JSON file with an engine's keys, e.g. max_running = 64; a table of the command's name has its"
         " other options. Options beat the file, and no file is read that is not named here.",
     ),
     click.option(

@@ -29,7 +29,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: of every instance; its role is set for each. Its folders must be there on every node.
-        name: of the fleet: fdasync_ray.attach(NAME); two fleets that live have two names.
+        name: of the fleet, by which routers find it; two fleets that live have two names.
         prefill: prefill instances.
         decode: decode instances.
         mixed: mixed instances.
@@ -44,7 +44,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         transport: how blocks come from other instances, as of `fdasync serve`.
         serve_options: further options of every `fdasync serve`, each word by itself, as `("--metrics-port", "0")`.
         place_s: how long a cluster may take to give an instance its place before another place is asked for.
-        room_s: how long a start or a growth waits for room before it raises NoRoom. The places stay wanted.
+        room_s: how long a start or a growth waits for room before it fails. The places stay wanted.
         drain_s: how long an instance that leaves may take to end its requests.
         restart: how soon and how often an instance that ended is started again, there or on another node.
     """
