@@ -9,7 +9,8 @@ Pure data. The scheduler makes `SchedulerStats` (`scheduler/stats.py`), the engi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -327,19 +328,28 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:
-    """The numbers of several engines together. Texts and words are the first one's, flags and the longest time hold
-    for any."""
+    """The numbers of several engines together, and of taps of one name. The state is the one nearest to running; flags
+    and the longest time hold for any; each text and name is there once, in 256 characters where there are several."""
     return _summed(parts) if parts else EngineStats()
 
 
 def _summed(parts: Sequence[T]) -> T:
-    def together(values: Sequence[Any]) -> Any:
-        first = values[0]
+    def together(name: str) -> Any:
+        first, *_ = values = [getattr(part, name) for part in parts]
+        if name == "state":
+            return min(values, key=get_args(State).index)
+        if name == "taps":
+            named: dict[str, list[TapStats]] = {}
+            for tap in chain(*values):
+                named.setdefault(tap.name, []).append(tap)
+            return tuple(map(_summed, named.values()))
         if isinstance(first, msgspec.Struct):
             return _summed(values)
-        if isinstance(first, bool | float):
-            return max(values)
-        return sum(values) if isinstance(first, int) else first
+        if isinstance(first, tuple):
+            return tuple(dict.fromkeys(chain(*values)))
+        if isinstance(first, str):
+            texts = list(filter(None, dict.fromkeys(values)))
+            return ", ".join(texts)[:MAX_VERSION_CHARS] if len(texts) > 1 else "".join(texts)
+        return max(values) if isinstance(first, bool | float) else sum(values)
 
-    names = type(parts[0]).__struct_fields__
-    return type(parts[0])(**{name: together([getattr(part, name) for part in parts]) for name in names})
+    return type(parts[0])(**{name: together(name) for name in type(parts[0]).__struct_fields__})

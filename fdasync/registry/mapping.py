@@ -52,7 +52,8 @@ def converted(
     """A struct of this kind with values of fields that exist; see `struct_of`. Raises `error`, whatever the values
     are."""
     try:
-        return _taken(values, kind)
+        made: S = _taken(values, kind)
+        return made
     # msgspec reads text with a lone surrogate, and objects that are half a mapping, without a check
     except Exception as wrong:
         raise _refusal(kind, values, wrong, error, root, whole or root) from None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
-from fdasync.request import Doing
-from fdasync.stats import EngineStats, summed
+from fdasync.stats import EngineStats, State, summed
 from fdasync.telemetry.sight.experts import Experts, experts_of
 from fdasync.telemetry.sight.latencies import added, quantile
 from fdasync.telemetry.sight.sight import MOMENT_S
@@ -29,7 +28,7 @@ SLOW = 1.5
 _STALE_S = 5.0
 _QUANTILES = (0.5, 0.9, 0.99)
 # from the state that serves most to the states that serve nothing
-_STATES: tuple[str, ...] = (*get_args(Doing), "draining", "closing", "closed", "failed", "silent", "away")
+_STATES: tuple[str, ...] = (*get_args(State), "silent", "away")
 # what keeps an engine from going on until somebody brings weights
 _NEEDS = {
     "waits_for_weights": "waits for weights: it has woken without any, and an update has to bring them",
@@ -120,7 +119,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         state: of the engine that is nearest to running.
         states: how many engines are in each state, from running on.
         weight_version: of the engines; several, if they differ, with commas.
-        stats: sums over the engines that answer; the state, texts and the label are the first one's.
+        stats: sums over the engines that answer (`stats.summed`).
         rates: of all together; of a request that was handed over, its prompt and its output count once.
         problems: of engines, each with the name before it.
         engines: each.
@@ -161,15 +160,15 @@ def summary_of(
         ]
     )
     present = [one for one in engines if one.state not in ("away", "silent")]
-    versions = dict.fromkeys([one.stats.scheduler.weight_version for one in present if one.stats is not None])
+    told = [one.stats for one in present if one.stats is not None]
     said = [one.state for one in engines]
     states = {state: said.count(state) for state in _STATES if state in said}
     return Summary(
         model=model,
         state=next(iter(states), "away"),
         states=states,
-        weight_version=", ".join(versions),
-        stats=summed([one.stats for one in present if one.stats is not None]),
+        weight_version=", ".join(dict.fromkeys([stats.scheduler.weight_version for stats in told])),
+        stats=summed(told),
         rates=rates_of([_once(one.role, moments, apart) for one, moments in zip(watched, recent, strict=True)]),
         problems=tuple([f"{one.name or one.address}: {problem}" for one in engines for problem in one.problems]),
         engines=engines,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fdasync.stats import TapStats
+from fdasync.stats import EngineStats, TapStats
 from fdasync.telemetry.sight.summary import Summary, summary_of
 from tests.telemetry.sight.scene import counts, moment, picks, sight, stats, watched
 
@@ -75,7 +75,7 @@ def test_gauges_add_up_but_for_engines_that_are_not_there() -> None:
         model="m",
     )
     twice = {name: 2 * number for name, number in numbers.items()}
-    assert told.stats == stats(**twice, loop_late_max_s=0.5)
+    assert told.stats == stats(**twice, loop_late_max_s=0.5, weight_version="0, 1")
     assert (told.stats.scheduler.num_blocks, told.stats.scheduler.num_host_blocks) == (20, 12)
     assert told.weight_version == "0, 1"
     assert [one.state for one in told.engines] == ["running", "running", "away", "silent", "silent"]
@@ -95,6 +95,19 @@ def test_problems_of_stores_and_taps_are_told() -> None:
         "a: without taps: json: full",
         "a: its taps lost 3 events",
     )
+
+
+def test_texts_of_all_engines_are_in_the_sum_and_taps_of_one_name_add_up() -> None:
+    shown = [
+        sight(store_problem=problem, released=released, taps=(TapStats(name="json", problem=problem, dropped=dropped),))
+        for problem, released, dropped in (("", ("weights",), 1), ("full", (), 0), ("x" * 300, (), 2), ("full", (), 1))
+    ]
+    told = summary_of([watched("a", shown=one) for one in shown], model="m").stats
+    assert told.store_problem == f"full, {'x' * 250}"
+    assert told.released == ("weights",)
+    assert told.taps == (TapStats(name="json", problem=told.store_problem, dropped=4),)
+    assert summary_of([watched("a", shown=shown[2])], model="m").stats == shown[2].stats
+    assert msgspec.json.decode(msgspec.json.encode(told), type=EngineStats) == told
 
 
 def test_the_slow_one_among_its_like_is_named() -> None:
@@ -143,7 +156,7 @@ def test_the_whole_is_in_the_state_of_the_one_nearest_to_running() -> None:
         return summary_of([watched(state, shown=sight(state=state)) for state in states], model="m")
 
     assert (of("asleep", "running").state, of("asleep", "running").states) == ("running", {"running": 1, "asleep": 1})
-    assert of("waking", "updating", "broken").state == "broken"
+    assert of("waking", "updating", "broken").state == of("waking", "updating", "broken").stats.state == "broken"
     assert of("draining", "waking").state == "waking"
     assert [problem.partition(":")[0] for problem in of("waits_for_weights", "broken", "asleep").problems] == [
         "waits_for_weights",
