@@ -39,7 +39,7 @@ class Call:
         verb: of the store; or "open".
         argument: its keys, items or regions; () for `usage`.
         nbytes: of all parts.
-        period: `Breaker.period` when it was asked; -1: the guard itself asked, or the caller gave it up.
+        period: `Breaker.period` when it was asked; -1: the guard itself asked, or it was given up in line.
 
     Attributes:
         asked_at: loop time.
@@ -50,18 +50,8 @@ class Call:
     """
 
     __slots__ = (
-        "argument",
-        "asked_at",
-        "ended",
-        "late",
-        "nbytes",
-        "period",
-        "state",
-        "task",
-        "timer",
-        "verb",
-        "waited",
-    )
+        "argument", "asked_at", "ended", "late", "nbytes", "period", "state", "task", "timer", "verb", "waited",
+    )  # fmt: skip
 
     def __init__(self, verb: str, argument: Sequence[Any], nbytes: int, period: int) -> None:
         loop = asyncio.get_running_loop()

@@ -254,13 +254,12 @@ class GuardedStore(Store):
 
     def _cancel(self, call: Call) -> None:
         """The caller gave the call up. A call that runs ends when the store lets go of its parts."""
-        # it says nothing of the store
-        call.period = -1
-        if call.state == "waiting":
+        if call.task is not None:
+            call.task.cancel()
+        elif call.state == "waiting":
+            call.period = -1
             self.line.leave(call)
             self._end(call, StoreUnavailable(self.name, f"{call.verb} was ended"))
-        elif call.task is not None:
-            call.task.cancel()
 
     def _empty_line(self) -> None:
         for call in self.line.empty():
@@ -288,8 +287,9 @@ class GuardedStore(Store):
         self._next()
 
     def _report(self, call: Call, error: BaseException | None, answer: Any) -> None:
-        """The waiting for a call is over: tell the breaker and the taps."""
-        if call.period < 0:
+        """The waiting for a call is over: tell the breaker and the taps. How a call ends that was given up says nothing
+        of the store; that it is late does."""
+        if call.period < 0 or (call.state == "ended" and call.task is not None and call.task.cancelling()):
             return
         if call.period == self.breaker.period:
             self.breaker.judge(error, answer)

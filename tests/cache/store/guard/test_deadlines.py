@@ -73,6 +73,7 @@ async def test_cancelling_goes_inside_and_waits_for_the_end():
         putting.cancel()
         await asyncio.wait([putting])
         assert putting.cancelled()
+        assert store.breaker.state == "closed"
         assert (now(), scripted.running, len(store._running)) == (pytest.approx(1.0), 0, 0)
 
 
@@ -88,6 +89,7 @@ async def test_cancelling_what_cannot_stop_ends_at_the_deadline_with_the_parts_s
         error = putting.exception()
         assert isinstance(error, StoreTimeout)
         assert not error.ended.done()
+        assert store.breaker.state == "open", "a store that hangs is left alone, whoever still waits"
         stuck.set_result(None)
         await asyncio.wait([error.ended])
         assert isinstance(error.ended.exception(), StoreUnavailable)
