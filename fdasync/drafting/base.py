@@ -65,7 +65,7 @@ class Drafter(ABC):
     """Makes paths for sequences that decode.
 
     All calls are synchronous, from one thread, and take columns: entry i of each argument belongs to one sequence.
-    A drafter that does not pay is off for many steps: it is told before the next `propose` what the live sequences got
+    A drafter that does not pay is off for many steps: it is told before the next `propose` what sequences got
     meanwhile. So a sequence may begin with a long answer, or end right after it began. Equal calls in equal order give
     equal paths, in any process. A path has tokens between 0 and 2^31 - 1. Memory is bounded by what `stats` tells as
     `limit_nbytes`, whatever comes; a drafter that has no room for more forgets, and proposes less. What a drafter

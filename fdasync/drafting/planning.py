@@ -172,12 +172,8 @@ class DraftPlanner:
         steps, drafted, accepted = self._tally[self._rows[key]].tolist()
         return steps, drafted, accepted
 
-    def length(self, key: int) -> int:
-        """Tokens that are known here of a live sequence, its prompt's included."""
-        return int(self._lengths[self._rows[key]])
-
     def lengths(self, keys: tuple[int, ...]) -> list[int]:
-        """`length` of each."""
+        """Tokens that are known here of each live sequence, its prompt's included."""
         lengths: list[int] = self._lengths[self._rows_of(keys)].tolist()
         return lengths
 
@@ -207,11 +203,8 @@ class DraftPlanner:
             return None
         rows = self._rows_of(keys)
         live = rows >= 0
-        if not live.all():
-            rows = rows[live]
-            known = tuple([key for key in keys if key in self._rows])
-        else:
-            known = keys
+        known = keys if live.all() else tuple([key for key in keys if key in self._rows])
+        rows = rows[live]
         if not len(rows):
             self._flights.append(_Flight(keys, len(keys), False))
             return None
@@ -306,10 +299,6 @@ class DraftPlanner:
     def counters(self) -> DraftCounters:
         """See `DraftCounters`."""
         return DraftCounters(self._name, self._drafted, self._accepted, self._drafting_steps)
-
-    def acceptance(self, key: int) -> float:
-        """The running acceptance of a live sequence, from 0 to 1."""
-        return float(self._acceptance[self._rows[key]])
 
     # -- parts ------------------------------------------------------------------------------------
 

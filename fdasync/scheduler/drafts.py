@@ -4,15 +4,15 @@ runner drafts by itself. Pure.
 A sequence begins to draft when its first token is known and it is to decode here, and ends with its result. In between
 it may be preempted: the drafter keeps what it knows, and the sequence drafts again once it decodes again. While the
 drafter is switched off, since its drafts do not pay, tokens cost nothing here: they stand in the sequence anyway.
-Before it is asked again it is told everything of those that live, at once; of a sequence that ends it is told at its
-end, where that can serve another one. This module knows no queue and no block; `fdasync.drafting` says which drafts
-pay. Called by `core.py` and `step_planner.py`, where the configuration names a drafter, or the runner has one.
+Before it is asked again it is told everything of those that live, at once, and of the latest of their groups that
+ended; a drafter that outlasts sequences is told of each at its end. This module knows no queue and no block;
+`fdasync.drafting` says which drafts pay. Called by `core.py` and `step_planner.py`, where there is a drafter.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.drafting import Beginning, DraftCounters, DrafterLimits, DraftPlanner, OwnBudget, make_drafter
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
 
+# latest sequences that ended untold: so many for each that may run
+_OVER = 4
 #: of a drafter that is none
 NO_DRAFTS = DraftCounters("", 0, 0, 0)
 
@@ -95,10 +97,10 @@ class StepDrafts:
         self._own = DraftCounters(config.own_drafter, 0, 0, 0)
         # None: the runner drafts as many as it may
         self._own_budget = OwnBudget(config.max_run_tokens - 1) if config.own_drafter and config.weighs_drafts else None
-        # sequences that draft, those among them that the planner does not know, and how many of each group
+        # sequences that draft, those among them that the planner does not know, and those that ended unknown to it
         self._live: dict[int, _Live] = {}
         self._untold: dict[int, _Live] = {}
-        self._groups: Counter[int] = Counter()
+        self._over: deque[Beginning] = deque(maxlen=_OVER * config.max_running)
         # steps have completed whose tokens the planner was not told
         self._lags = False
         # of the steps in flight, whether the engine's drafter has paths in them
@@ -116,7 +118,6 @@ class StepDrafts:
             self._begun.setdefault(seq.key, (0, 0, 0))
         if self._planner is not None and seq.key not in self._live:
             self._live[seq.key] = self._untold[seq.key] = _Live(seq)
-            self._groups[seq.group] += 1
 
     def propose(self, decodes: list[Sequence], now: float) -> tuple[Drafts | None, int | None]:
         """Drafts for the step that is being planned, which decodes these; None: it has none. And how many the runner
@@ -163,14 +164,11 @@ class StepDrafts:
         live = self._live.pop(seq.key, None)
         if self._planner is None or live is None:
             return own
-        self._groups[seq.group] -= 1
-        serves = self._planner.outlasts or self._groups[seq.group] > 0
-        self._groups += Counter()
         if live.is_told:
             steps, drafted, accepted = self._planner.tally(seq.key)
             # without a lag only a run that was cut has tokens there, which are not the sequence's own
-            more, late_steps = live.untold(self._planner.length(seq.key)) if self._lags else ([], 0)
-            if more and serves:
+            more, late_steps = live.untold(*self._planner.lengths((seq.key,))) if self._lags else ([], 0)
+            if more:
                 self._planner.take((seq.key,), [0], [len(more)], more)
             steps += late_steps
         else:
@@ -178,13 +176,15 @@ class StepDrafts:
             drafted = accepted = 0
             told = live.beginning()
             steps = told.steps
-            if serves:
+            if self._planner.outlasts:
                 self._planner.begin([told], now=now)
+            else:
+                self._over.append(told)
         self._planner.end(seq.key, now=now)
         return own[0] if self._own.drafter else steps, own[1] + drafted, own[2] + accepted
 
     def _tell(self, now: float) -> None:
-        """Tell the planner everything of the sequences that live."""
+        """Tell the planner everything of the sequences that live, and of those that ended beside them."""
         assert self._planner is not None
         if self._lags:
             self._lags = False
@@ -198,9 +198,15 @@ class StepDrafts:
             if news:
                 keys, tokens, steps = zip(*news, strict=True)
                 self._planner.take(keys, steps, [*map(len, tokens)], [token for some in tokens for token in some])
-        if self._untold:
-            self._planner.begin([live.beginning() for live in self._untold.values()], now=now)
+        if self._untold or self._over:
+            groups = {live.seq.group for live in self._live.values()}
+            over = [told for told in self._over if told.group in groups]
+            if fresh := [*[live.beginning() for live in self._untold.values()], *over]:
+                self._planner.begin(fresh, now=now)
+            for told in over:
+                self._planner.end(told.key, now=now)
             self._untold.clear()
+            self._over.clear()
 
     @property
     def counters(self) -> DraftCounters:

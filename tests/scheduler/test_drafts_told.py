@@ -146,11 +146,24 @@ def test_what_ends_while_it_is_off_is_told_where_it_can_serve_others(outlasts):
     for key, group in ((1, 1), (2, 1), (3, 3)):
         world.begin(key, group, (1, 2))
     world.step()
-    for key in (1, 2, 3):
-        world.end(key)
-    # 2 lived on beside 1; nobody was left beside the others
+    world.end(1)
+    world.end(3)
+    assert world.listener.over == (world.ended if outlasts else [])
+    world.check()
+    # 2 lives on beside 1; nobody was left beside 3
     assert world.listener.over == (world.ended if outlasts else world.ended[:1])
-    assert not world.listener.texts
+
+
+def test_a_group_that_has_ended_costs_a_drafter_nothing_that_is_off():
+    world = World(outlasts=False)
+    for key in range(8):
+        world.begin(key, 0, (1, 2))
+    world.step()
+    for key in range(8):
+        world.end(key)
+    world.check()
+    assert world.listener.calls == 0
+    assert not world.drafts._over
 
 
 def test_what_it_knew_is_told_to_its_end():
@@ -167,13 +180,12 @@ def test_what_it_knew_is_told_to_its_end():
 @pytest.mark.parametrize("outlasts", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_all_texts_arrive_whole(seed, outlasts):
-    """Sequences come, are preempted, resume, end, and come again under an old key, while the drafter is on or off."""
+    """Sequences of a few groups come, are preempted, resume and end, while the drafter is on or off."""
     random, world = Random(seed), World(outlasts)
     for turn in range(400):
-        free = [key for key in range(12) if key not in world.live]
-        if free and random.random() < 0.5:
-            key = random.choice(free)
-            world.begin(key, key // 3 + turn * 100, [(1,), (1, 2), (3,)][random.randrange(3)], random.choice(("", "s")))
+        if len(world.live) < 12 and random.random() < 0.5:
+            prompt = [(1,), (1, 2), (3,)][random.randrange(3)]
+            world.begin(turn, turn // 10, prompt, random.choice(("", "s")))
         running = [key for key in world.live if random.random() < 0.9]
         resumed = [key for key in world.live if key not in running and random.random() < 0.2]
         world.is_on = random.random() < (0.9 if world.is_on else 0.1)
