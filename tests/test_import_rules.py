@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"fdasync.ipc": (), "fdasync.registry": (), "fdasync.result": ()},
     {"fdasync.ipc.peers": ("fdasync.ipc.*",), "fdasync.request": ("fdasync.registry.mapping",)},
     {"fdasync.stats": ("fdasync.request",)},
-    {"fdasync.telemetry.sight": ("fdasync.request", "fdasync.stats")},
+    {"fdasync.telemetry.sight": ("fdasync.stats",)},
     {
         "fdasync.cache": ("fdasync.ipc.shared_memory",),
         "fdasync.cache.store": ("fdasync.ipc.*", "fdasync.registry.*"),
