@@ -31,7 +31,8 @@ async def front(*options):
     """A process of `fdasync http`, and its ready line."""
     read, write = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fdasync", "http", "--port", "0", "--ready-fd", str(write), *options,
+        sys.executable, "-m", "fdasync", "http", "--ready-fd", str(write), *options,
+        *(() if "--port" in options else ("--port", "0")),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, pass_fds=(write,),
     )  # fmt: skip
     os.close(write)
